@@ -1,0 +1,47 @@
+# Every target sets up what it needs: a virtual environment in .venv with the tested versions.
+# Needs only make and Python 3.11 or newer; name another interpreter with `make test PYTHON=python3.13`.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench build clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradvitals needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## make .venv with the tested versions
+
+demo: $(READY)  ## train a small model for under a minute and watch its vital signs
+	$(BIN)/gradvitals demo
+
+test: $(READY)  ## run all tests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)  ## check style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure what monitoring costs on this machine
+	$(BIN)/gradvitals bench overhead
+	$(BIN)/gradvitals bench store
+
+build: $(READY)  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove caches and builds, keep .venv and runs/
+	rm -rf dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

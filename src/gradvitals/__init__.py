@@ -1,0 +1,53 @@
+"""gradvitals: vital signs for neural-network training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradvitals import functional
+    from gradvitals.config import Config
+    from gradvitals.monitor import Monitor, watch
+    from gradvitals.store.reader import Run, open_run
+    from gradvitals.types import Action, Finding, Reading
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "Config",
+    "Finding",
+    "Monitor",
+    "Reading",
+    "Run",
+    "__version__",
+    "functional",
+    "open_run",
+    "watch",
+]
+
+# Names are looked up on first use, so that reading a run, or `gradvitals --help`, never imports torch.
+_HOMES = {
+    "Action": "gradvitals.types",
+    "Config": "gradvitals.config",
+    "Finding": "gradvitals.types",
+    "Monitor": "gradvitals.monitor",
+    "Reading": "gradvitals.types",
+    "Run": "gradvitals.store.reader",
+    "open_run": "gradvitals.store.reader",
+    "watch": "gradvitals.monitor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "functional":
+        return importlib.import_module("gradvitals.functional")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gradvitals' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m gradvitals.cli`, the same as `gradvitals`."""
+
+from gradvitals.cli import main
+
+main()

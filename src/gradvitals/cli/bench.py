@@ -1,0 +1,81 @@
+"""`gradvitals bench`: what monitoring and keeping a run cost on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from gradvitals.cli.output import json_option, print_json
+
+SHAPES = ("mlp", "cnn", "transformer", "gpt-124m", "gpt-1.3b")
+
+
+@click.group()
+def bench() -> None:
+    """Measure what gradvitals costs on this machine.
+
+    \b
+    Example:
+      gradvitals bench overhead
+      gradvitals bench store --json
+    """
+
+
+@bench.command()
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to run; auto takes a GPU where there is one.",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    type=click.Choice(SHAPES),
+    multiple=True,
+    help="Model to time; may be given several times. [default: all that suit the device]",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Timed steps of each kind in a round.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of bare and monitored steps in turn.")
+@json_option
+def overhead(device: str, shapes: tuple[str, ...], steps: int | None, rounds: int | None, as_json: bool) -> None:
+    """Time monitored steps against bare steps of the same model, in one run.
+
+    \b
+    Example:
+      gradvitals bench overhead
+      gradvitals bench overhead --device cuda --shape gpt-124m --json
+    """
+    from gradvitals.lab.overhead import format_overhead, run_overhead
+
+    result = run_overhead(
+        device=device,
+        shapes=shapes or None,
+        steps=steps,
+        rounds=rounds,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(format_overhead(result))
+
+
+@bench.command()
+@json_option
+def store(as_json: bool) -> None:
+    """Time writing and reading a run in a temporary folder: bytes a value, milliseconds a step.
+
+    \b
+    Example:
+      gradvitals bench store
+    """
+    from gradvitals.store.selftest import measure_store
+
+    result = measure_store()
+    if as_json:
+        print_json(result)
+        return
+    width = max(len(name) for name in result)
+    for name, value in result.items():
+        click.echo(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")

@@ -1,0 +1,67 @@
+"""`gradvitals export`: a run as a table for pandas, polars or a spreadsheet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gradvitals.cli.output import json_option, print_json
+
+KINDS = ("run", "layer", "tensor", "head")
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--csv", "csv_path", type=click.Path(allow_dash=True), help="File to write as CSV; - prints it.")
+@click.option("--parquet", "parquet_path", type=click.Path(path_type=Path), help="File to write as Parquet.")
+@click.option("--metric", "metrics", multiple=True, help="Keep only this metric; may be given several times.")
+@click.option(
+    "--kind",
+    "kinds",
+    type=click.Choice(KINDS),
+    multiple=True,
+    help="Keep only rows of this kind; may be given several times.",
+)
+@json_option
+def export(
+    run: Path,
+    csv_path: str | None,
+    parquet_path: Path | None,
+    metrics: tuple[str, ...],
+    kinds: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the readings of RUN as one table.
+
+    One row for each (step, kind, name), one column for each metric. Kind is run, layer, tensor or head; name is
+    empty for run. Metrics that come from samples carry their source, as in gsnr:microbatch. An empty cell was
+    not measured at that step, or is not a number. Parquet needs the extra: pip install 'gradvitals[parquet]'.
+
+    \b
+    Example:
+      gradvitals export runs/demo --csv readings.csv
+      gradvitals export runs/demo --csv - --kind run --metric loss | head
+    """
+    if (csv_path is None) == (parquet_path is None):
+        raise click.UsageError("give one of --csv PATH and --parquet PATH.")
+    if csv_path == "-" and as_json:
+        raise click.UsageError("--json and --csv - both print to the screen; give --csv a file.")
+
+    from gradvitals.show.export import Selection, write_csv, write_parquet
+    from gradvitals.store.reader import open_run
+
+    selection = Selection(kinds=kinds, metrics=metrics)
+    opened = open_run(run)
+    try:
+        if parquet_path is not None:
+            count = write_parquet(opened, parquet_path, selection)
+        else:
+            with click.open_file(str(csv_path), "w", encoding="utf-8", errors="backslashreplace") as stream:
+                count = write_csv(opened, stream, selection)
+    finally:
+        opened.close()
+    if as_json:
+        print_json({"path": str(parquet_path or csv_path), "rows": count})
+    elif csv_path != "-":
+        click.echo(f"{count:,} rows written to {parquet_path or csv_path}", err=True)

@@ -1,0 +1,34 @@
+"""How commands print: strict JSON, or text made for the screen at hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+
+
+def print_json(result: Any) -> None:
+    """Print strict JSON: numbers that JSON cannot hold become the strings 'nan', 'inf' and '-inf'."""
+    from gradvitals.types import json_ready
+
+    click.echo(json.dumps(json_ready(result), indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """A console that prints text as it is: no markup, no emoji codes, no guessing at numbers.
+
+    A character that the terminal has no code for is shown as its escape.
+    """
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(markup=False, emoji=False, highlight=False)

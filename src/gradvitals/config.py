@@ -1,0 +1,121 @@
+"""Config: every setting of a Monitor in one frozen record, checked where it is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gradvitals.errors import ConfigError
+
+TENSOR_METRICS: tuple[str, ...] = (
+    "grad/norm",
+    "grad/max",
+    "grad/zero_fraction",
+    "grad/nonfinite",
+    "gsnr",
+    "gsnr/below_one_fraction",
+    "weight/norm",
+    "update/norm",
+    "radial_gsnr",
+)
+"""What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
+
+LIVE_SOURCES: tuple[str, ...] = ("microbatch", "adam", "window")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of a Monitor. The defaults are meant to be left alone.
+
+    Example:
+        >>> Config(tensor_every=1).tensor_every
+        1
+        >>> Config(tensor_every=0)
+        Traceback (most recent call last):
+        ...
+        gradvitals.errors.ConfigError: tensor_every is 0; expected a whole number of steps, 1 or more
+    """
+
+    tensor_every: int = 25
+    """Steps from one per-tensor reading to the next. Global values are read at every step."""
+
+    metrics: tuple[str, ...] = TENSOR_METRICS
+    """Which per-tensor metrics to take. Fewer cost less; see `TENSOR_METRICS`."""
+
+    sources: tuple[str, ...] = LIVE_SOURCES
+    """GSNR sources to use where the run offers them: micro-batches, Adam's moments, a window of steps."""
+
+    overhead_budget: float | None = None
+    """Largest share of the step's time monitoring may take, e.g. 0.01. Over it, `tensor_every` grows."""
+
+    include: str | None = None
+    """Regular expression; only parameters whose name it matches somewhere are watched."""
+
+    exclude: str | None = None
+    """Regular expression; parameters whose name it matches somewhere are not watched."""
+
+    heads: int | Mapping[str, int] | None = None
+    """Attention heads: None finds them, 0 turns them off, a number or {module name: number} sets them."""
+
+    micro_batch_weights: Literal["size", "equal"] = "size"
+    """How micro-batches of unequal size enter the sum: by their size, or each loss divided by their number."""
+
+    norm_window: int = 100
+    """Readings in the moving average and the variation of a norm."""
+
+    gsnr_window: int = 20
+    """Readings that a live GSNR or noise scale, and its interval, are averaged over."""
+
+    window_steps: int = 100
+    """Steps in the sliding window of the `window` source."""
+
+    window_tensors: tuple[str, ...] | None = None
+    """Parameters the `window` source follows; None takes the embedding and the output head."""
+
+    queue_size: int = 1024
+    """Readings that may wait for the disk before further ones are dropped and counted."""
+
+    quiet: bool = False
+    """Do not print findings to stderr when they open."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Anything to keep with the run: hyper-parameters, a commit, notes. Must be JSON."""
+
+    def __post_init__(self) -> None:
+        _expect(self.tensor_every >= 1, "tensor_every", self.tensor_every, "a whole number of steps, 1 or more")
+        for name in ("norm_window", "gsnr_window"):
+            _expect(getattr(self, name) >= 2, name, getattr(self, name), "2 readings or more")
+        _expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
+        _expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
+        _expect(
+            self.micro_batch_weights in ("size", "equal"),
+            "micro_batch_weights",
+            self.micro_batch_weights,
+            "'size' or 'equal'",
+        )
+        budget = self.overhead_budget
+        _expect(
+            budget is None or 0 < budget < 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
+        )
+        for name, known in (("metrics", TENSOR_METRICS), ("sources", LIVE_SOURCES)):
+            unknown = sorted(set(getattr(self, name)) - set(known))
+            _expect(not unknown, name, unknown, f"names out of {', '.join(known)}")
+        for name in ("include", "exclude"):
+            pattern = getattr(self, name)
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ConfigError(f"{name} is {pattern!r}; expected a regular expression ({error})") from None
+
+    def watches(self, name: str) -> bool:
+        """Whether a parameter of this name is to be watched."""
+        if self.include is not None and not re.search(self.include, name):
+            return False
+        return self.exclude is None or not re.search(self.exclude, name)
+
+
+def _expect(fine: bool, name: str, given: object, expected: str) -> None:
+    if not fine:
+        raise ConfigError(f"{name} is {given!r}; expected {expected}")

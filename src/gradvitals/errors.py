@@ -1,0 +1,21 @@
+"""Errors that a caller can catch. Each says what was given, what was expected and what to do."""
+
+
+class GradvitalsError(Exception):
+    """Base of every error gradvitals raises on purpose."""
+
+
+class RunError(GradvitalsError):
+    """A run could not be opened or read."""
+
+
+class RunNotFoundError(RunError):
+    """There is no run at the given path."""
+
+
+class RunFormatError(RunError):
+    """The file is there but is not a run this version can read."""
+
+
+class ConfigError(GradvitalsError, ValueError):
+    """A setting is out of range."""

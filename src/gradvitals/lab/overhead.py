@@ -1,0 +1,397 @@
+"""What monitoring costs: monitored and bare steps of one model, in turn, in one process.
+
+A shared machine drifts by more than monitoring costs, so no two runs can be compared. Here every stretch of steps
+lies between two stretches of bare steps, and only its ratio to their mean is kept: drift cancels. A bare stretch
+between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
+
+A stretch is the same number of steps for every variant, a multiple of the default cadence, so that N steps hold
+exactly N / `tensor_every` full readings wherever they begin. A monitor is attached before its stretch and makes
+untimed steps first: step 0, with its one-time set-up, then those that fill what a long run has full (see
+`_settle`). The clock starts when the device is idle and stops when it is idle again; between these nothing waits.
+
+The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
+readings of the untimed steps still wait to be written, at the end some of the timed ones do, and in the middle of a
+long run it is no different. A flush at the end would make training wait for the disk, which it never does. How long
+a flush takes after the stretch is reported apart, as `flush_ms`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradvitals.config import Config
+from gradvitals.errors import GradvitalsError
+from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training, transformer
+from gradvitals.monitor import Monitor, watch
+
+DEFAULT_STEPS = {"cpu": 100, "cuda": 25}
+DEFAULT_ROUNDS = {"cpu": 8, "cuda": 4}
+WARM_UP_STEPS = 10
+"""Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
+
+BARE_SETTLE_STEPS = 3
+NUM_BINS = 64
+
+MONITORED: dict[str, Config] = {
+    "default": Config(quiet=True),
+    "norms+gsnr every step": Config(tensor_every=1, metrics=("grad/norm", "gsnr"), quiet=True),
+    "everything every step": Config(tensor_every=1, quiet=True),
+}
+"""Variants that attach a monitor."""
+
+
+def norm_loop(training: Training) -> None:
+    """What many loops do today: ask for the norm of each gradient, one by one."""
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm().item()
+
+
+def histograms(training: Training) -> None:
+    """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
+
+
+BY_HAND: dict[str, Callable[[Training], None]] = {"norm loop": norm_loop, "histograms": histograms}
+"""Variants that people write themselves."""
+
+VARIANTS = (*MONITORED, *BY_HAND, "bare")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """What one timed stretch of steps took."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    """Of all threads of this process: also what ran beside training."""
+    peak_bytes: int | None
+    """Most device memory in use; None on a CPU."""
+    flush_seconds: float | None = None
+    """To bring the last readings to disk after the stretch; None without a monitor."""
+
+
+@dataclass
+class Ratios:
+    """The stretches of one variant, each beside the two bare stretches around it."""
+
+    stretches: list[Stretch] = field(default_factory=list)
+    neighbours: list[tuple[Stretch, Stretch]] = field(default_factory=list)
+
+    def of(self, seconds: Callable[[Stretch], float]) -> list[float]:
+        """The ratio to bare in every round."""
+        return [
+            seconds(stretch) / statistics.fmean(map(seconds, around))
+            for stretch, around in zip(self.stretches, self.neighbours, strict=True)
+        ]
+
+    def extra_bytes(self) -> int | None:
+        """The largest rise of the peak of device memory over that of the bare stretches around."""
+        rises = [
+            stretch.peak_bytes - max(bare.peak_bytes or 0 for bare in around)
+            for stretch, around in zip(self.stretches, self.neighbours, strict=True)
+            if stretch.peak_bytes is not None
+        ]
+        return max(rises, default=None)
+
+
+def run_overhead(
+    device: str = "auto",
+    shapes: Sequence[str] | None = None,
+    steps: int | None = None,
+    rounds: int | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Any]:
+    """Time every variant against bare steps of the same model.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+        shapes: Names out of `SHAPES`; None takes those that suit the device.
+        steps: Timed steps of a stretch, rounded up to a multiple of the default cadence.
+        rounds: How often each variant is timed. The order rotates from round to round.
+        progress: Called with a line of text now and then.
+
+    Returns:
+        Plain values, ready for JSON: the machine, and for every shape its size, the time of a bare step and for every
+        variant the median `ratio` to bare with its quartiles.
+    """
+    place = _device(device)
+    cadence = MONITORED["default"].tensor_every
+    steps = math.ceil((DEFAULT_STEPS[place.type] if steps is None else steps) / cadence) * cadence
+    rounds = DEFAULT_ROUNDS[place.type] if rounds is None else rounds
+    if steps < 1 or rounds < 1:
+        raise ValueError(f"got {steps} steps and {rounds} rounds; expected 1 or more of each")
+    names = shapes or DEFAULT_SHAPES[place.type]
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        raise ValueError(f"there is no shape {unknown[0]!r}; expected one of {', '.join(SHAPES)}")
+    results = [_time_shape(name, place, steps, rounds, progress or (lambda line: None)) for name in names]
+    return {
+        "device": place.type,
+        "machine": _machine(place),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steps": steps,
+        "rounds": rounds,
+        "tensor_every": cadence,
+        "shapes": results,
+    }
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type not in DEFAULT_SHAPES:
+        raise ValueError(f"device is {device!r}; expected auto, cpu or cuda")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda'; torch sees no CUDA device here")
+    return place
+
+
+def _time_shape(
+    name: str, device: torch.device, steps: int, rounds: int, tell: Callable[[str], object]
+) -> dict[str, Any]:
+    tell(f"{name}: building and warming up")
+    torch.manual_seed(0)
+    training = SHAPES[name](device)
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    ratios = {variant: Ratios() for variant in VARIANTS}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        bare = [_time_variant("bare", training, steps, Path(folder))]
+        for number in range(rounds):
+            turn = number % len(VARIANTS)
+            for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
+                stretch = _time_variant(variant, training, steps, Path(folder))
+                bare.append(_time_variant("bare", training, steps, Path(folder)))
+                ratios[variant].stretches.append(stretch)
+                ratios[variant].neighbours.append((bare[-2], bare[-1]))
+            so_far = statistics.median(ratios["default"].of(_wall))
+            tell(f"{name}: round {number + 1} of {rounds}, default at {_percent(so_far)} so far")
+    return {
+        "shape": name,
+        "parameters": training.num_parameters,
+        "tensors": training.num_tensors,
+        "micro_batches": training.num_micro_batches,
+        "batch_size": training.batch_size,
+        "bare_ms": 1000 * statistics.median(map(_wall, bare)) / steps,
+        "variants": {variant: _summary(found) for variant, found in ratios.items()},
+    }
+
+
+def _summary(ratios: Ratios) -> dict[str, Any]:
+    wall = ratios.of(_wall)
+    low, middle, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
+    flushes = [stretch.flush_seconds for stretch in ratios.stretches if stretch.flush_seconds is not None]
+    return {
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        "cpu_ratio": statistics.median(ratios.of(lambda stretch: stretch.cpu_seconds)),
+        "extra_device_bytes": ratios.extra_bytes(),
+        "flush_ms": 1000 * statistics.median(flushes) if flushes else None,
+        "ratios": wall,
+    }
+
+
+def _wall(stretch: Stretch) -> float:
+    return stretch.wall_seconds
+
+
+# -- one stretch ----------------------------------------------------------------------------------------------------
+
+
+def _time_variant(variant: str, training: Training, steps: int, folder: Path) -> Stretch:
+    if variant in MONITORED:
+        return _time_monitored(MONITORED[variant], training, steps, folder)
+    observe: Observe | None = None
+    if variant in BY_HAND:
+        by_hand = BY_HAND[variant]
+
+        def observe(loss: Tensor) -> None:
+            by_hand(training)
+
+    for _ in range(BARE_SETTLE_STEPS):
+        training.step(observe)
+    return _time_steps(training, observe, steps)
+
+
+def _time_monitored(config: Config, training: Training, steps: int, folder: Path) -> Stretch:
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    with watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size) as monitor:
+        _settle(monitor, training)
+        stretch = _time_steps(training, monitor.observe, steps)
+        started = time.perf_counter()
+        written = monitor.flush()
+        flush_seconds = time.perf_counter() - started
+    # A monitor that has given up on something is cheap: its time would mean nothing.
+    broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
+    if broken or not written:
+        raise GradvitalsError(f"the monitor failed while it was timed: {broken[0] if broken else 'it could not write'}")
+    return replace(stretch, flush_seconds=flush_seconds)
+
+
+def _settle(monitor: Monitor, training: Training) -> None:
+    """Bring a new monitor to where it is in the middle of a run.
+
+    Step 0 sets everything up, and the flush after it opens the file. On a CPU the steps that follow also fill the
+    sliding windows, which only then begin to report; on a GPU that takes some microseconds every tenth step, and the
+    wait for it would take longer than all the rest.
+    """
+    training.step(monitor.observe)
+    monitor.flush()
+    on_cpu = training.device.type == "cpu"
+    for _ in range(monitor.config.window_steps if on_cpu else BARE_SETTLE_STEPS):
+        training.step(monitor.observe)
+
+
+def _time_steps(training: Training, observe: Observe | None, steps: int) -> Stretch:
+    on_gpu = training.device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
+        torch.cuda.reset_peak_memory_stats(training.device)
+    cpu_started, started = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        training.step(observe)
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+    peak = torch.cuda.max_memory_allocated(training.device) if on_gpu else None
+    return Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=peak)
+
+
+# -- no waiting -----------------------------------------------------------------------------------------------------
+
+
+def check_no_sync(device: str = "cuda", steps: int = 100) -> int:
+    """Train with a monitor while torch turns every wait for the device into an error.
+
+    A small transformer makes `steps` steps with everything read at every step, and as many with the defaults.
+
+    Args:
+        device: A CUDA device.
+        steps: Steps with each of the two settings.
+
+    Returns:
+        The number of steps done, `2 * steps`.
+
+    Raises:
+        ValueError: There is no CUDA device.
+        GradvitalsError: The monitor waited for the device. Where training itself did, torch says so.
+    """
+    place = torch.device(device)
+    if place.type != "cuda" or not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}; waiting for the device can only be noticed on a CUDA device")
+    training = transformer(place, micro_batch_size=4)
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    done = 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for name in ("everything every step", "default"):
+            run = Path(folder) / name.replace(" ", "-")
+            with watch(training.model, training.optimizer, run=run, config=MONITORED[name]) as monitor:
+                with _sync_is_error():
+                    for _ in range(steps):
+                        training.step(monitor.observe)
+                        done += 1
+                monitor.flush()
+            for finding in monitor.findings:
+                if finding.id == "monitor_error":  # the monitor catches its own errors, this one among them
+                    raise GradvitalsError(f"{name}: {finding.title}\n{finding.evidence.get('traceback', '')}")
+    return done
+
+
+@contextmanager
+def _sync_is_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+# -- in words -------------------------------------------------------------------------------------------------------
+
+
+def format_overhead(result: dict[str, Any]) -> str:
+    """The result as text: one Markdown table for each shape.
+
+    On a CPU the last column is the change of the processor time of all threads. It counts what ran on an idle core
+    too, and hardly feels other programs, so on a busy machine it is the steadier of the two.
+    """
+    threads = f", {result['threads']} threads" if result["device"] == "cpu" else ""
+    lines = [
+        f"{result['machine']}{threads}, torch {result['torch']}, {result['date']}",
+        f"{result['rounds']} rounds of {result['steps']} steps; change of the step's time: median [quartiles]",
+    ]
+    for shape in result["shapes"]:
+        lines += [
+            "",
+            f"{shape['shape']}: {shape['parameters'] / 1e6:.3g}M parameters in {shape['tensors']} tensors, "
+            f"{shape['micro_batches']} micro-batch{'es' if shape['micro_batches'] > 1 else ''} a step, "
+            f"{shape['bare_ms']:.2f} ms a bare step",
+            "",
+        ]
+        last = "CPU time" if result["device"] == "cpu" else "extra memory"
+        rows = [("variant", "step time", "quartiles", "ms a step", last)]
+        for variant, found in shape["variants"].items():
+            extra_bytes = found["extra_device_bytes"]
+            rows.append(
+                (
+                    "bare, again" if variant == "bare" else variant,
+                    _percent(found["ratio"]),
+                    f"[{_percent(found['ratio_low'])}, {_percent(found['ratio_high'])}]",
+                    f"{(found['ratio'] - 1) * shape['bare_ms']:+.3f}",
+                    _percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
+                )
+            )
+        lines += _table(rows)
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:])]
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.2f} %"
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
+    return f"{name}, {os.cpu_count()} cores"

@@ -1,0 +1,6 @@
+"""Readings from a live run: when gradients are read, what is read, and how the host makes sense of it."""
+
+from gradvitals.measure.interpret import Interpreter
+from gradvitals.measure.tap import RawStep, Tap
+
+__all__ = ["Interpreter", "RawStep", "Tap"]

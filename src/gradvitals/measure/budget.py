@@ -1,0 +1,57 @@
+"""Staying within a budget: how often per-tensor readings can be afforded."""
+
+from __future__ import annotations
+
+import math
+
+WARM_UP_STEPS = 5
+MAX_EVERY = 10_000
+
+
+class Budget:
+    """Measures what monitoring costs and proposes a cadence.
+
+    A step costs ``fixed`` seconds, a full reading ``extra`` on top. With a full reading every n steps of t seconds
+    the share is ``(fixed + extra / n) / t``; the smallest n that keeps it under the budget is proposed, never below
+    the cadence the user asked for.
+    """
+
+    def __init__(self, share: float, every: int) -> None:
+        self.share = share
+        self.least_every = every
+        self._seen = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._wall = 0.0
+        self._cost = {True: 0.0, False: 0.0}
+        self._count = {True: 0, False: 0}
+
+    def add(self, *, full: bool, wall_seconds: float, cost_seconds: float) -> None:
+        """Account for one step."""
+        self._seen += 1
+        if self._seen > WARM_UP_STEPS:  # the first steps pay for allocation and compilation
+            self._wall += wall_seconds
+            self._cost[full] += cost_seconds
+            self._count[full] += 1
+
+    @property
+    def spent(self) -> float:
+        """Share of the time that monitoring took since the last change of cadence."""
+        return sum(self._cost.values()) / self._wall if self._wall else 0.0
+
+    def propose(self, every: int) -> int:
+        """The cadence to use from here on, given the one in use."""
+        steps = sum(self._count.values())
+        if self._count[True] < 3 or steps < 10:
+            return every
+        step_seconds = self._wall / steps
+        fixed = self._cost[False] / self._count[False] if self._count[False] else 0.0
+        extra = self._cost[True] / self._count[True] - fixed
+        room = self.share * step_seconds - fixed
+        wanted = math.ceil(extra / room) if room > 0 else MAX_EVERY
+        wanted = min(max(wanted, self.least_every), MAX_EVERY)
+        if every < wanted or wanted < every / 2:
+            self._restart()
+            return wanted
+        return every

@@ -1,0 +1,154 @@
+"""What the host remembers between readings: rings of recent numbers, one column a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals import functional
+
+Floats = NDArray[np.float64]
+
+
+class Ring:
+    """The last `size` values of many named series. Values that are not finite are not kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.names: tuple[str, ...] = ()
+        self.values = np.full((size, 0), np.nan)
+        self._next = np.zeros(0, dtype=np.int64)
+
+    def align(self, names: Sequence[str]) -> None:
+        """Have exactly these columns, keeping what is known of each name."""
+        if tuple(names) == self.names:
+            return
+        column = {name: index for index, name in enumerate(self.names)}
+        values = np.full((self.size, len(names)), np.nan)
+        position = np.zeros(len(names), dtype=np.int64)
+        for index, name in enumerate(names):
+            if name in column:
+                values[:, index] = self.values[:, column[name]]
+                position[index] = self._next[column[name]]
+        self.names, self.values, self._next = tuple(names), values, position
+
+    def push(self, values: Floats) -> None:
+        """Add one value to each series, over its oldest."""
+        columns = np.flatnonzero(np.isfinite(values))
+        self.values[self._next[columns], columns] = values[columns]
+        self._next[columns] = (self._next[columns] + 1) % self.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names and values as plain lists."""
+        return {"names": list(self.names), "values": self.values.tolist(), "next": self._next.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; one of another length is left aside."""
+        values = np.array(state["values"], dtype=np.float64).reshape(-1, len(state["names"]))
+        if len(values) == self.size:
+            self.names, self.values = tuple(state["names"]), values
+            self._next = np.array(state["next"], dtype=np.int64)
+
+
+class NormHistory:
+    """Moving average and variation of norms, without the values that are judged by them."""
+
+    def __init__(self, window: int) -> None:
+        self._ring = Ring(window)
+        self._sum: Floats = np.zeros(0)
+        self._sum_sq: Floats = np.zeros(0)
+        self._count: Floats = np.zeros(0)
+        self._pushes = 0
+
+    def push(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
+        """Judge new norms by those before them, then remember them.
+
+        Returns:
+            The spike ratio, norm over its moving average, and the coefficient of variation of the window so far.
+            Both are nan before there are two norms to compare with.
+        """
+        if tuple(names) != self._ring.names:
+            self._ring.align(names)
+            self._recount()
+        enough = self._count >= 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = np.where(enough, self._sum / self._count, np.nan)
+            variance = np.maximum(self._sum_sq / self._count - mean**2, 0)
+            ratio, variation = norms / mean, np.sqrt(variance) / mean
+        self._remember(norms)
+        return ratio, variation
+
+    def _remember(self, norms: Floats) -> None:
+        columns = np.flatnonzero(np.isfinite(norms))
+        leaving = self._ring.values[self._ring._next[columns], columns]
+        gone = np.isfinite(leaving)
+        leaving = np.where(gone, leaving, 0)
+        self._sum[columns] += norms[columns] - leaving
+        self._sum_sq[columns] += norms[columns] ** 2 - leaving**2
+        self._count[columns] += ~gone
+        self._ring.push(norms)
+        self._pushes += 1
+        if self._pushes % self._ring.size == 0:
+            self._recount()  # running sums collect rounding, most of all after a spike has left the window
+
+    def _recount(self) -> None:
+        finite = np.isfinite(self._ring.values)
+        values = np.where(finite, self._ring.values, 0)
+        self._sum, self._sum_sq = values.sum(0), (values**2).sum(0)
+        self._count = finite.sum(0).astype(np.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window."""
+        return self._ring.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved window."""
+        self._ring.load_state_dict(state)
+        self._recount()
+
+
+class RatioHistory:
+    """Signal over noise as a ratio of means over recent readings, with its interval from their spread."""
+
+    def __init__(self, window: int) -> None:
+        self._signal = Ring(window)
+        self._noise = Ring(window)
+
+    def push(self, names: Sequence[str], signal: Floats, noise: Floats) -> None:
+        """Remember one reading's signal and noise of every row."""
+        self._signal.align(names)
+        self._noise.align(names)
+        together = np.isfinite(signal) & np.isfinite(noise)
+        self._signal.push(np.where(together, signal, np.nan))
+        self._noise.push(np.where(together, noise, np.nan))
+
+    def estimate(self, correlation: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+        """The ratio and its 95 % interval, row by row; inf where there is signal and no noise at all.
+
+        Args:
+            correlation: Correlation between one reading and the next, by which their number counts for less.
+        """
+        x, y = self._signal.values, self._noise.values
+        count = np.isfinite(x).sum(0).astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total_x, total_y = np.nansum(x, axis=0), np.nansum(y, axis=0)
+            mean_x, mean_y = total_x / count, total_y / count
+            dx, dy = x - mean_x, y - mean_y
+            dof = np.where(count > 1, count - 1, np.nan)
+            var_x, var_y = np.nansum(dx**2, axis=0) / dof, np.nansum(dy**2, axis=0) / dof
+            cov = np.nansum(dx * dy, axis=0) / dof
+            effective = count * (1 - correlation) / (1 + correlation)
+        value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
+        return np.where((mean_y == 0) & (mean_x > 0), np.inf, value), low, high
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both rings."""
+        return {"signal": self._signal.state_dict(), "noise": self._noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved rings."""
+        self._signal.load_state_dict(state["signal"])
+        self._noise.load_state_dict(state["noise"])

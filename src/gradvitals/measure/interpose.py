@@ -1,0 +1,157 @@
+"""Listening to torch where it has no hooks: gradient clipping and GradScaler.
+
+`clip_grad_norm_` computes the norm of every gradient just before it clips them: the one moment at which the
+gradients are complete, unscaled and not yet clipped, and the numbers are free. `GradScaler` knows whether
+gradients are scaled and whether a step was skipped. Both are wrapped while at least one listener is attached;
+the originals run unchanged, with the same arguments, and their results are passed on untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import utils as nn_utils
+from torch.nn.utils import clip_grad
+
+_ORIGINAL_FOREACH_NORM = torch._foreach_norm
+
+
+class Listener(Protocol):
+    """What a Tap hears."""
+
+    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
+        """The L2 norm of these gradients was computed, `norms` one by one where torch did so."""
+
+    def on_clip(self) -> None:
+        """Gradients were scaled or clamped in place."""
+
+    def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss was multiplied by this scaler's scale."""
+
+    def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` is about to run."""
+
+    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` has run, or skipped the step."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
+
+
+def attach(listener: Listener) -> None:
+    """Start telling a listener."""
+    with _lock:
+        if not _undo:
+            _install()
+        _listeners.add(listener)
+
+
+def detach(listener: Listener) -> None:
+    """Stop telling a listener; with the last one gone, torch is as it was."""
+    with _lock:
+        _listeners.discard(listener)
+        if not _listeners:
+            while _undo:
+                _undo.pop()()
+
+
+def _tell(method: str, *args: Any) -> None:
+    for listener in list(_listeners):
+        getattr(listener, method)(*args)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # another version of torch: that one event goes unheard
+        return
+    replacement = wrap(original)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if getattr(owner, name) is replacement:  # someone else may have wrapped it after us
+            setattr(owner, name, original)
+
+    _undo.append(undo)
+
+
+def _install() -> None:
+    # clip_grad_norm_ looks these two up in its module each time, so code that imported it before us is heard too.
+    _replace(clip_grad, "_get_total_norm", _hear_total_norm)
+    _replace(clip_grad, "_clip_grads_with_norm_", _hear_clip)
+    _replace(nn_utils, "get_total_norm", _hear_total_norm)
+    _replace(nn_utils, "clip_grads_with_norm_", _hear_clip)
+    _replace(nn_utils, "clip_grad_value_", _hear_clip)
+    _replace(torch.amp.GradScaler, "scale", _hear_scale)
+    _replace(torch.amp.GradScaler, "step", _hear_scaler_step)
+
+
+def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or float(norm_type) != 2.0:
+            return original(tensors, norm_type, *args, **kwargs)
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        grads: list[Tensor] = []
+        norms: list[Tensor] = []
+
+        def recording(group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
+            result = _ORIGINAL_FOREACH_NORM(list(group), *rest, **options)
+            grads.extend(group)
+            norms.extend(result)
+            return result
+
+        # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
+        torch._foreach_norm = recording  # type: ignore[assignment]
+        try:
+            total = original(tensors, norm_type, *args, **kwargs)
+        finally:
+            torch._foreach_norm = _ORIGINAL_FOREACH_NORM
+        if len(norms) == len(tensors):
+            _tell("on_total_norm", grads, norms)
+        else:
+            _tell("on_total_norm", tensors, None)
+        return total
+
+    return get_total_norm
+
+
+def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _tell("on_clip")
+        return original(*args, **kwargs)
+
+    return clip
+
+
+def _hear_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.is_enabled():
+            _tell("on_loss_scaled", self)
+        return result
+
+    return scale
+
+
+def _hear_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        _tell("before_scaler_step", self, optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        _tell("after_scaler_step", self, optimizer)
+        return result
+
+    return step

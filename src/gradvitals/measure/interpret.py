@@ -1,0 +1,317 @@
+"""From sums to readings: all arithmetic of a live run, on the host, in float64, off the training thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals import functional
+from gradvitals.config import Config
+from gradvitals.measure.history import NormHistory, RatioHistory
+from gradvitals.measure.packet import Arrived
+from gradvitals.measure.tap import RawStep
+from gradvitals.measure.window import NUM_BLOCKS
+from gradvitals.types import Layout, Reading
+
+Floats = NDArray[np.float64]
+
+ROUNDING = 2e-6
+"""Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
+
+STUDENT_T = 2.262
+"""97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
+
+
+class Interpreter:
+    """Turns the `RawStep`s of a run, in order, into `Reading`s. Holds the moving averages between them."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._norms = NormHistory(config.norm_window)
+        self._micro = RatioHistory(config.gsnr_window)
+        self._radial = RatioHistory(config.gsnr_window)
+        self._adam = RatioHistory(config.gsnr_window)
+        self._window_norms: dict[str, list[float]] = {}
+
+    def finish(self, raw: RawStep) -> list[Reading]:
+        """The readings of one step: first what needs no samples, then one for each GSNR source."""
+        arrived = raw.shipment.wait()
+        step = _Step(raw, arrived)
+        readings = [self._general(step)]
+        if any(count >= 2 for count in raw.micro_batches):
+            readings.append(self._microbatch(step))
+        if raw.betas and "exp_avg_norm" in arrived:
+            readings.append(self._from_moments(step))
+        self._remember_window_norms(step)
+        if any(raw.windows.values()):
+            readings.append(self._window(step))
+        return readings
+
+    # -- norms, loss, weights -----------------------------------------------------------------------------------
+
+    def _general(self, step: _Step) -> Reading:
+        raw, norm = step.raw, step.norm
+        values = {name: value for name, value in (("loss", step.loss()), ("lr", step.lr())) if value is not None}
+        tensors: dict[str, Floats] = {}
+        if step.has("norm"):
+            total = step.total(norm, "norm")
+            names = ("", *step.names)
+            ratio, variation = self._norms.push(names, np.array([total, *norm]))
+            nonfinite = step.nonfinite()
+            values |= {"grad/norm": total, "grad/nonfinite": float(np.nansum(nonfinite))}
+            values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
+            tensors |= {"grad/norm": norm, "grad/nonfinite": nonfinite}
+            tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
+        if step.has("max"):
+            tensors["grad/max"] = step.rows("max") / step.grad_scale
+            values["grad/max"] = float(np.max(tensors["grad/max"][step.present]))
+        if step.has("nonzero"):
+            zeros = step.sizes - step.rows("nonzero")
+            tensors["grad/zero_fraction"] = zeros / step.sizes
+            values["grad/zero_fraction"] = float(np.nansum(zeros) / step.sizes[step.present].sum())
+        if step.has("weight"):
+            tensors["weight/norm"] = step.rows("weight")
+            values["weight/norm"] = step.total(tensors["weight/norm"], "weight")
+        if step.has("update_sq"):
+            covered = np.array([raw.fractions.get(row, 1.0) for row in range(step.num_rows)])
+            tensors["update/norm"] = np.sqrt(step.rows("update_sq") / covered)
+            values["update/norm"] = step.total(tensors["update/norm"], "update_sq")
+            with np.errstate(divide="ignore", invalid="ignore"):
+                tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
+            if values["weight/norm"] > 0:
+                values["update/ratio"] = values["update/norm"] / values["weight/norm"]
+        if step.has("scale"):
+            values["step/skipped"] = float(step.skipped())
+        return step.reading(values=values, tensors=tensors)
+
+    # -- the three sources of GSNR ------------------------------------------------------------------------------
+
+    def _microbatch(self, step: _Step) -> Reading:
+        layout = step.raw.layout
+        count = max(step.raw.micro_batches)
+        sizes, known = step.micro_batch_sizes(count)
+        # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
+        mine = np.zeros(step.num_rows, dtype=bool)
+        for rows, seen in zip(step.raw.stations, step.raw.micro_batches, strict=True):
+            mine[rows] = seen == count
+        square = np.where(mine & step.present, np.square(step.norm), np.nan)
+        slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.slot_rows))) for i in range(count)]
+        parts = np.stack([np.square(step.parts(f"micro{i}", step.num_rows)) for i in range(count)])
+        for part, of_slots in zip(parts, slot_parts, strict=True):
+            np.add.at(part, step.slot_rows, of_slots)
+        parts /= step.loss_scale**2
+        signal, noise = self._signal_and_noise(parts, square, sizes)
+        names, all_signal, all_noise = _with_sums(layout, signal, noise)
+        if layout.heads and step.has("heads"):
+            heads = np.stack([step.by_head(of_slots) for of_slots in slot_parts]) / step.loss_scale**2
+            head_square = step.by_head(np.square(step.parts("heads", len(step.slot_rows)))) / step.grad_scale**2
+            more_signal, more_noise = self._signal_and_noise(heads, head_square, sizes)
+            names += [f"head:{name}" for name in layout.heads]
+            all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
+        self._micro.push(names, all_signal, all_noise)
+        per_sample = self._micro.estimate()
+        mean_size = sizes.mean()
+        values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
+        if known:
+            values |= _noise_scale(*(float(part[0]) for part in per_sample))
+        if step.has("micro_radial0"):
+            inner = np.stack([step.parts(f"micro_radial{i}", step.num_rows) / step.loss_scale for i in range(count)])
+            weight = step.rows("weight") if step.has("weight") else np.ones(step.num_rows)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                along = np.where(mine & step.present, inner / weight, np.nan)
+            radial = self._signal_and_noise(along**2, np.square(along.sum(0)), sizes)
+            self._radial.push(step.names, *radial)
+            tensors["radial_gsnr"] = mean_size * self._radial.estimate()[0]
+        batch_size = float(mean_size) if known else None
+        return step.reading(
+            source="microbatch", batch_size=batch_size, values=values, tensors=tensors, layers=layers, heads=heads_out
+        )
+
+    def _signal_and_noise(self, parts: Floats, total: Floats, sizes: Floats) -> tuple[Floats, Floats]:
+        count = len(sizes)
+        weights = sizes / sizes.sum() if self.config.micro_batch_weights == "size" else np.full(count, 1 / count)
+        signal, noise = functional.signal_and_noise(parts, total, sizes, weights)
+        second_moment = ((sizes / weights**2)[:, None] * parts).sum(0) / count
+        return np.asarray(signal), np.where(noise <= ROUNDING * second_moment, 0.0, noise)
+
+    def _from_moments(self, step: _Step) -> Reading:
+        raw, layout = step.raw, step.raw.layout
+        rows = np.array(list(raw.betas), dtype=np.int64)
+        beta1, beta2 = np.array(list(raw.betas.values())).T
+        signal, noise = np.full((2, step.num_rows), np.nan)
+        signal[rows], noise[rows] = functional.adam_signal_and_noise(
+            np.square(step.rows("exp_avg_norm")[rows]),
+            step.rows("exp_avg_sq_sum")[rows],
+            beta1=beta1,
+            beta2=beta2,
+            step=step.rows("adam_step")[rows],
+        )
+        names, all_signal, all_noise = _with_sums(layout, signal, noise)
+        self._adam.push(names, all_signal, all_noise)
+        # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
+        correlation = beta1.max() ** (2 * raw.every)
+        values, tensors, layers, _ = _spread(layout, self._adam.estimate(correlation))
+        if step.has("below_one_count"):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                tensors["gsnr/below_one_fraction"] = step.rows("below_one_count") / step.rows("alive_count")
+        return step.reading(source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers)
+
+    def _remember_window_norms(self, step: _Step) -> None:
+        for row in step.raw.windows:
+            norms = self._window_norms.setdefault(step.names[row], [])
+            norms.append(float(step.arrived[f"window_sq{row}"].values[0]))
+            del norms[: -2 * self.config.window_steps]
+
+    def _window(self, step: _Step) -> Reading:
+        value, low, high = np.full((3, step.num_rows), np.nan)
+        for row, block_steps in step.raw.windows.items():
+            length = (block_steps or 0) * NUM_BLOCKS
+            squares = np.array(self._window_norms[step.names[row]][-length:])
+            if not length or len(squares) < length:
+                continue
+            total, *without = step.arrived[f"window{row}"].values
+            blocks = squares.reshape(NUM_BLOCKS, -1).sum(1)
+            value[row] = _gsnr_of_sums(blocks.sum(), total, length)
+            left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
+            error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
+            low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
+        tensors = {"gsnr": value, "gsnr_low": low, "gsnr_high": high}
+        return step.reading(source="window", batch_size=step.raw.batch_size, tensors=tensors)
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def _histories(self) -> dict[str, NormHistory | RatioHistory]:
+        return {"norms": self._norms, "micro": self._micro, "radial": self._radial, "adam": self._adam}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All moving averages."""
+        histories = {name: history.state_dict() for name, history in self._histories().items()}
+        return {**histories, "window_norms": {name: list(norms) for name, norms in self._window_norms.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved moving averages."""
+        for name, history in self._histories().items():
+            history.load_state_dict(state[name])
+        self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
+
+
+class _Step:
+    """A RawStep that has arrived, with the questions an Interpreter asks of it."""
+
+    def __init__(self, raw: RawStep, arrived: Mapping[str, Arrived]) -> None:
+        self.raw = raw
+        self.arrived = arrived
+        self.names = tuple(info.name for info in raw.layout.tensors)
+        self.num_rows = len(self.names)
+        self.sizes: Floats = np.array([float(info.numel) for info in raw.layout.tensors])
+        self.loss_scale = float(arrived["scale"].values[0]) if "scale" in arrived else 1.0
+        self.grad_scale = self.loss_scale if raw.scaled else 1.0
+        self.slot_rows = np.array([row for row, _ in raw.slots], dtype=np.int64)
+        self.present = arrived["norm"].present(self.num_rows) if "norm" in arrived else np.zeros(self.num_rows, bool)
+        self.norm = self.rows("norm") / self.grad_scale if "norm" in arrived else np.full(self.num_rows, np.nan)
+
+    def has(self, name: str) -> bool:
+        return name in self.arrived
+
+    def rows(self, name: str) -> Floats:
+        """One number a tensor, nan where there is none."""
+        return self.arrived[name].by_row(self.num_rows)
+
+    def parts(self, name: str, num_rows: int) -> Floats:
+        """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
+        if name not in self.arrived:
+            return np.zeros(num_rows)
+        return np.where(self.arrived[name].present(num_rows), self.arrived[name].by_row(num_rows), 0.0)
+
+    def total(self, norms: Floats, name: str) -> float:
+        """The norm of all tensors read under a name; nan where one of them is."""
+        return math.sqrt(np.square(norms[self.arrived[name].present(self.num_rows)]).sum())
+
+    def by_head(self, of_slots: Floats) -> Floats:
+        """Sum the squares of a head's parts over the q, k and v weights it has."""
+        heads = np.array([head for _, head in self.raw.slots], dtype=np.int64)
+        sums: Floats = np.zeros(len(self.raw.layout.heads))
+        np.add.at(sums, heads, of_slots)
+        return sums
+
+    def loss(self) -> float | None:
+        if not self.raw.losses:
+            return None
+        losses = [
+            float(self.arrived[f"loss{i}"].values[0]) if loss is None else loss
+            for i, loss in enumerate(self.raw.losses)
+        ]
+        sizes = self.raw.sizes
+        if len(sizes) == len(losses) and all(size is not None for size in sizes):
+            return float(np.average(losses, weights=np.array(sizes, dtype=np.float64)))
+        return float(np.mean(losses))
+
+    def lr(self) -> float | None:
+        return float(self.arrived["lr"].values[0]) if "lr" in self.arrived else self.raw.lr
+
+    def skipped(self) -> bool:
+        return self.raw.skipped or ("found_inf" in self.arrived and bool(self.arrived["found_inf"].values.any()))
+
+    def nonfinite(self) -> Floats:
+        """Non-finite elements of each tensor; where they were not counted, 1 for "at least one"."""
+        if "nonfinite" in self.arrived:
+            return self.rows("nonfinite")
+        return np.where(self.present, ~np.isfinite(self.norm), np.nan).astype(np.float64)
+
+    def micro_batch_sizes(self, count: int) -> tuple[Floats, bool]:
+        """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
+        sizes = self.raw.sizes
+        if len(sizes) == count and all(size is not None for size in sizes):
+            return np.array(sizes, dtype=np.float64), True
+        if self.raw.batch_size is not None:
+            return np.full(count, self.raw.batch_size / count), True
+        return np.ones(count), False
+
+    def reading(self, **fields: Any) -> Reading:
+        fields.setdefault("batch_size", self.raw.batch_size)
+        return Reading(step=self.raw.step, time=self.raw.time, stage=self.raw.stage, **fields)
+
+
+def _with_sums(layout: Layout, signal: Floats, noise: Floats) -> tuple[list[str], Floats, Floats]:
+    """Append to the tensors' sums those of the whole model (first) and of every layer."""
+    names = ["", *(info.name for info in layout.tensors), *(f"layer:{name}" for name in layout.layers)]
+    layer = np.array([info.depth for info in layout.tensors], dtype=np.int64)
+    whole = []
+    for sums in (signal, noise):
+        known = np.where(np.isfinite(signal) & np.isfinite(noise), sums, 0.0)
+        layers = np.bincount(layer, weights=known, minlength=len(layout.layers))
+        whole.append(np.concatenate([[known.sum()], sums, layers]))
+    return names, whole[0], whole[1]
+
+
+def _spread(
+    layout: Layout, estimate: Any
+) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
+    """Cut (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
+    ends = np.cumsum([1, len(layout.tensors), len(layout.layers)])
+    ids = ("gsnr", "gsnr_low", "gsnr_high")
+    cut = {name: np.split(part, ends) for name, part in zip(ids, estimate, strict=True)}
+    values = {name: float(parts[0][0]) for name, parts in cut.items()}
+    tensors, layers, heads = ({name: parts[kind] for name, parts in cut.items()} for kind in (1, 2, 3))
+    return values, tensors, layers, heads if len(heads["gsnr"]) else {}
+
+
+def _noise_scale(ratio: float, low: float, high: float) -> dict[str, float]:
+    """B_simple = noise / signal per sample, from the ratio the other way up and its interval.
+
+    Where the interval of the signal reaches zero the noise scale is not identifiable: nan, with a lower end only.
+    """
+    identifiable = low > 0
+    return {
+        "noise_scale": 1 / ratio if identifiable else math.nan,
+        "noise_scale_low": 1 / high if high > 0 else math.nan,
+        "noise_scale_high": 1 / low if identifiable else math.inf if high > 0 else math.nan,
+    }
+
+
+def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
+    return functional.gsnr_from_norms(sum_of_squares / count, square_of_sum / count**2, count)

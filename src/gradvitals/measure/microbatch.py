@@ -1,0 +1,165 @@
+"""GSNR from the micro-batches of one step: squared norms of every incoming gradient, no copies kept.
+
+During backward a hook on each parameter sees the gradient before it is added to ``.grad``. The hook only
+collects; one multi-tensor norm per `FLUSH_BYTES` does the work. The first micro-batch needs no hook: until the
+second arrives, ``.grad`` is its gradient, and not holding a reference lets autograd keep it without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.measure import stats
+from gradvitals.measure.clock import Clock
+from gradvitals.measure.packet import Packet
+from gradvitals.measure.views import HeadView
+
+FLUSH_BYTES = 64 * 2**20
+"""Incoming gradients held back at most, while backward frees far more than that in activations."""
+
+
+class MicrobatchSums:
+    """Norms of the gradient of every micro-batch of one step, for one optimizer's tensors and heads.
+
+    A parameter that receives a second gradient starts the next micro-batch. A parameter shared between segments
+    that are checkpointed with re-entrant autograd receives several in one backward; such models are miscounted.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        heads: dict[int, HeadView],
+        *,
+        rows: Sequence[int],
+        radial: bool,
+        clock: Clock,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.parameters = parameters
+        self.rows = rows
+        self.clock = clock
+        self.heads = heads
+        self.radial = radial
+        self.on_error = on_error
+        self.order: list[int] = []
+        """Rows in the order in which the first micro-batch reached them: from the output to the input."""
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.packet = Packet()
+        self.num_seen = 0
+        self._fired: set[int] = set()
+        self._pending: list[tuple[int, Tensor]] = []
+        self._pending_bytes = 0
+
+    @property
+    def armed(self) -> bool:
+        """Whether hooks are in place."""
+        return bool(self._handles)
+
+    def arm(self) -> None:
+        """Collect from the next backward on."""
+        self.disarm()
+        self._clear()
+        self.order = []
+        for row in self.rows:
+            if self.parameters[row].requires_grad:
+                self._handles.append(self.parameters[row].register_hook(self._hook(row)))
+
+    def disarm(self) -> None:
+        """Take the hooks away: an unmeasured step costs nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish(self) -> tuple[int, Packet]:
+        """End the step's collection and take the hooks away.
+
+        Returns:
+            The number of micro-batches and, where there were at least two, their norms under the names
+            ``micro{i}``, ``micro_heads{i}`` (for weights seen head by head) and ``micro_radial{i}``.
+        """
+        self.disarm()
+        if self.num_seen:
+            self._flush()
+        num_micro_batches = self.num_seen + 1 if self._fired or self.num_seen else 0
+        packet = self.packet
+        self._clear()
+        return num_micro_batches, packet
+
+    def _hook(self, row: int) -> Callable[[Tensor], None]:
+        def incoming(grad: Tensor) -> None:
+            try:
+                with self.clock:
+                    self._incoming(row, grad)
+            except Exception as error:
+                self.disarm()
+                self._clear()
+                self.on_error(error)
+
+        return incoming
+
+    def _incoming(self, row: int, grad: Tensor) -> None:
+        if row in self._fired:
+            if self.parameters[row].grad is None:  # zero_grad without a step: the loop gave this batch up
+                self._clear()
+            else:
+                self._end_micro_batch()
+        self._fired.add(row)
+        if not self.num_seen:
+            self.order.append(row)
+            return
+        self._pending.append((row, grad.detach()))
+        self._pending_bytes += grad.numel() * grad.element_size()
+        if self._pending_bytes >= FLUSH_BYTES:
+            self._flush()
+
+    def _end_micro_batch(self) -> None:
+        if not self.num_seen:  # nothing of the second micro-batch has been added yet: .grad is the first
+            rows = sorted(self._fired)
+            grads = [self.parameters[row].grad for row in rows]
+            self._measure(rows, [grad.detach() for grad in grads if grad is not None])
+        else:
+            self._flush()
+        self.num_seen += 1
+        self._fired.clear()
+
+    def _flush(self) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        if pending:
+            self._measure([row for row, _ in pending], [grad for _, grad in pending])
+
+    @torch.no_grad()
+    def _measure(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
+        index = self.num_seen
+        rest = add_heads(self.packet, f"micro_heads{index}", self.heads, rows, grads)
+        stats.add_norms(self.packet, f"micro{index}", [rows[p] for p in rest], [grads[p] for p in rest])
+        if self.radial:
+            weights = [self.parameters[row].detach() for row in rows]
+            stats.add_inner_products(self.packet, f"micro_radial{index}", rows, weights, grads)
+
+
+def add_heads(
+    packet: Packet, name: str, heads: dict[int, HeadView], rows: Sequence[int], grads: Sequence[Tensor]
+) -> list[int]:
+    """Norm of each attention head's part of the gradients that have heads.
+
+    Returns:
+        Positions of the other gradients: the heads of a weight add up to its norm, which need not be read again.
+    """
+    rest: list[int] = []
+    slots: list[int] = []
+    slices: list[Tensor] = []
+    for position, (row, grad) in enumerate(zip(rows, grads, strict=True)):
+        view = heads.get(row)
+        if view is None or grad.is_sparse:
+            rest.append(position)
+        else:
+            slots += view.slots
+            slices += view.slices(grad)
+    stats.add_norms(packet, name, slots, slices)
+    return rest

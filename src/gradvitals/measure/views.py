@@ -1,0 +1,209 @@
+"""How the parameters of a model are named and grouped: tensors, layers in depth order, attention heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.config import Config
+from gradvitals.types import Layout, TensorInfo
+
+HEAD_COUNT_NAMES = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
+FUSED_NAMES = ("qkv", "c_attn", "Wqkv", "qkv_proj", "in_proj", "to_qkv", "query_key_value", "attn_qkv")
+INTERLEAVED_NAMES = ("query_key_value",)  # GPT-NeoX and BLOOM keep q, k and v of one head together
+SEPARATE_NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+)
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """How one weight is seen as attention heads: cut into equal slices, each belonging to one head."""
+
+    row: int
+    heads: tuple[int, ...]
+    """For each slice, the head it belongs to, counted over all heads of the model."""
+    dim: int
+    """The dimension that is cut: 0, or 1 for weights kept as [in, out]."""
+    first_slot: int
+    """Index of the first of this weight's slices among those of all views."""
+
+    @property
+    def slots(self) -> range:
+        """Where this weight's slices stand among those of all views."""
+        return range(self.first_slot, self.first_slot + len(self.heads))
+
+    def slices(self, grad: Tensor) -> Sequence[Tensor]:
+        """The parts of a gradient, one for each slot."""
+        return grad.chunk(len(self.heads), dim=self.dim)
+
+
+def watched_parameters(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
+) -> dict[str, nn.Parameter]:
+    """Name every parameter to watch: the model's trainable ones, and those only an optimizer knows.
+
+    A tied parameter appears once, under the first of its names. Zero-size parameters have no gradient
+    worth a row and are left out.
+    """
+    stepped = {id(p): (opt, g, i) for opt in optimizers for g, i, p in _optimizer_parameters(opt)}
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters():
+        seen.add(id(parameter))
+        if (parameter.requires_grad or id(parameter) in stepped) and parameter.numel() and config.watches(name):
+            named[name] = parameter
+    for optimizer in optimizers:
+        for group, index, parameter in _optimizer_parameters(optimizer):
+            if id(parameter) in seen or not parameter.numel():
+                continue
+            seen.add(id(parameter))
+            names = optimizer.param_groups[group].get("param_names")
+            name = names[index] if names else f"group{group}.{index}"
+            while name in named:  # two optimizers may both have a nameless group0.0
+                name += "'"
+            if config.watches(name):
+                named[name] = parameter
+    return named
+
+
+def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[tuple[int, int, nn.Parameter]]:
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield group_index, index, parameter
+
+
+def layer_of(name: str) -> str:
+    """The layer a parameter belongs to: up to the first number in its name, or its module.
+
+    >>> layer_of("transformer.h.3.attn.qkv.weight"), layer_of("head.weight"), layer_of("scale")
+    ('transformer.h.3', 'head', 'scale')
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:-1]) or name
+
+
+def build_layout(
+    parameters: Mapping[str, nn.Parameter], heads: Sequence[HeadView], head_names: Sequence[str], order: Sequence[int]
+) -> Layout:
+    """Describe the rows of every per-tensor, per-layer and per-head array.
+
+    Args:
+        parameters: Watched parameters by name, in row order.
+        heads: Head views, to note how many heads a tensor was split into.
+        head_names: Name of every head.
+        order: Rows from the input of the network to its output. A layer stands where its first row stands.
+    """
+    names = list(parameters)
+    depth: dict[str, int] = {}
+    for row in order:
+        depth.setdefault(layer_of(names[row]), len(depth))
+    heads_of = {view.row: len(set(view.heads)) for view in heads}
+    tensors = tuple(
+        TensorInfo(
+            index=row,
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            layer=layer_of(name),
+            depth=depth[layer_of(name)],
+            heads=heads_of.get(row, 0),
+        )
+        for row, (name, parameter) in enumerate(parameters.items())
+    )
+    return Layout(tensors=tensors, layers=tuple(depth), heads=tuple(head_names))
+
+
+def find_heads(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config
+) -> tuple[list[HeadView], list[str]]:
+    """Find attention modules and see their q, k and v weights head by head.
+
+    The number of heads comes from the user's config, else the module, else the model's own config.
+    """
+    if config.heads == 0:
+        return [], []
+    rows = {id(parameter): row for row, parameter in enumerate(parameters.values())}
+    views: list[HeadView] = []
+    names: list[str] = []
+    num_slots = 0
+    for path, module in model.named_modules():
+        weights = _attention_weights(module)
+        count = _head_count(path, module, model, config) if weights else 0
+        found: list[HeadView] = []
+        for weight, fused, interleaved, transposed in weights:
+            out_features = weight.shape[1 if transposed else 0]
+            num_slices = 3 * count if fused else count
+            # Keys and values shared between heads (fewer than the queries have) belong to no head alone.
+            if id(weight) not in rows or not count or out_features % num_slices or _is_shared(weight, weights, fused):
+                continue
+            heads = [s // 3 if interleaved else s % count for s in range(num_slices)]
+            own = tuple(len(names) + head for head in heads)
+            found.append(HeadView(rows[id(weight)], own, 1 if transposed else 0, num_slots))
+            num_slots += num_slices
+        if found:
+            views.extend(found)
+            names.extend(f"{path or 'model'}/head{head}" for head in range(count))
+    return views, names
+
+
+def _is_shared(weight: Tensor, weights: list[tuple[Tensor, bool, bool, bool]], fused: bool) -> bool:
+    queries = weights[0][0]
+    return not fused and weight.numel() < queries.numel()
+
+
+def _attention_weights(module: nn.Module) -> list[tuple[Tensor, bool, bool, bool]]:
+    """The q, k, v weights of a module as (weight, fused, interleaved, transposed)."""
+    if isinstance(module, nn.MultiheadAttention):
+        fused: Any = module.in_proj_weight  # None where q, k and v have sizes of their own
+        if fused is not None:
+            return [(fused, True, False, False)]
+        separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return [(weight, False, False, False) for weight in separate if isinstance(weight, Tensor)]
+    children = dict(module.named_children())
+    for name in FUSED_NAMES:
+        if (weight := _matrix(children.get(name))) is not None:
+            return [(weight, True, name in INTERLEAVED_NAMES, _is_transposed(children[name]))]
+    for trio in SEPARATE_NAMES:
+        weights = [_matrix(children.get(name)) for name in trio]
+        if all(weight is not None for weight in weights):
+            return [
+                (weight, False, False, _is_transposed(children[name]))
+                for name, weight in zip(trio, weights, strict=True)
+                if weight is not None
+            ]
+    return []
+
+
+def _matrix(module: nn.Module | None) -> Tensor | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"  # transformers' GPT-2 keeps its weights as [in, out]
+
+
+def _head_count(path: str, module: nn.Module, model: nn.Module, config: Config) -> int:
+    if isinstance(config.heads, int):
+        return config.heads
+    if isinstance(config.heads, Mapping) and path in config.heads:
+        return config.heads[path]
+    for owner in (module, getattr(module, "config", None), getattr(model, "config", None)):
+        for name in HEAD_COUNT_NAMES:
+            count: Any = getattr(owner, name, None)
+            if isinstance(count, int) and count > 0:
+                return count
+    return 0

@@ -1,0 +1,84 @@
+"""GSNR over a sliding window of training steps, for a few chosen tensors.
+
+The weights move inside the window, so this is a secondary source: drift counts as noise, and near a stationary
+point the value falls below what independent samples would give. It needs neither accumulation nor Adam.
+
+The window is `NUM_BLOCKS` blocks of steps. The device keeps the sum of each block's gradients, on up to
+`MAX_COORDINATES` evenly spread coordinates; the host keeps the squared norms. Leaving out one block at a time
+gives the interval. A gradient that is not finite silences the window until its block has passed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.measure import stats
+from gradvitals.measure.packet import Packet
+
+NUM_BLOCKS = 10
+MAX_COORDINATES = 2**16
+
+
+class SlidingWindow:
+    """The sums of one tensor's gradient over the last `steps` steps."""
+
+    def __init__(self, row: int, parameter: nn.Parameter, steps: int) -> None:
+        self.row = row
+        self.block_steps = max(1, round(steps / NUM_BLOCKS))
+        self.stride = math.ceil(parameter.numel() / MAX_COORDINATES) | 1 if parameter.numel() > MAX_COORDINATES else 1
+        size = math.ceil(parameter.numel() / self.stride)
+        kind = stats.accumulator(parameter.dtype)
+        self.sums = torch.zeros(NUM_BLOCKS, size, dtype=kind, device=parameter.device)
+        self.seen = 0
+
+    @torch.no_grad()
+    def push(self, grad: Tensor, scale: Tensor | None, packet: Packet) -> int | None:
+        """Add one step's gradient; put its squared norm, and the window's once it is full, into the packet.
+
+        Returns:
+            Steps in a block, where the packet now holds the sums of a full window; else None.
+        """
+        block, position = divmod(self.seen % (NUM_BLOCKS * self.block_steps), self.block_steps)
+        values = stats.flat(grad.to_dense() if grad.is_sparse else grad)[:: self.stride].to(self.sums.dtype)
+        if scale is not None:
+            values = values / scale
+        if position == 0:
+            self.sums[block].copy_(values)
+        else:
+            self.sums[block].add_(values)
+        packet.add(f"window_sq{self.row}", torch.dot(values, values))
+        self.seen += 1
+        if position + 1 < self.block_steps or self.seen < NUM_BLOCKS * self.block_steps:
+            return None
+        total = self.sums.sum(0)
+        # Oldest block first, as the host's squared norms are.
+        without = torch.linalg.vector_norm(total - self.sums.roll(-(block + 1), 0), dim=1).square()
+        packet.add(f"window{self.row}", torch.cat([torch.dot(total, total)[None], without]), range(NUM_BLOCKS + 1))
+        return self.block_steps
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """Everything needed to go on after a restart."""
+        return {"sums": self.sums, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        """Go on from a saved state; one of another shape (a changed model or setting) is left aside."""
+        sums = state["sums"]
+        if isinstance(sums, Tensor) and sums.shape == self.sums.shape:
+            self.sums.copy_(sums)
+            self.seen = int(state["seen"])
+
+
+def default_tensors(model: nn.Module, names: dict[int, str]) -> list[str]:
+    """The embedding and the output head: the first embedding's weight and the last linear layer's.
+
+    Args:
+        model: The model.
+        names: Watched parameter names by the parameter's id.
+    """
+    embedding = [names.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Embedding)]
+    head = [names.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)]
+    chosen = [*embedding[:1], *head[-1:]]
+    return list(dict.fromkeys(name for name in chosen if name is not None))

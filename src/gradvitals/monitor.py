@@ -1,0 +1,372 @@
+"""Monitor and watch(): the one object a user holds. It wires the layers together and holds no maths."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.config import Config
+from gradvitals.errors import RunError
+from gradvitals.measure import Interpreter, RawStep, Tap
+from gradvitals.measure.budget import Budget
+from gradvitals.measure.moments import unavailable_reason
+from gradvitals.store import BackgroundWriter, free_run_path, open_run
+from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, json_ready
+
+Record = Reading | Finding | Action | Layout
+
+STORED_SPIKE_RATIO = 2.0
+"""A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
+
+STATE_VERSION = 1
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    run: str | Path | None = None,
+    config: Config | None = None,
+    batch_size: float | None = None,
+    resume: bool = False,
+) -> Monitor:
+    """Watch a training run.
+
+    Args:
+        model: The model being trained.
+        optimizer: The optimizer, or all of them, that step it.
+        run: Folder to keep the run in. If a run is there already, the next free name is taken (``gpt-2``) and
+            said. None takes ``runs/<date and time>``.
+        config: Settings; the defaults are meant to be left alone.
+        batch_size: Samples per optimizer step, over all micro-batches. With it, the noise scale is in samples.
+        resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
+            by itself.
+
+    Returns:
+        The Monitor. Training goes on exactly as it would without it.
+
+    Example:
+        >>> import tempfile, torch, gradvitals as gv
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with gv.watch(model, optimizer, run=tempfile.mkdtemp() + "/first") as monitor:
+        ...     for _ in range(3):
+        ...         loss = model(torch.ones(8, 4)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         monitor.observe(loss)
+        ...         optimizer.step()
+        >>> steps, norms = gv.open_run(monitor.run_path).series("grad/norm")
+        >>> steps.tolist()
+        [0, 1, 2]
+    """
+    return Monitor(model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume)
+
+
+class Monitor:
+    """Watches one training run and keeps what it sees. See `watch`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        run: str | Path | None = None,
+        config: Config | None = None,
+        batch_size: float | None = None,
+        resume: bool = False,
+    ) -> None:
+        optimizers = _check_arguments(model, optimizer, batch_size)
+        self.config = config or Config()
+        self.findings: list[Finding] = []
+        self._path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+        self._resume = resume
+        self._writer: BackgroundWriter | None = None
+        self._closed = False
+        self._layout: Layout | None = None
+        self._latest: dict[Source | None, dict[str, float]] = {}
+        self._interpreter = Interpreter(self.config)
+        share = self.config.overhead_budget
+        self._budget = Budget(share, self.config.tensor_every) if share is not None else None
+        self._single_batch_readings = 0
+        self._tap = Tap(
+            model, optimizers, self.config, deliver=self._deliver, on_error=self._on_error, batch_size=batch_size
+        )
+        if resume:
+            self._tap.step = _next_step(self._path)
+        self._tell_unavailable(optimizers)
+        # At exit the last readings are still on their way; a Monitor that was dropped needs no closing.
+        atexit.register(_close, weakref.ref(self))
+
+    # -- in the loop --------------------------------------------------------------------------------------------
+
+    def observe(self, loss: Tensor | float | None = None, *, batch_size: float | None = None) -> None:
+        """Tell the Monitor the loss, after backward and before any clipping of your own.
+
+        Optional: without it readings are taken when the optimizer steps, and there is no loss to show. When
+        gradients are accumulated it may be called once a step or after every micro-batch.
+
+        Args:
+            loss: The loss as you would plot it: not divided by the number of micro-batches, not scaled.
+            batch_size: Samples behind this loss; needed only where it differs from step to step or between
+                micro-batches.
+        """
+        if not self._closed:
+            self._tap.observe(loss, batch_size)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step in progress, counted from 0."""
+        return self._tap.step
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest global value of every metric that has been read so far, the best source first."""
+        merged: dict[str, float] = {}
+        for source in (*reversed(SOURCES), None):
+            merged |= self._latest.get(source, {})
+        return merged
+
+    @property
+    def run_path(self) -> Path:
+        """Where the run is kept."""
+        return self._writer.path if self._writer is not None else self._path
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until everything read so far is on disk. Returns whether it is."""
+        return self._writer.flush(timeout) if self._writer is not None else True
+
+    def close(self) -> None:
+        """Stop watching: hooks go, what is on its way is written, the run is marked finished."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tap.close()
+        if self._writer is not None:
+            self._writer.close(30.0)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs so that windows, step count and record go on where they were."""
+        self.flush()
+        return {
+            "version": STATE_VERSION,
+            "run": str(self.run_path),
+            "run_id": self._writer.run_id if self._writer is not None else None,
+            "tap": self._tap.state_dict(),
+            "interpreter": self._interpreter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a run from a saved state. Call it before the first step.
+
+        Where the saved run's folder is still there, its record is continued; readings it holds from after the
+        checkpoint are hidden, not deleted. Else a new record begins at the saved step.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise RunError(f"the state has version {state.get('version')!r}; this gradvitals reads {STATE_VERSION}")
+        if self._writer is not None:
+            raise RunError(f"load_state_dict was called after {self.step} steps; call it before the first one")
+        self._tap.load_state_dict(state["tap"])
+        self._interpreter.load_state_dict(state["interpreter"])
+        saved = Path(state["run"])
+        if _run_id(saved) == state["run_id"] and state["run_id"] is not None:
+            self._path, self._resume = saved, True
+
+    # -- on the training thread ---------------------------------------------------------------------------------
+
+    def _deliver(self, raw: RawStep) -> None:
+        if self._writer is None:
+            self._open(raw.step)
+        assert self._writer is not None
+        self._writer.put(lambda: self._complete(raw))
+
+    def _open(self, first_step: int) -> None:
+        path = self._path if self._resume else free_run_path(self._path)
+        if path != self._path and not self.config.quiet:
+            print(f"gradvitals: {self._path} holds a run already; this one is kept in {path}", file=sys.stderr)
+        meta = {"config": json_ready(asdict(self.config)), "extra": json_ready(dict(self.config.extra))}
+        meta["torch"] = torch.__version__
+        self._writer = BackgroundWriter(
+            path,
+            meta=meta,
+            resume=self._resume,
+            first_step=first_step,
+            queue_size=self.config.queue_size,
+            on_error=self._on_store_error,
+        )
+        for finding in self.findings:
+            self._writer.put(finding)
+
+    # -- on the writer's thread ---------------------------------------------------------------------------------
+
+    def _complete(self, raw: RawStep) -> Iterable[Record]:
+        started = time.thread_time()
+        readings = self._interpreter.finish(raw)
+        if self._budget is not None:
+            readings[0] = self._account(raw, readings[0], time.thread_time() - started)
+        for reading in readings:
+            self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
+        self._note_single_batches(raw)
+        records: list[Record] = []
+        if raw.layout is not self._layout:
+            self._layout = raw.layout
+            records.append(raw.layout)
+        general = readings[0]
+        self._tap.count_nonfinite = general.values.get("grad/nonfinite", 0) > 0 or self._tap.count_nonfinite
+        remarkable = general.values.get("grad/nonfinite", 0) > 0 or (
+            general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        )
+        if not raw.full and not remarkable:
+            readings[0] = replace(general, tensors={})
+        return [*records, *readings]
+
+    def _account(self, raw: RawStep, reading: Reading, own_seconds: float) -> Reading:
+        """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
+        assert self._budget is not None
+        hidden = bool(raw.lap.events)  # beside a GPU the host's threads are not what training waits for
+        cost = raw.lap.cost_seconds() + (0.0 if hidden else own_seconds)
+        self._budget.add(full=raw.full, wall_seconds=raw.lap.wall_seconds, cost_seconds=cost)
+        spent, every = self._budget.spent, self._tap.every
+        wanted = self._budget.propose(every)
+        if wanted != every:
+            self._tap.every = wanted
+            if wanted > every:
+                self._report(
+                    Finding(
+                        id="readings_thinned",
+                        severity="info",
+                        title=f"per-tensor readings now come every {wanted} steps to stay within the overhead budget",
+                        first_step=raw.step,
+                        last_step=raw.step,
+                        evidence={"overhead": spent, "budget": self._budget.share, "before": every, "after": wanted},
+                        causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
+                        cures=("raise overhead_budget, or choose fewer metrics",),
+                    )
+                )
+        return replace(reading, values={**reading.values, "monitor/overhead": spent})
+
+    def _note_single_batches(self, raw: RawStep) -> None:
+        if not raw.full or not any(count == 1 for count in raw.micro_batches):
+            return
+        self._single_batch_readings += 1
+        if self._single_batch_readings == 2:
+            self._report_unavailable(
+                "micro-batches", "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
+            )
+
+    # -- findings of our own ------------------------------------------------------------------------------------
+
+    def _report(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if not self.config.quiet and finding.severity != "info":
+            print(f"gradvitals: {finding}", file=sys.stderr)
+        if self._writer is not None:
+            self._writer.put(finding)
+
+    def _on_error(self, part: str, error: Exception) -> None:
+        """An error of ours becomes one finding; what it concerns stays silent from here on."""
+        trace = "".join(traceback.format_exception(error))
+        self._report(
+            Finding(
+                id="monitor_error",
+                severity="warning",
+                title=f"gradvitals stopped reading '{part}' after an error of its own: {error!r}",
+                first_step=self._tap.step if hasattr(self, "_tap") else 0,
+                evidence={"error": repr(error), "traceback": trace[-4000:]},
+                causes=("a bug in gradvitals or a model it does not know; training is not affected",),
+                cures=("please report it with the traceback that `gradvitals report --json` shows",),
+            )
+        )
+
+    def _on_store_error(self, error: BaseException) -> None:
+        where = "" if isinstance(error, (OSError, RunError)) or "sqlite" in type(error).__module__ else "internal "
+        self._report(
+            Finding(
+                id="store_error",
+                severity="warning",
+                title=f"gradvitals cannot keep readings ({where}{error}); training goes on",
+                first_step=self._tap.step,
+                evidence={"error": repr(error), "path": str(self.run_path)},
+                causes=("the disk is full, the folder cannot be written, or the file was damaged",),
+                cures=("free space or pass another folder as run=...; writing is tried again meanwhile",),
+            )
+        )
+
+    def _tell_unavailable(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if "adam" in self.config.sources and "gsnr" in self.config.metrics:
+            for reason in dict.fromkeys(filter(None, map(unavailable_reason, optimizers))):
+                self._report_unavailable("the optimizer's moments", reason)
+
+    def _report_unavailable(self, source: str, reason: str) -> None:
+        self._report(
+            Finding(
+                id="source_unavailable",
+                severity="info",
+                title=f"GSNR from {source} is not available: {reason}",
+                first_step=self._tap.step,
+                last_step=self._tap.step,
+            )
+        )
+
+
+def _check_arguments(model: Any, optimizer: Any, batch_size: Any) -> list[torch.optim.Optimizer]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch got a {type(model).__name__} as model; expected a torch.nn.Module")
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    # Accelerate's wrapper is an Optimizer in name only: the real one is inside.
+    optimizers = [getattr(one, "optimizer", one) for one in optimizers]
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(
+                f"watch got a {type(one).__name__} as optimizer; expected a torch.optim.Optimizer or a list of them"
+            )
+    if not optimizers:
+        raise ValueError("watch got an empty list of optimizers; pass the one that steps the model")
+    if batch_size is not None and not batch_size > 0:
+        raise ValueError(f"batch_size is {batch_size!r}; expected the samples per optimizer step, a positive number")
+    return optimizers
+
+
+def _close(reference: weakref.ref[Monitor]) -> None:
+    monitor = reference()
+    if monitor is not None:
+        monitor.close()
+
+
+def _run_id(path: Path) -> str | None:
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return str(run.meta.get("run_id"))
+    return None
+
+
+def _next_step(path: Path) -> int:
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return -1 if run.last_step is None else int(run.last_step) + 1
+    return 0

@@ -1,0 +1,1 @@
+"""What a run shows, for people: needs the store and no torch."""

@@ -1,0 +1,182 @@
+"""A run's report for the terminal. Names and titles come from outside: they are printed as text, never as markup."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from gradvitals.show.sparkline import ASCII, BLOCKS, sparkline
+from gradvitals.show.standouts import LayerRow, Worst
+from gradvitals.show.summary import Summary, Trend, summarize
+from gradvitals.show.text import clean, duration, number
+from gradvitals.store.reader import Run
+from gradvitals.types import Finding, FloatArray
+
+__all__ = ["Spark", "render_report", "render_summary", "sparkline"]
+
+LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR"}
+STYLES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+STATES = {"running": "still running", "finished": "finished", "stopped": "stopped without being closed"}
+WIDE = 76
+"""Columns of screen from which the layer table shows intervals."""
+
+
+@dataclass(frozen=True)
+class Spark:
+    """A sparkline as wide as the place it is given, in ASCII where the terminal needs it."""
+
+    values: FloatArray | list[float]
+    robust: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw at the width at hand."""
+        blocks = ASCII if options.ascii_only else BLOCKS
+        yield Text(sparkline(self.values, min(options.max_width, 60), robust=self.robust, blocks=blocks), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Anything from one character to one for each value, sixty at most."""
+        return Measurement(1, max(1, min(options.max_width, 60, len(self.values))))
+
+
+def render_report(run: Run) -> RenderableType:
+    """The report of a run, ready for `rich.console.Console.print`."""
+    return render_summary(summarize(run))
+
+
+def render_summary(summary: Summary) -> RenderableType:
+    """The same from a summary already made."""
+    return Group(*_sections(summary))
+
+
+def _sections(summary: Summary) -> Iterator[RenderableType]:
+    yield _header(summary)
+    if summary.last_step is None:
+        yield Text("No readings yet.")
+    else:
+        yield _trends(summary)
+    yield Text()
+    if summary.layers:
+        yield _Layers(summary)
+    for table in _worst_tensors(summary):
+        yield from (table, Text())
+    if summary.findings:
+        yield Text("Findings, worst first", style="bold")
+        yield from (_finding(finding) for finding in summary.findings)
+    else:
+        yield Text("No findings.")
+    if summary.dropped:
+        yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
+
+
+def _header(summary: Summary) -> Text:
+    steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
+    text = Text(clean(summary.run), style="bold")
+    text.append(
+        f"  {STATES[summary.state]}, {steps}, {duration(summary.seconds)}, "
+        f"{summary.num_tensors:,} tensors, {summary.num_parameters:,} parameters",
+        style="not bold",
+    )
+    return text
+
+
+def _trends(summary: Summary) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for metric, label in LABELS.items():
+        trend = summary.trend(metric)
+        if trend is not None:
+            table.add_row(label, number(trend.latest), _spark(trend))
+    scale = summary.noise_scale
+    if scale.identifiable:
+        table.add_row("noise scale", number(scale.value), _range("samples", scale.low, scale.high))
+    else:
+        table.add_row("noise scale", "-", "not identifiable from these readings")
+    return table
+
+
+def _spark(trend: Trend) -> Spark:
+    # A spike of the norm is the news, so it may flatten the rest; elsewhere the shape is.
+    return Spark(trend.values, robust=trend.metric != "grad/norm")
+
+
+def _range(unit: str, low: float, high: float) -> str:
+    return unit if math.isnan(low) and math.isnan(high) else f"{unit} (95 %: {number(low)} to {number(high)})"
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The layer table: depth order, intervals only where there is room."""
+
+    summary: Summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= WIDE
+        headings = ("grad norm", "spike", "GSNR", "95 % interval", "update/weight")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("layer", overflow="ellipsis", no_wrap=True)
+        for heading in headings if wide else ("norm", "spike", "GSNR", "update"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in self.summary.layers:
+            table.add_row(Text(clean(row.name)), *_cells(row, wide=wide))
+        yield self._title()
+        yield table
+
+    def _title(self) -> Text:
+        text = f"Layers at step {self.summary.layers_step}, from input to output"
+        if self.summary.gsnr_source:
+            size = self.summary.gsnr_batch_size
+            at = f" at batch size {number(size)}" if size is not None else ""
+            text += f" (GSNR from {self.summary.gsnr_source}{at})"
+        return Text(text, style="bold")
+
+
+def _cells(row: LayerRow, *, wide: bool) -> Iterator[Text]:
+    yield Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red")
+    yield Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > 5 else "")
+    yield Text(number(row.gsnr))
+    if wide:
+        known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
+        yield Text(f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-")
+    yield Text(number(row.update_ratio))
+
+
+def _worst_tensors(summary: Summary) -> Iterator[RenderableType]:
+    groups: tuple[tuple[str, tuple[Worst, ...]], ...] = (
+        ("Lowest GSNR", summary.lowest_gsnr),
+        ("Largest spike ratio of the run", summary.largest_spikes),
+        ("Largest update/weight", summary.largest_updates),
+        ("Non-finite gradients, first seen", summary.nonfinite),
+    )
+    for title, worst in groups:
+        if not worst:
+            continue
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column(justify="right", no_wrap=True, min_width=8)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="ellipsis", no_wrap=True)
+        for item in worst:
+            table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
+        yield Group(Text(title, style="bold"), table)
+
+
+def _finding(finding: Finding) -> Text:
+    text = Text(f"{finding.severity:<9}", style=STYLES[finding.severity])
+    text.append(clean(finding.title), style="default")
+    steps = f"since step {finding.first_step}"
+    if finding.last_step is not None:
+        steps = f"steps {finding.first_step} to {finding.last_step}"
+    text.append(f" ({steps}", style="default")
+    if finding.tensors:
+        more = f" and {len(finding.tensors) - 3} more" if len(finding.tensors) > 3 else ""
+        text.append(f"; {', '.join(clean(name) for name in finding.tensors[:3])}{more}", style="default")
+    text.append(")", style="default")
+    return text

@@ -1,0 +1,181 @@
+"""The table of contents of a run: its segments, layouts and groups, and how a question finds its frames."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.errors import RunError
+from gradvitals.store import schema
+from gradvitals.store.frames import KINDS, Kind, load_layout
+from gradvitals.store.groups import ALWAYS, NEVER, Array, Found, Group, Span, load_groups
+from gradvitals.types import SOURCES, Layout
+
+Read = Callable[[Group, Span], Found | None]
+
+
+class UnknownNameError(RunError, KeyError):
+    """The run has no metric, tensor, layer, head or source of that name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Catalog:
+    """What is where in one run file, kept up to date as the file grows."""
+
+    def __init__(self, db: sqlite3.Connection, file: Path) -> None:
+        self.db = db
+        self.file = file
+        self._lock = threading.RLock()
+        self._groups: list[Group] = []
+        self._names: dict[tuple[int, Kind], tuple[str, ...]] = {}
+        self._rows: dict[tuple[int, Kind], dict[str, int]] = {}
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """One consistent view of the file, held as briefly as can be: an old view keeps the log from shrinking."""
+        with self._lock, schema.translated(self.file):
+            outermost = not self.db.in_transaction
+            if outermost:
+                self.db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                if outermost:
+                    with suppress(sqlite3.Error):  # a damaged file has ended it already
+                        self.db.execute("ROLLBACK")
+
+    # Each of the following is called inside a transaction.
+
+    def groups(self, kind: Kind | None = None) -> list[Group]:
+        """All groups of one kind, or all."""
+        if kind is not None and kind not in KINDS:
+            raise UnknownNameError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        self._groups += load_groups(self.db, after=self._groups[-1].id if self._groups else 0)
+        return [group for group in self._groups if kind in (None, group.kind)]
+
+    def cutoffs(self) -> dict[int, int]:
+        """For each segment the first step that a later one did again."""
+        cutoffs: dict[int, int] = {}
+        first_done_again = NEVER
+        for segment, first_step in self.db.execute("SELECT id, first_step FROM segment ORDER BY id DESC").fetchall():
+            cutoffs[int(segment)] = first_done_again
+            first_done_again = min(first_done_again, int(first_step))
+        return cutoffs
+
+    def spans(self, groups: Iterable[Group], since: int | None, until: int | None) -> Iterator[tuple[Group, Span]]:
+        """The steps of each group that are to be seen, out of those asked for."""
+        cutoffs = self.cutoffs()
+        low = ALWAYS if since is None else since
+        high = NEVER if until is None else until
+        for group in groups:
+            cutoff = cutoffs[group.segment]
+            yield group, Span(low, high if cutoff == NEVER else min(high, cutoff - 1))
+
+    def layout_id(self) -> int:
+        """The layout written last, 0 for none."""
+        row = self.db.execute("SELECT layout FROM segment WHERE layout > 0 ORDER BY id DESC LIMIT 1").fetchone()
+        return int(row[0]) if row else 0
+
+    def layout(self) -> Layout:
+        """The layout written last."""
+        query = "SELECT layers, heads, details FROM layout WHERE id = ?"
+        row = self.db.execute(query, (self.layout_id(),)).fetchone()
+        return load_layout(*row) if row else Layout()
+
+    def _layout_names(self, layout_id: int, kind: Kind) -> tuple[str, ...]:
+        if (layout_id, kind) not in self._names:
+            row = self.db.execute(f"SELECT {kind} FROM layout WHERE id = ?", (layout_id,)).fetchone()
+            self._names[layout_id, kind] = tuple(map(str, json.loads(row[0]))) if row else ()
+        return self._names[layout_id, kind]
+
+    def names(self, kind: Kind) -> tuple[str, ...]:
+        """Names of the rows of one kind by the last layout; rows beyond it are called ``#`` and their number."""
+        if kind == "values":
+            return ("",)
+        current = self.layout_id()
+        most = max((group.num_rows for group in self.groups(kind) if group.layout == current), default=0)
+        named = self._layout_names(current, kind)
+        return named + tuple(f"#{row}" for row in range(len(named), most))
+
+    def row(self, group: Group, name: str) -> int | None:
+        """The row of a group that a tensor, layer or head has; None if it is not in there."""
+        if group.kind == "values":
+            return 0
+        where = (group.layout, group.kind)
+        if where not in self._rows:
+            names = self._layout_names(group.layout, group.kind)
+            self._rows[where] = {each: row for row, each in reversed(list(enumerate(names)))}
+        row = self._rows[where].get(name)
+        if row is None and name[:1] == "#" and name[1:].isdecimal():
+            row = int(name[1:])
+        return row if row is not None and row < group.num_rows else None
+
+    def select(self, metric: str, kind: Kind, source: str | None) -> list[Group]:
+        """The groups that hold a metric, of the source asked for or else of the most trustworthy one."""
+        holding = [group for group in self.groups(kind) if metric in group.columns]
+        if not holding:
+            raise self._unknown_metric(metric, kind)
+        found = ordered_sources(holding)
+        chosen = found[0] if source is None else source
+        if chosen not in found:
+            have = ", ".join(str(each) for each in found)
+            raise UnknownNameError(f"{self.file} has no {metric!r} from source {source!r}; it has: {have}")
+        return [group for group in holding if group.source == chosen]
+
+    def check_name(self, kind: Kind, name: str) -> None:
+        """Raise if no group and no layout ever had a row of that name."""
+        groups = self.groups(kind)
+        if kind == "values" or any(self.row(group, name) is not None for group in groups):
+            return
+        layouts = {group.layout for group in groups} | {self.layout_id()}
+        names = [each for layout in sorted(layouts) for each in self._layout_names(layout, kind)]
+        if name not in names:
+            hint = _close_to(name, names)
+            raise UnknownNameError(f"{self.file} has no {kind[:-1]} {name!r}{hint}")
+
+    def _unknown_metric(self, metric: str, kind: Kind) -> UnknownNameError:
+        elsewhere = sorted({group.kind for group in self.groups() if metric in group.columns})
+        if elsewhere:
+            return UnknownNameError(f"{self.file} has {metric!r} only for {', '.join(elsewhere)}, not for {kind}")
+        known = sorted({each for group in self.groups(kind) for each in group.columns})
+        return UnknownNameError(f"{self.file} has no metric {metric!r} for {kind}{_close_to(metric, known)}")
+
+    def collect(
+        self, groups: Iterable[Group], since: int | None, until: int | None, read: Read
+    ) -> tuple[NDArray[np.int64], Array | None]:
+        """Read from several groups and put it in step order; of two readings of a step the later one counts."""
+        found = [part for group, span in self.spans(groups, since, until) if (part := read(group, span)) is not None]
+        if not found:
+            return np.zeros(0, np.int64), None
+        steps, readings, data = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if not np.all(np.diff(steps) > 0):
+            order = np.lexsort((readings, steps))
+            last = np.append(np.diff(steps[order]) > 0, True)[: order.size]
+            steps, data = steps[order][last], data[order][last]
+        return steps, data
+
+
+def ordered_sources(groups: Iterable[Group]) -> list[Any]:
+    """Sources of some groups, what needs no source first, then as in `SOURCES`."""
+    order = (None, *SOURCES)
+    found = {group.source for group in groups}
+    return sorted(found, key=lambda each: (order.index(each) if each in order else len(order), str(each)))
+
+
+def _close_to(name: str, known: list[str]) -> str:
+    # Comparing is quadratic in the length, and a name may be any length.
+    close = difflib.get_close_matches(name[:200], [each for each in known if len(each) <= 200], n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(repr(each) for each in close)}?"
+    return f"; it has: {', '.join(each[:80] for each in known[:8])}" if known else "; it has none"

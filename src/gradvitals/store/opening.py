@@ -1,0 +1,97 @@
+"""Opening a run file for reading only: what may be there instead of a run, and folders nobody may write to."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import warnings
+from pathlib import Path
+
+from gradvitals.errors import RunFormatError, RunNotFoundError
+from gradvitals.store import journal, schema
+
+
+def find_run_file(path: str | os.PathLike[str]) -> Path:
+    """The file of the run at `path`, which may be its folder or the file itself.
+
+    Raises:
+        RunNotFoundError: If there is none; it names the runs below the folder, if there are any.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    file = path / schema.FILE_NAME
+    if file.is_file():
+        return file
+    if not path.exists():
+        raise RunNotFoundError(f"there is no run at {path}: no such folder")
+    below = sorted(found.parent.name for found in path.glob(f"*/{schema.FILE_NAME}"))
+    if below:
+        more = f" and {len(below) - 8} more" if len(below) > 8 else ""
+        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {', '.join(below[:8])}{more}")
+    raise RunNotFoundError(f"there is no run at {path}: the folder has no {schema.FILE_NAME}")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection that can only read, to a file that was checked to be a run of the current format.
+
+    An older format is copied to a private temporary database and brought up to date there.
+    """
+    with schema.translated(path):
+        connection = _connect_read_only(path)
+        try:
+            version = schema.check(connection, path)
+            if version < schema.SCHEMA_VERSION:
+                connection = _upgraded_copy(connection, version)
+                schema.check(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    connection = _connect_uri(path, "mode=ro")
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return connection
+    except sqlite3.Error as error:
+        connection.close()
+        name = getattr(error, "sqlite_errorname", "")
+        # A log beside the file needs an index that SQLite cannot make in a folder nobody may write to.
+        if not name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) or not os.access(path, os.R_OK):
+            raise
+    log = path.with_name(path.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        warnings.warn(
+            f"{path} was not closed and its folder cannot be written to, so its last moments, still in {log.name}, "
+            "are not shown; copy the folder to where you may write to see them",
+            stacklevel=4,
+        )
+    return _connect_uri(path, "immutable=1")
+
+
+def _connect_uri(path: Path, options: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?{options}",
+        uri=True,
+        timeout=journal.BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, schema.MAX_BLOB_BYTES)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _upgraded_copy(connection: sqlite3.Connection, version: int) -> sqlite3.Connection:
+    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    try:
+        connection.backup(copy)
+        schema.migrate(copy, version)
+    except sqlite3.Error as error:
+        copy.close()
+        raise RunFormatError(f"could not bring the run from format {version} up to date ({error})") from error
+    connection.close()
+    return copy

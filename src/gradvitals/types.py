@@ -1,0 +1,225 @@
+"""The words of the project as records: what was seen, what it means, what was done.
+
+No torch here and nothing of ours: every layer, and every reader without torch, can import this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating[Any]]
+
+Stage = Literal["raw", "unscaled", "clipped"]
+"""Which gradients a reading saw: as backward left them, after undoing a loss scale, or after a clip."""
+
+Source = Literal["microbatch", "ranks", "adam", "window", "examples"]
+"""Where the samples behind a GSNR came from. Values of different sources are never mixed."""
+
+SOURCES: tuple[Source, ...] = ("microbatch", "ranks", "adam", "window", "examples")
+"""All sources, the most trustworthy first: the order in which a reader picks one when not told."""
+
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+
+METRICS: dict[str, str] = {
+    "loss": "as the training loop has it",
+    "lr": "learning rate of the first parameter group",
+    "grad/norm": "L2 norm of the gradient, before clipping, unscaled",
+    "grad/max": "largest absolute value in the gradient",
+    "grad/zero_fraction": "share of gradient elements that are exactly zero",
+    "grad/nonfinite": "number of NaN or infinite gradient elements; until first seen, of tensors that have any",
+    "grad/spike_ratio": "norm over its moving average",
+    "grad/norm_cv": "standard deviation over mean of the norm, over the window",
+    "gsnr": "debiased gradient signal-to-noise ratio at the reading's batch size",
+    "gsnr_low": "lower end of the 95 % interval of gsnr",
+    "gsnr_high": "upper end of the 95 % interval of gsnr",
+    "gsnr/below_one_fraction": "share of coordinates whose own GSNR is below 1",
+    "noise_scale": "B_simple in samples: ratio of smoothed means, nan where not identifiable",
+    "noise_scale_low": "lower end of the 95 % interval of noise_scale",
+    "noise_scale_high": "upper end of the 95 % interval of noise_scale",
+    "weight/norm": "L2 norm of the weights",
+    "update/norm": "L2 norm of the change one optimizer step made to the weights",
+    "update/ratio": "update norm over weight norm",
+    "radial_gsnr": "GSNR of the gradient along the weights, <W,g>/|W|",
+    "step/skipped": "1 where a GradScaler skipped the optimizer step",
+    "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
+}
+"""Every metric id and what it means: the same strings in the store, the commands and the docs."""
+
+
+def json_ready(value: Any) -> Any:
+    """Turn arrays, tuples and non-finite numbers into what strict JSON can hold.
+
+    JSON has no NaN, so non-finite numbers become the strings ``float()`` reads back.
+
+    >>> json_ready({"a": (1, float("nan"))})
+    {'a': [1, 'nan']}
+    """
+    if isinstance(value, np.ndarray):
+        return [json_ready(item) for item in value.tolist()]
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    if isinstance(value, (np.integer, np.floating)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """One watched parameter: its place in every per-tensor array, and its place in the model."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: str
+    """Name of the layer it belongs to, e.g. ``blocks.3``."""
+    depth: int
+    """Position of that layer from the input (0) to the output."""
+    heads: int = 0
+    """Attention heads this tensor was split into, 0 for none."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            "index": self.index,
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "layer": self.layer,
+            "depth": self.depth,
+            "heads": self.heads,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorInfo:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "shape": tuple(data["shape"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the rows of per-tensor, per-layer and per-head arrays stand for."""
+
+    tensors: tuple[TensorInfo, ...] = ()
+    layers: tuple[str, ...] = ()
+    """Layer names in depth order, from the input to the output."""
+    heads: tuple[str, ...] = ()
+    """Head names such as ``blocks.3.attn/head5``."""
+
+    def names(self, kind: Literal["tensors", "layers", "heads"]) -> tuple[str, ...]:
+        """Row names of one kind of array."""
+        if kind == "tensors":
+            return tuple(info.name for info in self.tensors)
+        return self.layers if kind == "layers" else self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one step showed. A step with several GSNR sources gives one reading for each of them."""
+
+    step: int
+    time: float
+    """Seconds since the epoch when the step was read."""
+    stage: Stage = "raw"
+    source: Source | None = None
+    """Where the samples came from; None for what needs no samples (norms, loss, weights)."""
+    batch_size: float | None = None
+    """Samples the values stand for; None where the loop did not tell."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, FloatArray] = field(default_factory=dict)
+    layers: Mapping[str, FloatArray] = field(default_factory=dict)
+    heads: Mapping[str, FloatArray] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values, non-finite numbers as strings."""
+        data: dict[str, Any] = {
+            "step": self.step,
+            "time": self.time,
+            "stage": self.stage,
+            "source": self.source,
+            "batch_size": self.batch_size,
+        }
+        for kind in ("values", "tensors", "layers", "heads"):
+            data[kind] = json_ready(getattr(self, kind))
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Reading:
+        """The inverse of `to_json`."""
+        arrays = {
+            kind: {key: np.array([float(x) for x in row]) for key, row in data[kind].items()}
+            for kind in ("tensors", "layers", "heads")
+        }
+        values = {key: float(value) for key, value in data["values"].items()}
+        return cls(**{**data, **arrays, "values": values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What readings mean: one pattern, where it is, since when, on what evidence."""
+
+    id: str
+    severity: Severity
+    title: str
+    tensors: tuple[str, ...] = ()
+    first_step: int = 0
+    last_step: int | None = None
+    """None while the pattern goes on."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What was seen beside what was expected."""
+    causes: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = f" in {', '.join(self.tensors[:3])}" if self.tensors else ""
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        return f"[{self.severity}] step {self.first_step}: {self.title}{where}{more} ({self.id})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        """The inverse of `to_json`."""
+        tuples = {name: tuple(data[name]) for name in ("tensors", "causes", "cures")}
+        return cls(**{**data, **tuples})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What was done to the run, or would have been (`taken` is False in a dry run)."""
+
+    kind: str
+    step: int
+    finding: str
+    taken: bool
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Action:
+        """The inverse of `to_json`."""
+        return cls(**data)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gradvitals.cli import main
+
+
+@pytest.fixture
+def overhead_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    from gradvitals.lab import overhead
+
+    calls: list[dict[str, Any]] = []
+
+    def run_overhead(*, progress: Any, **options: Any) -> dict[str, Any]:
+        progress("half way")
+        calls.append(options)
+        return {"ratio": 1.002, "spread": float("nan")}
+
+    monkeypatch.setattr(overhead, "run_overhead", run_overhead)
+    monkeypatch.setattr(overhead, "format_overhead", lambda result: f"ratio {result['ratio']}")
+    return calls
+
+
+def test_overhead_passes_its_options_on(overhead_calls: list[dict[str, Any]]) -> None:
+    args = ["bench", "overhead", "--device", "cpu", "--shape", "mlp", "--shape", "cnn", "--steps", "5", "--rounds", "2"]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0
+    assert result.stdout == "ratio 1.002\n"
+    assert result.stderr == "half way\n"
+    assert overhead_calls == [{"device": "cpu", "shapes": ("mlp", "cnn"), "steps": 5, "rounds": 2}]
+
+
+def test_overhead_leaves_what_is_not_given_to_the_measurement(overhead_calls: list[dict[str, Any]]) -> None:
+    result = CliRunner().invoke(main, ["bench", "overhead", "--json"])
+    assert json.loads(result.stdout) == {"ratio": 1.002, "spread": "nan"}
+    assert overhead_calls == [{"device": "auto", "shapes": None, "steps": None, "rounds": None}]
+
+
+def test_the_shapes_offered_are_those_there_are() -> None:
+    from gradvitals.cli.bench import SHAPES
+    from gradvitals.lab import shapes
+
+    assert set(SHAPES) == set(shapes.SHAPES)
+
+
+def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradvitals.store import selftest
+
+    monkeypatch.setattr(selftest, "measure_store", lambda: {"bytes_per_value": 4.25, "dropped": 0})
+    assert CliRunner().invoke(main, ["bench", "store"]).stdout == "bytes_per_value  4.25\ndropped          0\n"
+    assert json.loads(CliRunner().invoke(main, ["bench", "store", "--json"]).stdout)["dropped"] == 0

@@ -1,0 +1,156 @@
+"""The overhead benchmark runs whole and counts its readings right. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradvitals import open_run
+from gradvitals.config import Config
+from gradvitals.lab import overhead, shapes
+from gradvitals.lab.overhead import VARIANTS, check_no_sync, format_overhead, run_overhead
+
+CPU = torch.device("cpu")
+TINY = {
+    "mlp": partial(shapes.mlp, micro_batch_size=2, width=8),
+    "cnn": partial(shapes.cnn, micro_batch_size=2, width=2),
+    "transformer": partial(shapes.transformer, d_model=8, n_layer=1),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_step_trains_and_shows_its_loss_before_clipping(name: str) -> None:
+    training = TINY[name](CPU)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    seen = []
+
+    def observe(loss: torch.Tensor) -> None:
+        seen.append(loss.item())
+        for parameter in training.model.parameters():
+            parameter.grad *= 1e6
+
+    training.step(observe)
+    norms = [parameter.grad.norm() for parameter in training.model.parameters()]
+    assert torch.stack(norms).norm().item() == pytest.approx(shapes.MAX_NORM, rel=1e-3)
+    assert [math.isfinite(loss) for loss in seen] == [True]
+    assert any(not torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+
+
+def test_micro_batches_add_up_to_the_mean_loss_of_the_whole_batch() -> None:
+    training = TINY["mlp"](CPU)
+    whole = training.loss(*(torch.cat(parts) for parts in zip(*training.batches[0], strict=True)))
+    expected = torch.autograd.grad(whole, list(training.model.parameters()))
+    losses: list[float] = []
+    grads: list[torch.Tensor] = []
+
+    def observe(loss: torch.Tensor) -> None:
+        losses.append(loss.item())
+        grads.extend(parameter.grad.clone() for parameter in training.model.parameters())
+
+    training.step(observe)
+    assert losses == [pytest.approx(whole.item())]
+    for grad, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt-124m", 124.4), ("gpt-1.3b", 1313.6)])
+def test_the_gpts_have_the_size_they_are_named_for(name: str, millions: float) -> None:
+    training = shapes.SHAPES[name](torch.device("meta"))
+    assert training.num_parameters / 1e6 == pytest.approx(millions, rel=1e-3)
+    assert training.model.head.weight is training.model.embed.weight
+    assert training.num_micro_batches == 2
+
+
+@pytest.mark.parametrize("name", shapes.DEFAULT_SHAPES["cpu"])
+def test_the_small_shapes_have_about_a_million_parameters(name: str) -> None:
+    assert 0.9e6 < shapes.SHAPES[name](torch.device("meta")).num_parameters < 1.1e6
+
+
+def test_every_variant_is_timed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
+    lines: list[str] = []
+    result = run_overhead(device="cpu", shapes=["mlp"], steps=1, rounds=1, progress=lines.append)
+
+    assert json.loads(json.dumps(result)) == result
+    assert result["steps"] == Config().tensor_every
+    (shape,) = result["shapes"]
+    assert (shape["shape"], shape["tensors"], shape["micro_batches"]) == ("mlp", 10, 2)
+    assert set(shape["variants"]) == set(VARIANTS)
+    assert shape["bare_ms"] > 0
+    for found in shape["variants"].values():
+        assert 0 < found["ratio_low"] <= found["ratio"] <= found["ratio_high"] < math.inf
+        assert found["extra_device_bytes"] is None
+    text = format_overhead(result)
+    for word in ("mlp", "default", "histograms", "bare, again", torch.__version__):
+        assert word in text
+    assert any("round 1 of 1" in line for line in lines)
+
+
+def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
+    order: list[str] = []
+
+    def fake(variant: str, training: shapes.Training, steps: int, folder: Path) -> overhead.Stretch:
+        order.append(variant)
+        drift = 1.0 + 0.1 * len(order)  # a machine that slows down all the time
+        seconds = drift * (1.5 if variant == "histograms" else 1.0)
+        return overhead.Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=1000 + 7 * (variant == "default"))
+
+    monkeypatch.setattr(overhead, "_time_variant", fake)
+    shape = run_overhead(device="cpu", shapes=["mlp"], rounds=3)["shapes"][0]
+
+    assert order[0::2] == ["bare"] * (len(VARIANTS) * 3 + 1)
+    timed = order[1::2]
+    assert timed[:6] == list(VARIANTS)
+    assert timed[6:12] == [*VARIANTS[1:], VARIANTS[0]]
+    found = shape["variants"]
+    assert found["histograms"]["ratio"] == pytest.approx(1.5)
+    assert found["default"]["ratios"] == pytest.approx([1.0] * 3)
+    assert found["bare"]["ratio_high"] - found["bare"]["ratio_low"] == pytest.approx(0.0)
+    assert (found["default"]["extra_device_bytes"], found["bare"]["extra_device_bytes"]) == (7, 0)
+
+
+@pytest.mark.parametrize("every", [5, 1])
+def test_a_timed_stretch_holds_its_share_of_full_readings(every: int, tmp_path: Path) -> None:
+    config = Config(tensor_every=every, window_steps=20, quiet=True)
+    stretch = overhead._time_monitored(config, TINY["mlp"](CPU), 10, tmp_path)
+    assert stretch.wall_seconds > 0
+    assert stretch.flush_seconds is not None
+    (path,) = tmp_path.glob("*/run")
+    with open_run(path) as run:
+        steps, _ = run.series("weight/norm", tensor="0.weight")
+        every_step, _ = run.series("loss")
+    first_timed = 1 + config.window_steps
+    assert every_step.tolist() == list(range(first_timed + 10))
+    assert np.count_nonzero(steps >= first_timed) == 10 // every
+
+
+def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("no reading today")
+
+    monkeypatch.setattr("gradvitals.measure.tap.Tap._read", broken)
+    with pytest.raises(overhead.GradvitalsError, match="no reading today"):
+        overhead._time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"shapes": ["gpt-5"]}, {"device": "meta"}, {"rounds": 0}, {"steps": 0}])
+def test_what_cannot_be_timed_is_said(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        run_overhead(**{"device": "cpu", **wrong})
+
+
+def test_without_a_gpu_there_is_no_sync_to_look_for() -> None:
+    with pytest.raises(ValueError, match="CUDA"):
+        check_no_sync("cpu")
+
+
+@pytest.mark.gpu
+def test_a_monitored_step_never_waits_for_the_device() -> None:
+    assert check_no_sync("cuda") == 200

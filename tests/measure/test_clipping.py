@@ -1,0 +1,177 @@
+"""Clipping of every kind, before and after observe: norms are of the gradients before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import Data, Rig, Truth, assert_no_errors, mlp, regression
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import gradvitals as gv
+
+
+def make(path: Path, **options: Any) -> Rig:
+    torch.manual_seed(0)
+    model = mlp()
+    return Rig(path, model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
+def by_name(parameters: Iterable[nn.Parameter]) -> Any:
+    return clip_grad_norm_(parameters, 0.1)
+
+
+CLIPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "by name": by_name,
+    "by module": lambda ps: nn.utils.clip_grad_norm_(ps, 0.1),
+    "generator": lambda ps: nn.utils.clip_grad_norm_((p for p in ps), 0.1),
+    "no foreach": lambda ps: nn.utils.clip_grad_norm_(ps, 0.1, foreach=False),
+    "inf norm": lambda ps: nn.utils.clip_grad_norm_(ps, 0.1, norm_type=float("inf")),
+    "value": lambda ps: nn.utils.clip_grad_value_(ps, 0.01),
+    "subset": lambda ps: nn.utils.clip_grad_norm_(ps[2:4], 0.1),
+    "two subsets": lambda ps: (nn.utils.clip_grad_norm_(ps[:3], 0.1), nn.utils.clip_grad_norm_(ps[3:], 0.1)),
+    "two calls": lambda ps: nn.utils.clip_grads_with_norm_(
+        ps, 0.1, nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None])
+    ),
+    "far above": lambda ps: nn.utils.clip_grad_norm_(ps, 1e9),
+    "twice": lambda ps: (nn.utils.clip_grad_norm_(ps, 0.1), nn.utils.clip_grad_norm_(ps, 0.01)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=list(CLIPS))
+@pytest.mark.parametrize("observe", ["step", "micro", "clipped", "never"])
+def test_norms_are_from_before_the_clip(tmp_path: Path, clip: str, observe: str) -> None:
+    rig = make(tmp_path, clip=CLIPS[clip], observe=observe).steps(4)
+    rig.check()
+    assert rig.stages() == ["raw"] * 4
+
+
+def scale_by_hand(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def clamp_by_name(parameters: Iterable[nn.Parameter]) -> None:
+    clip_grad_value_(parameters, 0.01)
+
+
+@pytest.mark.parametrize("clip", [scale_by_hand, clamp_by_name])
+def test_clipping_nobody_heard_is_called_clipped(tmp_path: Path, clip: Callable[..., Any]) -> None:
+    rig = make(tmp_path, clip=clip, observe="never").steps(3)
+    rig.monitor.close()
+    assert_no_errors(rig.monitor)
+    assert rig.stages() == ["clipped"] * 3
+
+
+@pytest.mark.parametrize("clip", [scale_by_hand, clamp_by_name])
+@pytest.mark.parametrize("sizes", [(4,), (4, 4)], ids=["one backward", "two backwards"])
+def test_observe_before_a_clip_by_hand_reads_whole_gradients(
+    tmp_path: Path, clip: Callable[..., Any], sizes: tuple[int, ...]
+) -> None:
+    rig = make(tmp_path, clip=clip, sizes=sizes).steps(3)
+    rig.check()
+    assert rig.stages() == ["raw"] * 3
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_norm_that_clipping_returns_is_bit_identical(tmp_path: Path, half: bool) -> None:
+    results = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = mlp().to(torch.bfloat16 if half else torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = gv.watch(model, optimizer, run=tmp_path / "run") if monitored else None
+        data, norms = Data(), []
+        for norm_type in (2.0, 2, float("inf"), 1.0, "inf"):
+            regression(model, data.batch(4)).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type))
+            optimizer.step()
+            optimizer.zero_grad()
+        if monitor:
+            monitor.close()
+        results.append((norms, list(model.parameters())))
+    for bare, watched in zip(*(norms for norms, _ in results), strict=True):
+        assert bare.dtype == watched.dtype
+        assert torch.equal(bare, watched)
+    assert all(torch.equal(a, b) for a, b in zip(*(ps for _, ps in results), strict=True))
+
+
+def test_error_if_nonfinite_still_raises(tmp_path: Path) -> None:
+    rig = make(tmp_path)
+    rig.step()
+    regression(rig.model, rig.data.batch(4)).backward()
+    rig.model[0].weight.grad[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(rig.model.parameters(), 1.0, error_if_nonfinite=True)
+    assert torch._foreach_norm([torch.ones(2)])[0] == pytest.approx(2**0.5)
+    rig.optimizer.zero_grad()
+    rig.steps(2)
+    rig.check()
+
+
+def test_clip_of_an_optimizer_that_comes_first_does_not_mark_the_second(tmp_path: Path) -> None:
+    """A GAN clips and steps its first half before the gradients of the second exist."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": mlp(), "two": mlp()})
+    optimizers = {name: torch.optim.AdamW(model[name].parameters(), lr=1e-2) for name in model}
+    monitor = gv.watch(
+        model, list(optimizers.values()), run=tmp_path / "run", config=gv.Config(tensor_every=1, quiet=True)
+    )
+
+    def both(module: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return regression(module["one"], batch) + regression(module["two"], batch)
+
+    truth, data = Truth(model, list(optimizers.values()), both), Data()
+    for _ in range(3):
+        batches = data.batches((4, 4))
+        truth.before(batches, [0.5, 0.5], [1.0, 1.0])
+        for name in model:
+            for batch in batches:
+                loss = regression(model[name], batch)
+                (loss / 2).backward()
+                monitor.observe(loss)
+            nn.utils.clip_grad_norm_(model[name].parameters(), 0.1)
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+        truth.after()
+    monitor.close()
+    assert_no_errors(monitor)
+    with gv.open_run(monitor.run_path) as run:
+        truth.check(run, samples_known=False)
+        assert run.stage("grad/norm")[1].tolist() == ["raw"] * 3
+
+
+def test_clip_of_another_model_is_none_of_ours(tmp_path: Path) -> None:
+    rig = make(tmp_path, observe="micro")
+    other = mlp()
+
+    def teacher() -> None:
+        other.zero_grad()
+        regression(other, Data(9).batch(4)).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+
+    for _ in range(3):
+        teacher()
+        rig.step()
+    rig.check()
+    assert rig.stages() == ["raw"] * 3
+
+
+def test_norm_computed_for_logging_while_accumulating(tmp_path: Path) -> None:
+    """get_total_norm after the first micro-batch is no clip: the step's norm is that of the whole gradient."""
+    rig = make(tmp_path, observe="never")
+    for _ in range(3):
+        batches = rig.data.batches((4, 4))
+        rig.truth.before(batches, [0.5, 0.5], [4.0, 4.0])
+        for batch in batches:
+            (regression(rig.model, batch) / 2).backward()
+            nn.utils.get_total_norm([p.grad for p in rig.model.parameters()])
+        rig.optimizer.step()
+        rig.truth.after()
+        rig.optimizer.zero_grad()
+    rig.check(skip=("microbatch:gsnr",))

@@ -1,0 +1,295 @@
+"""Errors of our own become one finding; what they concern stops, the rest and the training go on."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import Data, mlp, regression
+from torch import nn
+
+import gradvitals as gv
+from gradvitals.errors import ConfigError, GradvitalsError
+from gradvitals.measure import interpret, microbatch, moments, stats, updates, window
+from gradvitals.store import background
+
+CONFIG = gv.Config(tensor_every=1, quiet=True, window_steps=20)
+
+
+def train(path: Path, *, steps: int = 6, config: gv.Config = CONFIG) -> tuple[gv.Monitor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gv.watch(model, optimizer, run=path, config=config, batch_size=8)
+    data = Data()
+    for _ in range(steps):
+        for batch in data.batches((4, 4)):
+            (regression(model, batch) / 2).backward()
+        monitor.observe(1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    return monitor, [p.detach().clone() for p in model.parameters()]
+
+
+def bomb(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+GRAD = {"grad/norm", "grad/max", "grad/zero_fraction", "grad/nonfinite", "grad/spike_ratio"}
+WEIGHT = {"weight/norm", "update/norm", "update/ratio"}
+
+PLANTS: dict[str, tuple[object, str, set[str], set[str]]] = {
+    # where the error is planted, and the metrics and sources that must still be there after it
+    "zero fraction": (stats, "add_nonzero_counts", (GRAD - {"grad/zero_fraction"}) | WEIGHT, {"microbatch", "adam"}),
+    "window": (window.SlidingWindow, "push", GRAD | WEIGHT, {"microbatch", "adam"}),
+    "moments": (moments.MomentSums, "add", GRAD | WEIGHT, {"microbatch"}),
+    "update before": (updates.UpdateNorms, "before", GRAD, {"microbatch", "adam"}),
+    "update after": (updates.UpdateNorms, "after", GRAD, {"microbatch", "adam"}),
+    "micro-batch hook": (microbatch.MicrobatchSums, "_incoming", GRAD | WEIGHT, {"adam"}),
+    "micro-batch end": (microbatch.MicrobatchSums, "finish", GRAD | WEIGHT, {"adam"}),
+    "micro-batch sums": (microbatch.MicrobatchSums, "_measure", GRAD | WEIGHT, {"adam"}),
+    "interpreting micro-batches": (interpret.Interpreter, "_microbatch", GRAD | WEIGHT, {"adam"}),
+    "interpreting moments": (interpret.Interpreter, "_from_moments", GRAD | WEIGHT, {"microbatch"}),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_an_error_ends_its_own_part_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner, name, metrics, sources = PLANTS[plant]
+    _, bare = train(tmp_path / "bare")
+    monkeypatch.setattr(owner, name, bomb)
+    monitor, parameters = train(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(bare, parameters, strict=True))
+    errors = [f for f in monitor.findings if f.id in ("monitor_error", "store_error")]
+    assert [f.id for f in errors] == ["monitor_error"]
+    assert "planted" in errors[0].title
+    with gv.open_run(monitor.run_path) as run:
+        assert [f.id for f in run.findings()].count("monitor_error") == 1
+        assert run.series("grad/norm")[0].tolist() == list(range(6))
+        assert metrics <= set(run.metrics())
+        for metric in metrics:
+            assert run.series(metric)[0][-1] == 5, metric
+        assert sources <= set(run.sources("gsnr"))
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_in_the_middle_leaves_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"count": 0}
+    original = moments.MomentSums.add
+
+    def later(self: Any, *args: Any) -> Any:
+        calls["count"] += 1
+        if calls["count"] == 4:
+            raise RuntimeError("planted")
+        return original(self, *args)
+
+    monkeypatch.setattr(moments.MomentSums, "add", later)
+    monitor, _ = train(tmp_path / "run")
+    assert calls["count"] == 4
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("gsnr", source="adam")[0].tolist() == [0, 1, 2]
+        assert run.series("gsnr", source="microbatch")[0].tolist() == list(range(6))
+
+
+def test_error_is_printed_unless_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moments.MomentSums, "add", bomb)
+    train(tmp_path / "run", config=gv.Config(tensor_every=1))
+    assert capsys.readouterr().err.count("planted") == 1
+
+
+# -- the disk -------------------------------------------------------------------------------------------------------
+
+
+def _store_errors(monitor: gv.Monitor) -> list[gv.Finding]:
+    return [f for f in monitor.findings if f.id == "store_error"]
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    _, bare = train(tmp_path / "bare")
+    monitor, parameters = train(tmp_path / "file" / "run")
+    assert all(torch.equal(a, b) for a, b in zip(bare, parameters, strict=True))
+    assert len(_store_errors(monitor)) == 1
+    assert not [f for f in monitor.findings if f.id == "monitor_error"]
+    assert monitor.latest["grad/norm"] > 0
+
+
+@pytest.mark.parametrize("method", ["commit", "write"])
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(background.RunWriter, method, full)
+    monitor, _ = train(tmp_path / "run")
+    assert len(_store_errors(monitor)) == 1
+    assert "full" in _store_errors(monitor)[0].title
+    assert monitor.step == 6
+
+
+def test_disk_that_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = background.RunWriter.commit, {"count": 0}
+
+    def at_first_full(self: Any) -> None:
+        calls["count"] += 1
+        if calls["count"] == 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        original(self)
+
+    monkeypatch.setattr(background.RunWriter, "commit", at_first_full)
+    monitor, _ = train(tmp_path / "run")
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("grad/norm")[0].tolist() == list(range(6))
+
+
+def test_state_dict_does_not_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    waited: list[float | None] = []
+    original = background.BackgroundWriter.flush
+
+    def flush(self: Any, timeout: float | None = None) -> bool:
+        waited.append(timeout)
+        return original(self, min(timeout or 0.2, 0.2))
+
+    monkeypatch.setattr(background.RunWriter, "commit", full)
+    monkeypatch.setattr(background.BackgroundWriter, "flush", flush)
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG) as monitor:
+        regression(model, Data().batch(4)).backward()
+        optimizer.step()
+        monitor.flush(1.0)  # by now the disk is known to be full
+        waited.clear()
+        assert monitor.state_dict()["tap"]["step"] == 1
+    assert all(timeout is not None and timeout <= 5 for timeout in waited), f"training stood still for {waited} s"
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _good() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+BAD: dict[str, tuple[Callable[[nn.Module, Any, Path], Any], type[Exception], str]] = {
+    "model": (lambda m, o, p: gv.watch("model", o, run=p), TypeError, "torch.nn.Module"),
+    "parameters as model": (lambda m, o, p: gv.watch(list(m.parameters()), o, run=p), TypeError, "torch.nn.Module"),
+    "optimizer": (lambda m, o, p: gv.watch(m, "adam", run=p), TypeError, "torch.optim.Optimizer"),
+    "swapped": (lambda m, o, p: gv.watch(o, m, run=p), TypeError, "torch.nn.Module"),
+    "list": (lambda m, o, p: gv.watch(m, [o, None], run=p), TypeError, "torch.optim.Optimizer"),
+    "no optimizer": (lambda m, o, p: gv.watch(m, [], run=p), ValueError, "empty"),
+    "batch size 0": (lambda m, o, p: gv.watch(m, o, run=p, batch_size=0), ValueError, "batch_size"),
+    "batch size nan": (lambda m, o, p: gv.watch(m, o, run=p, batch_size=float("nan")), ValueError, "batch_size"),
+    "batch size text": (lambda m, o, p: gv.watch(m, o, run=p, batch_size="8"), (TypeError, ValueError), "batch_size"),
+    "config": (lambda m, o, p: gv.watch(m, o, run=p, config={"tensor_every": 1}), TypeError, "Config"),
+    "empty config": (lambda m, o, p: gv.watch(m, o, run=p, config={}), TypeError, "Config"),
+    "run": (lambda m, o, p: gv.watch(m, o, run=3), TypeError, "run|path"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments(tmp_path: Path, bad: str) -> None:
+    call, kind, words = BAD[bad]
+    model, optimizer = _good()
+    with pytest.raises(kind, match=words):
+        call(model, optimizer, tmp_path / "run")
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("tensor_every", 0),
+        ("gsnr_window", 1),
+        ("window_steps", 5),
+        ("metrics", ("grad/nrom",)),
+        ("sources", ("rank",)),
+        ("overhead_budget", 1.5),
+        ("include", "("),
+        ("micro_batch_weights", "tokens"),
+    ],
+)
+def test_bad_settings(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        gv.Config(**{setting: value})
+    assert issubclass(ConfigError, GradvitalsError)
+
+
+@pytest.mark.parametrize("loss", ["text", object(), torch.ones(3), 1, np.float32(2.0), None])
+def test_any_loss_is_taken(tmp_path: Path, loss: Any) -> None:
+    model, optimizer = _good()
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG) as monitor:
+        for _ in range(2):
+            regression(model, Data().batch(4)).backward()
+            monitor.observe(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("grad/norm")[0].tolist() == [0, 1]
+
+
+# -- the folder -----------------------------------------------------------------------------------------------------
+
+
+def test_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for _ in range(3):
+        model, optimizer = _good()
+        with gv.watch(model, optimizer, run=tmp_path / "gpt") as monitor:
+            regression(model, Data().batch(4)).backward()
+            optimizer.step()
+        paths.append(monitor.run_path.name)
+    assert paths == ["gpt", "gpt-2", "gpt-3"]
+    assert "gpt-2" in capsys.readouterr().err
+
+
+def test_no_step_leaves_no_folder(tmp_path: Path) -> None:
+    model, optimizer = _good()
+    with gv.watch(model, optimizer, run=tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = _good()
+    with gv.watch(model, optimizer) as monitor:
+        regression(model, Data().batch(4)).backward()
+        optimizer.step()
+    assert monitor.run_path.parent == Path("runs")
+    with gv.open_run(monitor.run_path) as run:
+        assert run.last_step == 0
+
+
+def test_context_manager_closes_after_an_exception(tmp_path: Path) -> None:
+    model, optimizer = _good()
+    with pytest.raises(KeyError), gv.watch(model, optimizer, run=tmp_path / "run") as monitor:
+        regression(model, Data().batch(4)).backward()
+        optimizer.step()
+        raise KeyError("the loop's own")
+    assert not optimizer._optimizer_step_pre_hooks
+    with gv.open_run(monitor.run_path) as run:
+        assert run.last_step == 0
+
+
+def test_latest_and_repr(tmp_path: Path) -> None:
+    monitor, _ = train(tmp_path / "run")
+    assert {"loss", "lr", "grad/norm", "gsnr"} <= set(monitor.latest)
+    assert monitor.latest["loss"] == 1.0
+    assert "step=6" in repr(monitor)
+    assert monitor.flush()

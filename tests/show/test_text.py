@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+
+from gradvitals.show import sparkline, text
+
+
+@pytest.mark.parametrize("module", [text, sparkline])
+def test_examples_hold(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (1.0, "1"), (-0.01234, "-0.0123"), (12345.6, "12,346"), (1e-9, "1e-09"), (math.inf, "inf")],
+)
+def test_numbers_are_short(value: float, shown: str) -> None:
+    assert text.number(value) == shown
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "a\rb", "a\nb", "\x07", "\u202eabc", "\x9b31m"])
+def test_clean_leaves_nothing_that_moves_the_cursor(hostile: str) -> None:
+    assert text.clean(hostile).isprintable()
+
+
+def test_clean_keeps_ordinary_names() -> None:
+    assert text.clean("blocks.3.attn[0]/héad—5") == "blocks.3.attn[0]/héad—5"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(90_000, "1 d 1 h"), (math.nan, "-"), (59.96, "1 min 0 s")])
+def test_durations(seconds: float, shown: str) -> None:
+    assert text.duration(seconds) == shown

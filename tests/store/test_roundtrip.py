@@ -1,0 +1,221 @@
+"""What goes into a run comes out of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from gradvitals.errors import RunError
+from gradvitals.store import RunWriter, UnknownNameError, free_run_path, open_run
+from gradvitals.types import Action, Finding, Layout, Reading
+
+
+def as_float32(number: float) -> float:
+    return float(np.float32(number))
+
+
+def test_a_reading_comes_back_whole(tmp_path, make_layout):
+    reading = Reading(
+        step=7,
+        time=1.5e9 + 0.125,
+        stage="unscaled",
+        source="microbatch",
+        batch_size=33_554_433.0,
+        values={"noise_scale": math.nan, "gsnr": math.inf, "lr": 3e-4},
+        tensors={"gsnr": np.array([1.0, math.nan, -math.inf])},
+        layers={"gsnr": np.array([0.5, 0.25])},
+        heads={"gsnr": np.array([9.0])},
+    )
+    with RunWriter(tmp_path / "run", meta={}) as writer:
+        writer.write(make_layout("a", "b", "c", layers=("one", "two"), heads=("one/head0",)))
+        writer.write(reading)
+    with open_run(tmp_path / "run") as run:
+        (back,) = run.readings()
+        assert (back.step, back.time, back.stage, back.source) == (7, 1.5e9 + 0.125, "unscaled", "microbatch")
+        assert back.batch_size == 33_554_433.0
+        assert back.values["lr"] == as_float32(3e-4)
+        assert back.values["gsnr"] == math.inf
+        assert math.isnan(back.values["noise_scale"])
+        for kind in ("tensors", "layers", "heads"):
+            np.testing.assert_array_equal(getattr(back, kind)["gsnr"], getattr(reading, kind)["gsnr"])
+        assert run.series("gsnr", layer="two")[1].tolist() == [0.25]
+        assert run.series("gsnr", head="one/head0")[1].tolist() == [9.0]
+        assert run.series("gsnr")[1].tolist() == [math.inf]
+        assert run.batch_sizes("gsnr", head="one/head0")[1].tolist() == [33_554_433.0]
+        assert run.times("gsnr", kind="layers")[1].tolist() == [1.5e9 + 0.125]
+        assert run.stage("gsnr")[1].tolist() == ["unscaled"]
+
+
+def test_a_reading_with_nothing_in_it_still_counts(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(Reading(step=3, time=0.0))
+        writer.write(Reading(step=4, time=0.0, tensors={"grad/norm": np.zeros(0)}))
+    with open_run(tmp_path) as run:
+        assert [reading.step for reading in run.readings()] == [3, 4]
+        assert run.last_step == 4
+        assert next(run.readings()).batch_size is None
+
+
+def test_arrays_of_unequal_length_are_kept_apart(tmp_path):
+    tensors = {"a": np.arange(2.0), "b": np.arange(3.0)}
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(Reading(step=0, time=0.0, tensors=tensors))
+    with open_run(tmp_path) as run:
+        (back,) = run.readings()
+        assert {metric: row.tolist() for metric, row in back.tensors.items()} == {"a": [0, 1], "b": [0, 1, 2]}
+        assert run.series("b", tensor="#2")[1].tolist() == [2.0]
+        np.testing.assert_array_equal(run.table("a")[1], [0.0, 1.0, math.nan])
+
+
+def test_meta_says_who_when_and_how_much_was_lost(tmp_path):
+    writer = RunWriter(tmp_path, meta={"extra": {"seed": 1}, "note": "ü", "odd": object, "pid": "mine"})
+    writer.dropped = 5
+    writer.commit()
+    with open_run(tmp_path) as run:
+        assert run.is_live
+        assert run.meta["finished_at"] is None
+        writer.close()
+        meta = run.meta
+        assert meta["run_id"] == writer.run_id
+        assert meta["extra"] == {"seed": 1}
+        assert meta["note"] == "ü"
+        assert isinstance(meta["pid"], int)
+        assert meta["started_at"] <= meta["heartbeat"] <= meta["finished_at"]
+        assert {"hostname", "version"} <= set(meta)
+        assert run.dropped == 5
+        assert not run.is_live
+        assert "finished" in repr(run)
+    assert repr(run).startswith("<Run ")
+
+
+def test_a_finding_written_again_is_updated(tmp_path):
+    finding = Finding(id="spike", severity="warning", title="Spike", tensors=("a", "b"), first_step=3)
+    ended = Finding(
+        id="spike", severity="critical", title="Spike", tensors=("a", "b"), first_step=3, last_step=9,
+        evidence={"seen": 1.5}, causes=("a bad batch",), cures=("clip",),
+    )  # fmt: skip
+    other = Finding(id="spike", severity="warning", title="Spike", tensors=("a",), first_step=3)
+    action = Action(kind="lr", step=4, finding="spike", taken=True, before={"lr": 1}, after={"lr": 0.5}, reason="why")
+    with RunWriter(tmp_path, meta={}) as writer:
+        for record in (finding, other, ended, action, action):
+            writer.write(record)
+    with open_run(tmp_path) as run:
+        assert run.findings() == [ended, other]
+        assert run.actions() == [action, action]
+
+
+@pytest.mark.parametrize(
+    "name", ["it's", 'a "quoted"; DROP TABLE tail; --', "слой.重み.🔥", "x" * 10_000, "", "#1", "\ud800"]
+)
+def test_any_name_will_do(tmp_path, make_layout, name):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_layout("first", name))
+        writer.write(Reading(step=0, time=0.0, tensors={"grad/norm": np.array([1.0, 2.0])}))
+    with open_run(tmp_path) as run:
+        assert run.tensors[1].name == name
+        assert run.series("grad/norm", tensor=name)[1].tolist() == [2.0]
+        with pytest.raises(UnknownNameError):
+            run.series("grad/norm", tensor=name + "?")
+
+
+def test_a_layout_may_grow_and_even_change(tmp_path, make_layout):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_layout("a", "b", layers=("l0", "l2")))
+        writer.write(Reading(step=0, time=0.0, tensors={"m": np.array([1.0, 2.0])}, layers={"m": np.array([5.0, 6.0])}))
+        writer.write(make_layout("a", "b", "c", layers=("l0", "l1", "l2")))
+        writer.write(Reading(step=1, time=0.0, tensors={"m": np.arange(3.0)}, layers={"m": np.array([7.0, 8.0, 9.0])}))
+        writer.write(make_layout("a", "b", "c", layers=("l0", "l1", "l2")))
+    with open_run(tmp_path) as run:
+        assert run.layers == ("l0", "l1", "l2")
+        assert run.series("m", layer="l2")[1].tolist() == [6.0, 9.0]
+        assert run.series("m", tensor="c")[0].tolist() == [1]
+        assert run.times("m", tensor="c")[0].tolist() == [1]
+        np.testing.assert_array_equal(run.matrix("m", "layers")[1], [[5, math.nan, 6], [7, 8, 9]])
+        np.testing.assert_array_equal(run.matrix("m")[1], [[1, 2, math.nan], [0, 1, 2]])
+        assert run.table("m", step=0)[0] == 0
+
+
+def test_the_most_trustworthy_source_is_taken_unless_one_is_named(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for number, source in enumerate(("window", "adam", "microbatch")):
+            writer.write(Reading(step=0, time=0.0, source=source, values={"gsnr": float(number)}))
+        writer.write(Reading(step=0, time=0.0, values={"loss": 1.0}))
+    with open_run(tmp_path) as run:
+        assert run.sources("gsnr") == ("microbatch", "adam", "window")
+        assert run.sources("loss") == ()
+        assert run.series("gsnr")[1].tolist() == [2.0]
+        assert run.series("gsnr", source="adam")[1].tolist() == [1.0]
+        with pytest.raises(UnknownNameError, match="microbatch, adam, window"):
+            run.series("gsnr", source="ranks")
+
+
+def test_unknown_names_are_answered_with_near_ones(tmp_path, make_layout, make_reading):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_layout("embed.weight", "head.weight", "head.bias"))
+        writer.write(make_reading(0))
+    with open_run(tmp_path) as run:
+        with pytest.raises(KeyError, match=r"did you mean 'grad/norm'"):
+            run.series("grad/nrm", tensor="head.weight")
+        with pytest.raises(RunError, match=r"did you mean 'embed.weight'"):
+            run.series("grad/norm", tensor="embed.wieght")
+        with pytest.raises(RunError, match="only for values"):
+            run.matrix("loss")
+        with pytest.raises(RunError, match="one of values"):
+            run.matrix("loss", kind="tensor")
+        with pytest.raises(RunError, match="more than one"):
+            run.series("grad/norm", tensor="a", head="b")
+        with pytest.raises(RunError, match="step 5"):
+            run.table("grad/norm", step=5)
+        assert run.metrics() == ("grad/norm", "loss", "weight/norm")
+        assert run.metrics("values") == ("loss",)
+
+
+def test_an_empty_run_can_be_read(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        assert writer.run_id
+    with open_run(tmp_path) as run:
+        assert run.last_step is None
+        assert run.layout == Layout()
+        assert (run.metrics(), list(run.readings()), run.findings(), run.actions()) == ((), [], [], [])
+        assert run.names("tensors") == ()
+        with pytest.raises(UnknownNameError, match="it has none"):
+            run.series("loss")
+
+
+def test_free_run_path_counts_up(tmp_path):
+    path = tmp_path / "run"
+    taken = []
+    for _ in range(3):
+        taken.append(free_run_path(path))
+        RunWriter(taken[-1], meta={}).close()
+    assert [each.name for each in taken] == ["run", "run-2", "run-3"]
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    RunWriter(tmp_path, meta={}).close()
+    with pytest.raises(RunError, match="resume"):
+        RunWriter(tmp_path, meta={})
+
+
+def test_records_that_cannot_be_kept_are_refused_and_leave_nothing_behind(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for bad in (
+            Reading(step=1 << 70, time=0.0),
+            Reading(step=0, time=0.0, values={"loss": "high"}),
+            Reading(step=0, time=0.0, values={"loss": np.zeros(2)}),
+            Reading(step=0, time=0.0, values={"ok": 1.0}, tensors={"grad/norm": np.zeros((1 << 20) + 1)}),
+            "not a record",
+        ):
+            with pytest.raises(ValueError, match=r".+"):
+                writer.write(bad)
+    with open_run(tmp_path) as run:
+        assert list(run.readings()) == []
+
+
+def test_numbers_beyond_float32_are_infinite(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(Reading(step=0, time=0.0, values={"grad/norm": 1e200}))
+    with open_run(tmp_path) as run:
+        assert run.series("grad/norm")[1].tolist() == [math.inf]
