@@ -22,6 +22,9 @@ TENSOR_METRICS: tuple[str, ...] = (
 )
 """What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
 
+DETAIL_METRICS: tuple[str, ...] = ("grad/max", "grad/zero_fraction", "gsnr/below_one_fraction", "radial_gsnr")
+"""Those of them that cost most and change least."""
+
 LIVE_SOURCES: tuple[str, ...] = ("microbatch", "adam", "window")
 
 
@@ -39,7 +42,13 @@ class Config:
     """
 
     tensor_every: int = 25
-    """Steps from one per-tensor reading to the next. Global values are read at every step."""
+    """Steps from one per-tensor reading to the next. Global values are read at every step.
+
+    Before the first of these, a young run is read at steps 0, 1, 2, 4, 8 and so on.
+    """
+
+    detail_every: int | None = None
+    """Steps between readings of the costly metrics (`DETAIL_METRICS`). None: 4 × `tensor_every`, or 1 with it."""
 
     metrics: tuple[str, ...] = TENSOR_METRICS
     """Which per-tensor metrics to take. Fewer cost less; see `TENSOR_METRICS`."""
@@ -85,6 +94,13 @@ class Config:
 
     def __post_init__(self) -> None:
         _expect(self.tensor_every >= 1, "tensor_every", self.tensor_every, "a whole number of steps, 1 or more")
+        detail = self.detail_every
+        _expect(
+            detail is None or (detail >= 1 and detail % self.tensor_every == 0),
+            "detail_every",
+            detail,
+            f"a multiple of tensor_every, which is {self.tensor_every}, or None",
+        )
         for name in ("norm_window", "gsnr_window"):
             _expect(getattr(self, name) >= 2, name, getattr(self, name), "2 readings or more")
         _expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
@@ -108,6 +124,13 @@ class Config:
                 re.compile(pattern or "")
             except re.error as error:
                 raise ConfigError(f"{name} is {pattern!r}; expected a regular expression ({error})") from None
+
+    @property
+    def detail_factor(self) -> int:
+        """Every how many-th per-tensor reading takes the costly metrics too."""
+        if self.detail_every is not None:
+            return self.detail_every // self.tensor_every
+        return 1 if self.tensor_every == 1 else 4
 
     def watches(self, name: str) -> bool:
         """Whether a parameter of this name is to be watched."""

@@ -97,7 +97,7 @@ class Monitor:
         self._closed = False
         self._layout: Layout | None = None
         self._latest: dict[Source | None, dict[str, float]] = {}
-        self._interpreter = Interpreter(self.config)
+        self._interpreter = Interpreter(self.config, self._on_error)
         share = self.config.overhead_budget
         self._budget = Budget(share, self.config.tensor_every) if share is not None else None
         self._single_batch_readings = 0
@@ -229,6 +229,8 @@ class Monitor:
     def _complete(self, raw: RawStep) -> Iterable[Record]:
         started = time.thread_time()
         readings = self._interpreter.finish(raw)
+        if not readings:
+            return []
         if self._budget is not None:
             readings[0] = self._account(raw, readings[0], time.thread_time() - started)
         for reading in readings:

@@ -231,18 +231,20 @@ def test_half_precision_parameters(tmp_path: Path, dtype: torch.dtype, clip: obj
         np.testing.assert_allclose(run.series("grad/norm")[1], np.linalg.norm(norms, axis=1), rtol=1e-5)
 
 
-def test_mixed_precision_parameters_with_clipping(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_mixed_precision_parameters_with_clipping(tmp_path: Path, layer: int) -> None:
     """clip_grad_norm_ gives norms of both types; only those in float32 are good enough to keep."""
     torch.manual_seed(0)
     model = mlp()
-    model[4].bfloat16()
+    model[layer].bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(tensor_every=1, quiet=True))
     data, norms = Data(), []
     for _ in range(4):
         x, y = data.batch(4)
-        hidden = model[3](model[2](model[1](model[0](x))))
-        (model[4](hidden.bfloat16()).float() - y).square().mean().backward()
+        for index, module in enumerate(model):
+            x = module(x.bfloat16()).float() if index == layer else module(x)
+        (x - y).square().mean().backward()
         norms.append([float(p.grad.double().norm()) for p in model.parameters()])
         clip_to_one_tenth(model.parameters())
         optimizer.step()
@@ -251,6 +253,44 @@ def test_mixed_precision_parameters_with_clipping(tmp_path: Path) -> None:
     assert_no_errors(monitor)
     with gv.open_run(monitor.run_path) as run:
         np.testing.assert_allclose(run.matrix("grad/norm")[1], norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_parameter_that_only_the_last_micro_batch_reaches(tmp_path: Path, unscale: bool) -> None:
+    """Its gradient becomes .grad without a copy, so unscale_ changes what the hook was given."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"enter": nn.Linear(6, 5), "middle": nn.Linear(5, 5), "out": nn.Linear(5, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    config = gv.Config(tensor_every=1, quiet=True, sources=("microbatch",))
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=config)
+    deep = {"on": False}
+
+    def loss(module: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = torch.tanh(module["enter"](batch[0]))
+        x = torch.tanh(module["middle"](x)) if deep["on"] else x
+        return (module["out"](x) - batch[1]).square().mean()
+
+    truth, data = Truth(model, [optimizer], loss), Data()
+    for _ in range(3):
+        batches = data.batches((4, 4))
+        step = truth.before([], [], [])
+        step.weights, step.sizes = [0.5, 0.5], [1.0, 1.0]
+        for deep["on"], batch in zip((False, True), batches, strict=True):
+            step.parts += truth.before([batch], [0.5], [1.0]).parts
+            truth.steps.pop()
+        for deep["on"], batch in zip((False, True), batches, strict=True):
+            scaler.scale(loss(model, batch) / 2).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        truth.after()
+        optimizer.zero_grad()
+    monitor.close()
+    assert_no_errors(monitor)
+    with gv.open_run(monitor.run_path) as run:
+        truth.check(run, samples_known=False)
 
 
 def test_adam_moments_of_half_precision(tmp_path: Path) -> None:
@@ -267,3 +307,20 @@ def test_adam_moments_of_half_precision(tmp_path: Path) -> None:
             for name, value in zip(run.names("tensors"), row, strict=True):
                 if name in truth[step]:
                     close(value, truth[step][name], 1e-4, f"adam gsnr of {name}", atol=1e-4)
+
+
+@pytest.mark.parametrize("observe", ["step", "never"])
+def test_scaler_of_another_model_is_none_of_ours(tmp_path: Path, observe: str) -> None:
+    """A teacher is trained with a scaler before our own first step, which has none."""
+    torch.manual_seed(0)
+    model, other = mlp(), mlp()
+    rig = Rig(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2), observe=observe, clip=clip_to_one_tenth)
+    teacher = torch.optim.SGD(other.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        scaler.scale(regression(other, Data(8).batch(4))).backward()
+        scaler.step(teacher)
+        scaler.update()
+        rig.step()
+    rig.check()
+    assert rig.stages() == ["raw"] * 3

@@ -30,9 +30,7 @@ def raw_gsnr(rig: Rig) -> list[float]:
         state = rig.optimizer.state[parameter]
         beta1, beta2 = group["betas"]
         t = int(state["step"])
-        values.append(
-            gv.functional.adam_gsnr(state["exp_avg"], state["exp_avg_sq"], beta1=beta1, beta2=beta2, step=t)
-        )
+        values.append(gv.functional.adam_gsnr(state["exp_avg"], state["exp_avg_sq"], beta1=beta1, beta2=beta2, step=t))
     return values
 
 

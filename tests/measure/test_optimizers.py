@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import ConvNet, Data, Rig, Transformer, Truth, assert_no_errors, close, mlp, next_token, plain, regression
+from reference import (
+    ConvNet,
+    Data,
+    Rig,
+    Transformer,
+    Truth,
+    assert_no_errors,
+    close,
+    mlp,
+    next_token,
+    plain,
+    regression,
+)
 from torch import Tensor, nn
 
 import gradvitals as gv
@@ -105,7 +117,9 @@ def test_closures_of_two_optimizers_one_of_which_steps_more_often(tmp_path: Path
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
 def test_foreach_and_fused(tmp_path: Path, kind: str, way: str) -> None:
-    make(tmp_path, getattr(torch.optim, kind), foreach=way == "foreach", **({"fused": True} if way == "fused" else {})).steps(4).check()
+    make(
+        tmp_path, getattr(torch.optim, kind), foreach=way == "foreach", **({"fused": True} if way == "fused" else {})
+    ).steps(4).check()
 
 
 @pytest.mark.parametrize("kind", ["RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor"])
@@ -181,7 +195,9 @@ def test_two_optimizers_that_step_together(tmp_path: Path) -> None:
 def test_gan(tmp_path: Path, critic_first: bool, set_to_none: bool) -> None:
     """Generator's loss goes through the critic and leaves gradients there that are thrown away."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"maker": nn.Linear(6, 4), "critic": nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))})
+    model = nn.ModuleDict(
+        {"maker": nn.Linear(6, 4), "critic": nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))}
+    )
     maker = torch.optim.Adam(model["maker"].parameters(), lr=1e-2)
     critic = torch.optim.Adam(model["critic"].parameters(), lr=1e-2)
     monitor = gv.watch(model, [maker, critic], run=tmp_path / "run", config=EVERY)
@@ -448,7 +464,7 @@ def test_unfreezing_in_the_middle(tmp_path: Path, observe: str) -> None:
         rig.truth.check(run, skip=("microbatch:gsnr",))
         # The unfrozen tensors were not hooked at step 3: their GSNR begins there or at step 4, but it begins right.
         pairs = [pair["0.weight"] for pair in rig.truth.pairs("gsnr", "microbatch", "tensors")[3:]]
-        steps, values = run.series("gsnr", tensor="0.weight", source="microbatch")
+        _, values = run.series("gsnr", tensor="0.weight", source="microbatch")
         allowed = [4 * np.mean(pairs[i:], axis=0)[0] / np.mean(pairs[i:], axis=0)[1] for i in (0, 1)]
         assert any(abs(values[-1] - x) <= 1e-4 * (1 + abs(x)) for x in allowed), (values[-1], allowed)
 
@@ -595,3 +611,51 @@ def test_deep_copy_inside_the_loop(tmp_path: Path) -> None:
         regression(copied, Data(7).batch(4)).backward()
         rig.step()
     rig.check()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations(tmp_path: Path, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.middle, self.out = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.enter(x))
+            return self.out(checkpoint(lambda h: torch.tanh(self.middle(h)), x, use_reentrant=reentrant))
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        return regression(module, batch)
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    rig = Rig(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss)
+    if reentrant:  # autograd.grad cannot go through it, so the truth takes the same network without
+        rig.truth.loss = lambda m, b: (m.out(torch.tanh(m.middle(torch.tanh(m.enter(b[0]))))) - b[1]).square().mean()
+    rig.steps(4).check()
+    with gv.open_run(rig.monitor.run_path) as run:
+        assert run.layers == ("enter", "middle", "out")
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before watch", "after watch"])
+def test_hooks_of_the_user_come_first(tmp_path: Path, early: bool) -> None:
+    """A hook that changes a gradient changes what is recorded, for every micro-batch alike."""
+    torch.manual_seed(0)
+    model = mlp()
+    if early:
+        model[2].weight.register_hook(lambda grad: grad * 3)
+    rig = Rig(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    if not early:
+        model[2].weight.register_hook(lambda grad: grad * 3)
+    inner = rig.truth.before
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        step = inner(*args, **kwargs)
+        for part in step.parts:
+            part["2.weight"] = 3 * part["2.weight"]
+        return step
+
+    rig.truth.before = before
+    rig.steps(4).check()

@@ -131,3 +131,16 @@ def test_model_without_embedding_follows_the_last_layer(tmp_path: Path) -> None:
     with gv.open_run(rig.monitor.run_path) as run:
         row = run.matrix("gsnr", source="window")[1][-1]
         assert [run.names("tensors")[i] for i in np.flatnonzero(np.isfinite(row))] == ["4.weight"]
+
+
+def test_more_micro_batches_than_before_is_still_one_gradient(tmp_path: Path) -> None:
+    """A loop that observes every micro-batch begins to take more of them; none goes into the window by itself."""
+    rig = make(tmp_path, observe="micro", sizes=(3, 3))
+    for step in range(20):
+        rig.step(sizes=(3, 3) if step % 4 else (3, 3, 3))
+    rig.monitor.close()
+    assert_no_errors(rig.monitor)
+    gradients = np.stack([step.total("head.weight") for step in rig.truth.steps])
+    with gv.open_run(rig.monitor.run_path) as run:
+        _, values = run.series("gsnr", tensor="head.weight", source="window")
+        close(values[-1], window_gsnr(gradients), 1e-4, "window gsnr", atol=1e-5)

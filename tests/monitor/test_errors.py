@@ -197,7 +197,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, Any, Path], Any], type[Exception], str
     "batch size text": (lambda m, o, p: gv.watch(m, o, run=p, batch_size="8"), (TypeError, ValueError), "batch_size"),
     "config": (lambda m, o, p: gv.watch(m, o, run=p, config={"tensor_every": 1}), TypeError, "Config"),
     "empty config": (lambda m, o, p: gv.watch(m, o, run=p, config={}), TypeError, "Config"),
-    "run": (lambda m, o, p: gv.watch(m, o, run=3), TypeError, "run|path"),
+    "run": (lambda m, o, p: gv.watch(m, o, run=3), TypeError, "run|[Pp]ath"),
 }
 
 
@@ -206,7 +206,7 @@ def test_bad_arguments(tmp_path: Path, bad: str) -> None:
     call, kind, words = BAD[bad]
     model, optimizer = _good()
     with pytest.raises(kind, match=words):
-        call(model, optimizer, tmp_path / "run")
+        call(model, optimizer, tmp_path / "run").close()
     assert not optimizer._optimizer_step_pre_hooks
     assert not any(p._backward_hooks for p in model.parameters())
 
@@ -278,10 +278,16 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_context_manager_closes_after_an_exception(tmp_path: Path) -> None:
     model, optimizer = _good()
-    with pytest.raises(KeyError), gv.watch(model, optimizer, run=tmp_path / "run") as monitor:
-        regression(model, Data().batch(4)).backward()
-        optimizer.step()
-        raise KeyError("the loop's own")
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run")
+
+    def loop() -> None:
+        with monitor:
+            regression(model, Data().batch(4)).backward()
+            optimizer.step()
+            raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError, match="own"):
+        loop()
     assert not optimizer._optimizer_step_pre_hooks
     with gv.open_run(monitor.run_path) as run:
         assert run.last_step == 0

@@ -271,9 +271,12 @@ def _shape_of_noise(sums: _Sums, num_samples: int) -> tuple[float, float, float]
 def _effective_dimension(square: Array, num_samples: int) -> Array:
     r"""Estimate of ``(tr Sigma)^2 / tr Sigma^2`` from ``tr A^2 / (tr A)^2``.
 
-    A is Wishart with n = T - 1 degrees of freedom, so that :math:`(\mathrm{tr} A^2 - (\mathrm{tr} A)^2/n) /
-    ((n-1)(n+2))` is unbiased for :math:`\mathrm{tr}\,\Sigma^2`, and the like for :math:`(\mathrm{tr}\,\Sigma)^2`. One
-    coordinate gives 1 exactly.
+    A is Wishart with n = T - 1 degrees of freedom, so that
+
+    .. math:: \frac{\mathrm{tr} A^2 - (\mathrm{tr} A)^2 / n}{(n-1)(n+2)}
+
+    is unbiased for the trace of Sigma squared, and the like for the square of its trace.
+    One coordinate gives exactly 1.
     """
     n = num_samples - 1
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -42,9 +42,9 @@ def radial_gsnr(weight: Tensor, grads: Tensor) -> Estimate:
     .. math:: q_t = \frac{\langle W, g_t \rangle}{\|W\|}, \qquad
               \hat r = \frac{T-3}{T-1} \frac{\bar q^2}{s_q^2} - \frac{1}{T}
 
-    Under noise alike in all directions it is :math:`n \bar r \cos^2(W, \mu)` with n elements of mean GSNR :math:`\bar
-    r`: many times that of one element when the gradient points along the weights, and the same on average when it
-    does not. It is one number a sample, so the value is the unbiased one of a single coordinate.
+    Under noise alike in all directions it is :math:`n \bar r \cos^2(W, \mu)` with n elements of mean GSNR
+    :math:`\bar r`: many times that of one element when the gradient points along the weights, and the same on average
+    when it does not. It is one number a sample, so the value is the unbiased one of a single coordinate.
 
     Args:
         weight: the weights.

@@ -86,7 +86,7 @@ class Station:
         self.updates = UpdateNorms()
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
-            self.moments = MomentSums(optimizer, below_one="gsnr/below_one_fraction" in config.metrics)
+            self.moments = MomentSums(optimizer)
         self.micro: MicrobatchSums | None = None
         self.rows: list[int] = []
         self.parameters: list[nn.Parameter] = []
@@ -115,7 +115,6 @@ class Station:
                 watched.parameters,
                 watched.heads,
                 rows=self.rows,
-                radial="radial_gsnr" in self.config.metrics,
                 clock=clock,
                 on_error=on_error,
             )
@@ -169,6 +168,7 @@ class Station:
         watched: Rows,
         *,
         full: bool,
+        detail: bool,
         norms: dict[int, Tensor],
         scale: Tensor | None,
         scaled: bool,
@@ -179,7 +179,8 @@ class Station:
 
         Args:
             watched: All rows.
-            full: Whether to take every metric, or the norms alone.
+            full: Whether to take more than the norms.
+            detail: Whether to take the costly metrics too.
             norms: Norms already known by row, e.g. from clipping; they are not computed again.
             scale: The loss scale in force, if any.
             scaled: Whether gradients still carry that scale.
@@ -189,6 +190,8 @@ class Station:
         Returns:
             For each row that went into a sliding window: the steps in a block where the window is complete, or None.
         """
+        if self.micro is not None:
+            self.micro.flush()
         self.reading, self.read_at = Packet(), self.backwards
         packet, wants = self.reading, self.config.metrics
         if scale is not None:
@@ -199,17 +202,16 @@ class Station:
             return {}
         reused = [row for row in rows if row in norms]
         if reused:
-            packet.add("norm", torch.stack([norms[row] for row in reused]), reused)
+            packet.add_each("norm", [norms[row] for row in reused], reused)
         own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
         if own:
             stats.add_norms(packet, "norm", [row for row, _ in own], [grad for _, grad in own])
-        if full:
-            if "grad/max" in wants:
-                stats.add_norms(packet, "max", rows, grads, order=float("inf"))
-            if "grad/zero_fraction" in wants:
-                stats.add_nonzero_counts(packet, "nonzero", rows, grads)
-            if self.micro is not None and self.micro.armed:
-                add_heads(packet, "heads", watched.heads, rows, grads)
+        if full and self.micro is not None and self.micro.armed:
+            add_heads(packet, "heads", watched.heads, rows, grads)
+        if detail and "grad/max" in wants:
+            stats.add_largest(packet, "max", rows, grads)
+        if detail and "grad/zero_fraction" in wants:
+            stats.add_nonzero_counts(packet, "nonzero", rows, grads)
         if count_nonfinite:
             stats.add_nonfinite_counts(packet, "nonfinite", rows, grads)
         if windows is None:
@@ -221,9 +223,12 @@ class Station:
             if row in watched.windows
         }
 
-    def read_moments(self, packet: Packet) -> dict[int, tuple[float, float]]:
+    def read_moments(self, packet: Packet, *, detail: bool) -> dict[int, tuple[float, float]]:
         """Gather the optimizer's moments after its step; returns the betas of the rows read."""
-        return self.moments.add(packet, self.rows, self.parameters) if self.moments is not None else {}
+        if self.moments is None:
+            return {}
+        below_one = detail and "gsnr/below_one_fraction" in self.config.metrics
+        return self.moments.add(packet, self.rows, self.parameters, below_one=below_one)
 
     @torch.no_grad()
     def read_weights(self, packet: Packet) -> dict[int, float]:

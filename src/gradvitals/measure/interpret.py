@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
-from gradvitals.measure.packet import Arrived
 from gradvitals.measure.tap import RawStep
 from gradvitals.measure.window import NUM_BLOCKS
 from gradvitals.types import Layout, Reading
 
 Floats = NDArray[np.float64]
+
+OUTLIER_RATIO = 5.0
+"""A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
 
 ROUNDING = 2e-6
 """Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
@@ -29,8 +31,11 @@ STUDENT_T = 2.262
 class Interpreter:
     """Turns the `RawStep`s of a run, in order, into `Reading`s. Holds the moving averages between them."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self.config = config
+        self.on_error = on_error
+        self._broken: set[str] = set()
+        self._table = _Table(Layout(), [])
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
@@ -38,29 +43,44 @@ class Interpreter:
         self._window_norms: dict[str, list[float]] = {}
 
     def finish(self, raw: RawStep) -> list[Reading]:
-        """The readings of one step: first what needs no samples, then one for each GSNR source."""
-        arrived = raw.shipment.wait()
-        step = _Step(raw, arrived)
-        readings = [self._general(step)]
-        if any(count >= 2 for count in raw.micro_batches):
-            readings.append(self._microbatch(step))
-        if raw.betas and "exp_avg_norm" in arrived:
-            readings.append(self._from_moments(step))
-        self._remember_window_norms(step)
-        if any(raw.windows.values()):
-            readings.append(self._window(step))
+        """The readings of one step: first what needs no samples, then one for each GSNR source.
+
+        An error in one of them is told, and that one is silent from then on.
+        """
+        if raw.layout is not self._table.layout:
+            self._table = _Table(raw.layout, raw.slots)
+        step = _Step(raw, self._table)
+        readings = []
+        for part, applies, make in (
+            ("general", True, self._general),
+            ("microbatch", any(count >= 2 for count in raw.micro_batches), self._microbatch),
+            ("adam", step.has("exp_avg_norm"), self._from_moments),
+            ("window", bool(raw.windows), self._window),
+        ):
+            if not applies or part in self._broken:
+                continue
+            try:
+                # Zero over zero is an answer here: there is nothing to tell.
+                with np.errstate(all="ignore"):
+                    reading = make(step)
+            except Exception as error:
+                self._broken.add(part)
+                self.on_error(part, error)
+                continue
+            if reading is not None:
+                readings.append(reading)
         return readings
 
     # -- norms, loss, weights -----------------------------------------------------------------------------------
 
     def _general(self, step: _Step) -> Reading:
-        raw, norm = step.raw, step.norm
+        norm = step.norm
         values = {name: value for name, value in (("loss", step.loss()), ("lr", step.lr())) if value is not None}
         tensors: dict[str, Floats] = {}
         if step.has("norm"):
             total = step.total(norm, "norm")
-            names = ("", *step.names)
-            ratio, variation = self._norms.push(names, np.array([total, *norm]))
+            ratio, variation = self._norms.push(step.table.with_whole, np.append(total, norm))
+            step.outlier = bool(ratio[0] >= OUTLIER_RATIO)
             nonfinite = step.nonfinite()
             values |= {"grad/norm": total, "grad/nonfinite": float(np.nansum(nonfinite))}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
@@ -70,18 +90,18 @@ class Interpreter:
             tensors["grad/max"] = step.rows("max") / step.grad_scale
             values["grad/max"] = float(np.max(tensors["grad/max"][step.present]))
         if step.has("nonzero"):
-            zeros = step.sizes - step.rows("nonzero")
-            tensors["grad/zero_fraction"] = zeros / step.sizes
-            values["grad/zero_fraction"] = float(np.nansum(zeros) / step.sizes[step.present].sum())
+            sizes = step.table.sizes
+            zeros = sizes - step.rows("nonzero")
+            tensors["grad/zero_fraction"] = zeros / sizes
+            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.present].sum())
         if step.has("weight"):
             tensors["weight/norm"] = step.rows("weight")
             values["weight/norm"] = step.total(tensors["weight/norm"], "weight")
         if step.has("update_sq"):
-            covered = np.array([raw.fractions.get(row, 1.0) for row in range(step.num_rows)])
+            covered = np.array([step.raw.fractions.get(row, 1.0) for row in range(step.num_rows)])
             tensors["update/norm"] = np.sqrt(step.rows("update_sq") / covered)
             values["update/norm"] = step.total(tensors["update/norm"], "update_sq")
-            with np.errstate(divide="ignore", invalid="ignore"):
-                tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
+            tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
             if values["weight/norm"] > 0:
                 values["update/ratio"] = values["update/norm"] / values["weight/norm"]
         if step.has("scale"):
@@ -99,20 +119,21 @@ class Interpreter:
         for rows, seen in zip(step.raw.stations, step.raw.micro_batches, strict=True):
             mine[rows] = seen == count
         square = np.where(mine & step.present, np.square(step.norm), np.nan)
-        slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.slot_rows))) for i in range(count)]
+        slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.table.slot_rows))) for i in range(count)]
         parts = np.stack([np.square(step.parts(f"micro{i}", step.num_rows)) for i in range(count)])
         for part, of_slots in zip(parts, slot_parts, strict=True):
-            np.add.at(part, step.slot_rows, of_slots)
+            np.add.at(part, step.table.slot_rows, of_slots)
         parts /= step.loss_scale**2
         signal, noise = self._signal_and_noise(parts, square, sizes)
         names, all_signal, all_noise = _with_sums(layout, signal, noise)
         if layout.heads and step.has("heads"):
             heads = np.stack([step.by_head(of_slots) for of_slots in slot_parts]) / step.loss_scale**2
-            head_square = step.by_head(np.square(step.parts("heads", len(step.slot_rows)))) / step.grad_scale**2
+            head_square = step.by_head(np.square(step.parts("heads", len(step.table.slot_rows)))) / step.grad_scale**2
             more_signal, more_noise = self._signal_and_noise(heads, head_square, sizes)
             names += [f"head:{name}" for name in layout.heads]
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
-        self._micro.push(names, all_signal, all_noise)
+        if not step.outlier:
+            self._micro.push(names, all_signal, all_noise)
         per_sample = self._micro.estimate()
         mean_size = sizes.mean()
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
@@ -121,10 +142,10 @@ class Interpreter:
         if step.has("micro_radial0"):
             inner = np.stack([step.parts(f"micro_radial{i}", step.num_rows) / step.loss_scale for i in range(count)])
             weight = step.rows("weight") if step.has("weight") else np.ones(step.num_rows)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                along = np.where(mine & step.present, inner / weight, np.nan)
+            along = np.where(mine & step.present, inner / weight, np.nan)
             radial = self._signal_and_noise(along**2, np.square(along.sum(0)), sizes)
-            self._radial.push(step.names, *radial)
+            if not step.outlier:
+                self._radial.push(step.names, *radial)
             tensors["radial_gsnr"] = mean_size * self._radial.estimate()[0]
         batch_size = float(mean_size) if known else None
         return step.reading(
@@ -156,21 +177,18 @@ class Interpreter:
         correlation = beta1.max() ** (2 * raw.every)
         values, tensors, layers, _ = _spread(layout, self._adam.estimate(correlation))
         if step.has("below_one_count"):
-            with np.errstate(divide="ignore", invalid="ignore"):
-                tensors["gsnr/below_one_fraction"] = step.rows("below_one_count") / step.rows("alive_count")
+            tensors["gsnr/below_one_fraction"] = step.rows("below_one_count") / step.rows("alive_count")
         return step.reading(source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers)
 
-    def _remember_window_norms(self, step: _Step) -> None:
-        for row in step.raw.windows:
-            norms = self._window_norms.setdefault(step.names[row], [])
-            norms.append(float(step.arrived[f"window_sq{row}"].values[0]))
-            del norms[: -2 * self.config.window_steps]
-
-    def _window(self, step: _Step) -> Reading:
+    def _window(self, step: _Step) -> Reading | None:
         value, low, high = np.full((3, step.num_rows), np.nan)
         for row, block_steps in step.raw.windows.items():
+            norms = self._window_norms.setdefault(step.names[row], [])
+            sampled = step.arrived.get(f"window_sq{row}")
+            norms.append(float(step.norm[row] ** 2 if sampled is None else sampled.values[0]))
+            del norms[: -2 * self.config.window_steps]
             length = (block_steps or 0) * NUM_BLOCKS
-            squares = np.array(self._window_norms[step.names[row]][-length:])
+            squares = np.array(norms[-length:])
             if not length or len(squares) < length:
                 continue
             total, *without = step.arrived[f"window{row}"].values
@@ -179,6 +197,8 @@ class Interpreter:
             left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
             error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
             low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
+        if not any(step.raw.windows.values()):
+            return None
         tensors = {"gsnr": value, "gsnr_low": low, "gsnr_high": high}
         return step.reading(source="window", batch_size=step.raw.batch_size, tensors=tensors)
 
@@ -199,18 +219,29 @@ class Interpreter:
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
 
 
+class _Table:
+    """What does not change from step to step."""
+
+    def __init__(self, layout: Layout, slots: list[tuple[int, int]]) -> None:
+        self.layout = layout
+        self.names = tuple(info.name for info in layout.tensors)
+        self.with_whole = ("", *self.names)
+        self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
+        self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
+
+
 class _Step:
     """A RawStep that has arrived, with the questions an Interpreter asks of it."""
 
-    def __init__(self, raw: RawStep, arrived: Mapping[str, Arrived]) -> None:
+    def __init__(self, raw: RawStep, table: _Table) -> None:
         self.raw = raw
-        self.arrived = arrived
-        self.names = tuple(info.name for info in raw.layout.tensors)
-        self.num_rows = len(self.names)
-        self.sizes: Floats = np.array([float(info.numel) for info in raw.layout.tensors])
+        self.table = table
+        self.names = table.names
+        self.num_rows = len(table.names)
+        self.outlier = False
+        self.arrived = arrived = raw.shipment.wait()
         self.loss_scale = float(arrived["scale"].values[0]) if "scale" in arrived else 1.0
         self.grad_scale = self.loss_scale if raw.scaled else 1.0
-        self.slot_rows = np.array([row for row, _ in raw.slots], dtype=np.int64)
         self.present = arrived["norm"].present(self.num_rows) if "norm" in arrived else np.zeros(self.num_rows, bool)
         self.norm = self.rows("norm") / self.grad_scale if "norm" in arrived else np.full(self.num_rows, np.nan)
 
@@ -233,9 +264,8 @@ class _Step:
 
     def by_head(self, of_slots: Floats) -> Floats:
         """Sum the squares of a head's parts over the q, k and v weights it has."""
-        heads = np.array([head for _, head in self.raw.slots], dtype=np.int64)
-        sums: Floats = np.zeros(len(self.raw.layout.heads))
-        np.add.at(sums, heads, of_slots)
+        sums: Floats = np.zeros(len(self.table.layout.heads))
+        np.add.at(sums, self.table.slot_heads, of_slots)
         return sums
 
     def loss(self) -> float | None:

@@ -34,7 +34,6 @@ class MicrobatchSums:
         heads: dict[int, HeadView],
         *,
         rows: Sequence[int],
-        radial: bool,
         clock: Clock,
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -42,7 +41,7 @@ class MicrobatchSums:
         self.rows = rows
         self.clock = clock
         self.heads = heads
-        self.radial = radial
+        self.radial = False
         self.on_error = on_error
         self.order: list[int] = []
         """Rows in the order in which the first micro-batch reached them: from the output to the input."""
@@ -61,9 +60,10 @@ class MicrobatchSums:
         """Whether hooks are in place."""
         return bool(self._handles)
 
-    def arm(self) -> None:
-        """Collect from the next backward on."""
+    def arm(self, *, radial: bool) -> None:
+        """Collect from the next backward on, with the component along the weights where asked."""
         self.disarm()
+        self.radial = radial
         self._clear()
         self.order = []
         for row in self.rows:
@@ -85,7 +85,7 @@ class MicrobatchSums:
         """
         self.disarm()
         if self.num_seen:
-            self._flush()
+            self.flush()
         num_micro_batches = self.num_seen + 1 if self._fired or self.num_seen else 0
         packet = self.packet
         self._clear()
@@ -116,19 +116,19 @@ class MicrobatchSums:
         self._pending.append((row, grad.detach()))
         self._pending_bytes += grad.numel() * grad.element_size()
         if self._pending_bytes >= FLUSH_BYTES:
-            self._flush()
+            self.flush()
 
     def _end_micro_batch(self) -> None:
         if not self.num_seen:  # nothing of the second micro-batch has been added yet: .grad is the first
-            rows = sorted(self._fired)
-            grads = [self.parameters[row].grad for row in rows]
-            self._measure(rows, [grad.detach() for grad in grads if grad is not None])
+            whole = [(row, grad) for row in sorted(self._fired) if (grad := self.parameters[row].grad) is not None]
+            self._measure([row for row, _ in whole], [grad.detach() for _, grad in whole])
         else:
-            self._flush()
+            self.flush()
         self.num_seen += 1
         self._fired.clear()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Measure what is held back. Due before gradients are clipped: one that came first became ``.grad`` itself."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         if pending:
             self._measure([row for row, _ in pending], [grad for _, grad in pending])

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
 
+SHARE_ELEMENTS = 2**10
+"""Coordinates of each tensor that its share below 1 is counted in: a standard error under 2 %."""
+
 SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
@@ -28,14 +31,13 @@ def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
 class MomentSums:
     """Reads the moments of one optimizer's parameters after its step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, below_one: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.below_one = below_one
         self._samplers: tuple[tuple[int, ...], list[tuple[stats.Sampler, list[int]]]] | None = None
 
     @torch.no_grad()
     def add(
-        self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter]
+        self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter], *, below_one: bool
     ) -> dict[int, tuple[float, float]]:
         """Put sums, step counts and sampled shares into the packet; return the betas of every row read."""
         betas_of = {id(p): group["betas"] for group in self.optimizer.param_groups for p in group["params"]}
@@ -56,10 +58,10 @@ class MomentSums:
             return {}
         read = list(betas)
         stats.add_norms(packet, "exp_avg_norm", read, first)
-        stats.add_norms(packet, "exp_avg_sq_sum", read, second, order=1.0)
+        stats.add_sums_of_positive(packet, "exp_avg_sq_sum", read, second)
         for step_rows, group in stats.by_device_and_dtype(read, steps):
-            packet.add("adam_step", torch.stack(group), step_rows)
-        if self.below_one:
+            packet.add_each("adam_step", group, step_rows)
+        if below_one:
             self._add_below_one(packet, betas, first, second, steps)
         return betas
 
@@ -78,7 +80,7 @@ class MomentSums:
         """
         rows = tuple(betas)
         if self._samplers is None or self._samplers[0] != rows:
-            self._samplers = (rows, stats.samplers(rows, first))
+            self._samplers = (rows, stats.samplers(rows, first, SHARE_ELEMENTS))
         for sampler, positions in self._samplers[1]:
             device = first[positions[0]].device
             mean = sampler.gather([first[p] for p in positions])

@@ -17,33 +17,24 @@ Floats = NDArray[np.float64]
 class Arrived:
     """What reached the host under one name: values, and the row of the model each belongs to."""
 
-    def __init__(self) -> None:
-        self._values: list[Floats] = []
-        self._rows: list[NDArray[np.intp]] = []
+    def __init__(self, values: Floats, rows: Sequence[int]) -> None:
+        self.values = values
+        self._rows = np.asarray(rows, dtype=np.intp)
 
-    def append(self, values: Floats, rows: Sequence[int]) -> None:
-        """Add the part of one device."""
-        self._values.append(values)
-        self._rows.append(np.asarray(rows, dtype=np.intp))
-
-    @property
-    def values(self) -> Floats:
-        """All values, in order of arrival."""
-        return np.concatenate(self._values)
+    def joined(self, values: Floats, rows: Sequence[int]) -> Arrived:
+        """With further values that came under the same name."""
+        return Arrived(np.append(self.values, values), np.append(self._rows, np.asarray(rows, dtype=np.intp)).tolist())
 
     def present(self, num_rows: int) -> NDArray[np.bool_]:
         """Which rows something was read of."""
         result = np.zeros(num_rows, dtype=bool)
-        for rows in self._rows:
-            result[rows] = True
+        result[self._rows] = True
         return result
 
     def by_row(self, num_rows: int) -> Floats:
         """One value a row; nan where nothing was read. Parts of one row are summed."""
-        result = np.zeros(num_rows)
-        for values, rows in zip(self._values, self._rows, strict=True):
-            np.add.at(result, rows, values)
-        return np.where(self.present(num_rows), result, np.nan)
+        sums = np.bincount(self._rows, weights=self.values, minlength=num_rows)
+        return np.where(self.present(num_rows), sums, np.nan)
 
 
 class Packet:
@@ -53,36 +44,35 @@ class Packet:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[torch.device, list[tuple[str, Sequence[int], Tensor]]] = {}
-        self._numbers: dict[tuple[torch.device, torch.dtype], list[tuple[str, int, Tensor]]] = {}
+        self._numbers: dict[torch.device, list[tuple[str, int, Tensor]]] = {}
+        self._vectors: dict[torch.device, list[tuple[str, Sequence[int], Tensor]]] = {}
 
     def add(self, name: str, values: Tensor, rows: Sequence[int] = (0,)) -> None:
         """Take a tensor of one number per row along. A name may come more than once."""
         if values.dim() == 0:
             self.add_each(name, [values], rows)
         else:
-            parts = self._parts.setdefault(values.device, [])
-            parts.append((name, rows, values.detach().reshape(-1)))
+            self._vectors.setdefault(values.device, []).append((name, rows, values.detach().reshape(-1)))
 
     def add_each(self, name: str, numbers: Sequence[Tensor], rows: Sequence[int]) -> None:
-        """Take 0-d tensors of one device and dtype along, one for each row."""
+        """Take 0-d tensors of one device along, one for each row."""
         if numbers:
-            waiting = self._numbers.setdefault((numbers[0].device, numbers[0].dtype), [])
-            waiting += ((name, row, number) for row, number in zip(rows, numbers, strict=True))
+            waiting = self._numbers.setdefault(numbers[0].device, [])
+            waiting += [(name, row, number) for row, number in zip(rows, numbers, strict=True)]
 
     def extend(self, other: Packet) -> None:
         """Take everything of another packet along."""
-        for device, parts in other._parts.items():
-            self._parts.setdefault(device, []).extend(parts)
-        for kind, numbers in other._numbers.items():
-            self._numbers.setdefault(kind, []).extend(numbers)
+        for device, numbers in other._numbers.items():
+            self._numbers.setdefault(device, []).extend(numbers)
+        for device, vectors in other._vectors.items():
+            self._vectors.setdefault(device, []).extend(vectors)
 
+    @torch.no_grad()
     def ship(self) -> Shipment:
         """Start the copies and return what will hold them once they have arrived."""
-        self._join_numbers()
         shipment = Shipment()
-        for device, parts in self._parts.items():
-            flat = torch.cat([values if values.is_floating_point() else values.double() for _, _, values in parts])
+        for device in {**self._numbers, **self._vectors}:
+            flat, names = self._join(device)
             if device.type == "cuda":
                 host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
                 host.copy_(flat, non_blocking=True)
@@ -92,19 +82,25 @@ class Packet:
                 flat = host
             elif device.type != "cpu":
                 flat = flat.cpu()
-            shipment.copies.append(([(name, rows) for name, rows, _ in parts], flat))
-        self._parts = {}
+            shipment.copies.append((names, flat))
+        self._numbers, self._vectors = {}, {}
         return shipment
 
-    def _join_numbers(self) -> None:
-        for (device, _), numbers in self._numbers.items():
-            joined = torch.stack([number.detach() for _, _, number in numbers])
-            start = 0
+    def _join(self, device: torch.device) -> tuple[Tensor, list[tuple[str, Sequence[int]]]]:
+        names: list[tuple[str, Sequence[int]]] = []
+        parts: list[Tensor] = []
+        by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
+        for entry in self._numbers.get(device, ()):
+            by_dtype.setdefault(entry[2].dtype, []).append(entry)
+        for numbers in by_dtype.values():
             for name, group in itertools.groupby(numbers, key=lambda entry: entry[0]):
-                rows = [row for _, row, _ in group]
-                self._parts.setdefault(device, []).append((name, rows, joined[start : start + len(rows)]))
-                start += len(rows)
-        self._numbers = {}
+                names.append((name, [row for _, row, _ in group]))
+            parts.append(torch.stack([number for _, _, number in numbers]))
+        for name, rows, values in self._vectors.get(device, ()):
+            names.append((name, rows))
+            parts.append(values)
+        parts = [part if part.dtype in (torch.float32, torch.float64) else part.double() for part in parts]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]), names
 
 
 class Shipment:
@@ -126,8 +122,9 @@ class Shipment:
             pause = min(pause * 2, 0.01)
         arrived: dict[str, Arrived] = {}
         for parts, flat in self.copies:
-            values, start = flat.double().numpy(), 0
+            values, start = flat.numpy().astype(np.float64), 0
             for name, rows in parts:
-                arrived.setdefault(name, Arrived()).append(values[start : start + len(rows)], rows)
+                part = values[start : start + len(rows)]
+                arrived[name] = arrived[name].joined(part, rows) if name in arrived else Arrived(part, rows)
                 start += len(rows)
         return arrived

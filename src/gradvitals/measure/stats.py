@@ -1,6 +1,7 @@
 """One pass over many tensors at once: norms, extremes, counts, inner products, evenly spread samples.
 
-Everything here stays on the device, allocates a bounded workspace and never waits for the host.
+Everything here stays on the device, allocates a bounded workspace and never waits for the host. On a GPU launches are
+what costs, so many tensors share one; on a CPU the plain call for each tensor is the fastest there is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CHUNK_ELEMENTS = 2**21
 SMALL_ELEMENTS = 2**16
 """Tensors of up to this size are handled many at a time; for larger ones a launch of their own does not matter."""
 
-SAMPLE_ELEMENTS = 2**13
+SAMPLE_ELEMENTS = 2**12
 """Coordinates that stand for a whole tensor where only a sample is read."""
 
 
@@ -50,15 +51,38 @@ def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Itera
     yield from groups.values()
 
 
-def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
-    """Norm of every tensor of one device and dtype, as one multi-tensor launch."""
-    return list(torch._foreach_norm(list(tensors), order, dtype=accumulator(tensors[0].dtype)))
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """L2 norm of every tensor of one device and dtype, as one multi-tensor call."""
+    kind = accumulator(tensors[0].dtype)
+    # Naming the dtype it would use anyway makes the call half again as slow on a CPU.
+    return torch._foreach_norm(list(tensors), 2.0, dtype=None if tensors[0].dtype == kind else kind)
 
 
-def add_norms(packet: Packet, name: str, rows: Sequence[int], tensors: Sequence[Tensor], order: float = 2.0) -> None:
-    """Norm of every tensor: one multi-tensor launch for each device and dtype."""
+def add_norms(packet: Packet, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """L2 norm of every tensor: one multi-tensor call for each device and dtype."""
     for group_rows, group in by_device_and_dtype(rows, tensors):
-        packet.add_each(name, norms(group, order), group_rows)
+        packet.add_each(name, norms(group), group_rows)
+
+
+def add_sums_of_positive(packet: Packet, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Sum of every tensor whose elements are not negative."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        kind = accumulator(group[0].dtype)
+        if group[0].is_cuda:
+            packet.add_each(name, torch._foreach_norm(group, 1.0, dtype=kind), group_rows)
+        else:
+            packet.add_each(name, [tensor.sum(dtype=kind) for tensor in group], group_rows)
+
+
+def add_largest(packet: Packet, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Largest absolute value of every tensor; nan where it holds one."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        if group[0].is_cuda:
+            kind = accumulator(group[0].dtype)
+            packet.add_each(name, torch._foreach_norm(group, float("inf"), dtype=kind), group_rows)
+        else:
+            extremes = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in group]
+            packet.add_each(name, extremes, group_rows)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -100,9 +124,12 @@ def batches_of_small(
 
 
 def add_nonzero_counts(packet: Packet, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Number of elements of every tensor that are not zero; for small tensors the sum of |sign|."""
+    """Number of elements of every tensor that are not zero; for small ones on a GPU the sum of |sign|."""
     for group_rows, group in by_device_and_dtype(rows, tensors):
         kind = accumulator(group[0].dtype)
+        if not group[0].is_cuda:
+            packet.add_each(name, [torch.count_nonzero(tensor) for tensor in group], group_rows)
+            continue
         batches, large = batches_of_small(group_rows, group)
         for batch_rows, positions in batches:
             signs = torch._foreach_sign([group[p] for p in positions])
@@ -123,19 +150,18 @@ def add_inner_products(
 ) -> None:
     """Inner product of each pair of tensors, accumulated in float32 or better. Sparse ones are left out.
 
-    For small tensors there is no multi-tensor sum, but one of absolute values: the positive products less the
-    negative ones.
+    For small tensors on a GPU there is no multi-tensor sum, but one of absolute values: the positive products less
+    the negative ones.
     """
-    together = [
-        (row, a, b if a.stride() == b.stride() else torch.empty_like(a, dtype=b.dtype).copy_(b))
+    together = {
+        row: (a, b if a.stride() == b.stride() else torch.empty_like(a, dtype=b.dtype).copy_(b))
         for row, a, b in zip(rows, left, right, strict=True)
         if not b.is_sparse
-    ]
-    position = {row: index for index, (row, _, _) in enumerate(together)}
-    for group_rows, group in by_device_and_dtype([row for row, _, _ in together], [b for _, _, b in together]):
+    }
+    for group_rows, group in by_device_and_dtype(list(together), [b for _, b in together.values()]):
         kind = accumulator(group[0].dtype)
-        weights = [together[position[row]][1] for row in group_rows]
-        batches, large = batches_of_small(group_rows, group)
+        weights = [together[row][0] for row in group_rows]
+        batches, large = batches_of_small(group_rows, group) if group[0].is_cuda else ([], range(len(group)))
         for batch_rows, chosen in batches:
             products = torch._foreach_mul([weights[p].to(kind) for p in chosen], [group[p].to(kind) for p in chosen])
             packet.add_each(name, torch._foreach_norm(torch._foreach_clamp_min(products, 0.0), 1.0), batch_rows)
@@ -151,16 +177,16 @@ def add_inner_products(
 class Sampler:
     """Reads the same evenly spread coordinates of many tensors into one flat buffer.
 
-    Tensors of up to `SAMPLE_ELEMENTS` are read whole; of larger ones every s-th element in storage order is
-    read, with s odd so that it does not fall into step with rows of even length.
+    Tensors of up to `most` elements are read whole; of larger ones every s-th element in storage order is read,
+    with s odd so that it does not fall into step with rows of even length.
     """
 
-    def __init__(self, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, rows: Sequence[int], tensors: Sequence[Tensor], most: int) -> None:
         # Whole tensors first: they can be joined in one launch, strided ones take one each.
-        self.order = sorted(range(len(rows)), key=lambda p: tensors[p].numel() > SAMPLE_ELEMENTS)
+        self.order = sorted(range(len(rows)), key=lambda p: tensors[p].numel() > most)
         self.rows = [rows[p] for p in self.order]
         sizes = [tensors[p].numel() for p in self.order]
-        self.strides = [_odd_stride(size) for size in sizes]
+        self.strides = [odd_stride(size, most) for size in sizes]
         lengths = [math.ceil(size / stride) for size, stride in zip(sizes, self.strides, strict=True)]
         self.fractions = [length / size for length, size in zip(lengths, sizes, strict=True)]
         self.num_whole = self.strides.count(1)
@@ -181,17 +207,20 @@ class Sampler:
         return torch.segment_reduce(samples, "sum", lengths=self.lengths, axis=0, unsafe=True)
 
 
-def samplers(rows: Sequence[int], tensors: Sequence[Tensor]) -> list[tuple[Sampler, list[int]]]:
+def samplers(
+    rows: Sequence[int], tensors: Sequence[Tensor], most: int = SAMPLE_ELEMENTS
+) -> list[tuple[Sampler, list[int]]]:
     """A Sampler for each device and dtype, with the positions of its tensors in the list given."""
     position = {row: index for index, row in enumerate(rows)}
     return [
-        (Sampler(group_rows, group), [position[row] for row in group_rows])
+        (Sampler(group_rows, group, most), [position[row] for row in group_rows])
         for group_rows, group in by_device_and_dtype(rows, tensors)
     ]
 
 
-def _odd_stride(numel: int) -> int:
-    return math.ceil(numel / SAMPLE_ELEMENTS) | 1 if numel > SAMPLE_ELEMENTS else 1
+def odd_stride(numel: int, most: int) -> int:
+    """The step that leaves at most `most` of `numel` elements."""
+    return math.ceil(numel / most) | 1 if numel > most else 1
 
 
 def _whole(tensor: Tensor) -> tuple[Tensor]:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class RawStep:
     step: int
     full: bool
     """Whether this step was due for a per-tensor reading."""
+    detail: bool
+    """Whether it was due for the costly metrics too."""
     packet: Packet = field(default_factory=Packet)
     time: float = 0.0
     stage: Stage = "raw"
@@ -124,13 +127,19 @@ class Tap:
     # -- the step's state ---------------------------------------------------------------------------------------
 
     def _begin(self) -> RawStep:
-        full = self.step % self.every == 0
+        full, detail = self.is_due(self.every), self.is_due(self.every * self.config.detail_factor)
+        radial = detail and "radial_gsnr" in self.config.metrics
         self._clipped, self._observes = False, 0
         for station in self._stations:
             station.reset()
             if full and station.micro is not None:
-                self._attempt("microbatch", station.micro.arm)
-        return RawStep(step=self.step, full=full, micro_batches=[0] * len(self._stations))
+                self._attempt("microbatch", partial(station.micro.arm, radial=radial))
+        return RawStep(step=self.step, full=full, detail=detail, micro_batches=[0] * len(self._stations))
+
+    def is_due(self, every: int) -> bool:
+        """Whether the step in progress is one of every n: and, while a run is young, every power of two."""
+        young = self.step < every and self.step & (self.step - 1) == 0
+        return self.step % every == 0 or young
 
     def _finish(self) -> None:
         """Send the step off and begin the next."""
@@ -161,6 +170,7 @@ class Tap:
         self._draft.windows |= station.read(
             self.rows,
             full=self._draft.full,
+            detail=self._draft.detail,
             norms=norms or {},
             scale=scale,
             scaled=self._draft.scaled,
@@ -196,7 +206,8 @@ class Tap:
         draft = self._draft
         self._observes += 1
         if isinstance(loss, Tensor):
-            draft.packet.add(f"loss{len(draft.losses)}", loss.detach().float().mean())
+            loss = loss.detach()
+            draft.packet.add(f"loss{len(draft.losses)}", loss if loss.dim() == 0 else loss.float().mean())
             draft.losses.append(None)
         elif loss is not None:
             draft.losses.append(float(loss))
@@ -335,7 +346,7 @@ class Tap:
         return after_step
 
     def _read_moments(self, station: Station) -> None:
-        self._draft.betas |= station.read_moments(self._draft.packet)
+        self._draft.betas |= station.read_moments(self._draft.packet, detail=self._draft.detail)
 
     def _read_weights(self, station: Station) -> None:
         self._draft.fractions |= station.read_weights(self._draft.packet)

@@ -28,28 +28,35 @@ class SlidingWindow:
     def __init__(self, row: int, parameter: nn.Parameter, steps: int) -> None:
         self.row = row
         self.block_steps = max(1, round(steps / NUM_BLOCKS))
-        self.stride = math.ceil(parameter.numel() / MAX_COORDINATES) | 1 if parameter.numel() > MAX_COORDINATES else 1
+        self.stride = stats.odd_stride(parameter.numel(), MAX_COORDINATES)
         size = math.ceil(parameter.numel() / self.stride)
         kind = stats.accumulator(parameter.dtype)
         self.sums = torch.zeros(NUM_BLOCKS, size, dtype=kind, device=parameter.device)
+        self._blocks = self.sums.unbind(0)
         self.seen = 0
 
     @torch.no_grad()
     def push(self, grad: Tensor, scale: Tensor | None, packet: Packet) -> int | None:
-        """Add one step's gradient; put its squared norm, and the window's once it is full, into the packet.
+        """Add one step's gradient; put the window's sums, once it is full, into the packet.
+
+        Of a tensor that is only sampled, the squared norm of the sample goes along at every step; of one read whole
+        the host knows it already.
 
         Returns:
             Steps in a block, where the packet now holds the sums of a full window; else None.
         """
         block, position = divmod(self.seen % (NUM_BLOCKS * self.block_steps), self.block_steps)
-        values = stats.flat(grad.to_dense() if grad.is_sparse else grad)[:: self.stride].to(self.sums.dtype)
+        values = stats.flat(grad.to_dense() if grad.is_sparse else grad)
+        if self.stride > 1:
+            values = values[:: self.stride].to(self.sums.dtype)
         if scale is not None:
             values = values / scale
         if position == 0:
-            self.sums[block].copy_(values)
+            self._blocks[block].copy_(values)
         else:
-            self.sums[block].add_(values)
-        packet.add(f"window_sq{self.row}", torch.dot(values, values))
+            self._blocks[block].add_(values)
+        if self.stride > 1:
+            packet.add(f"window_sq{self.row}", torch.dot(values, values))
         self.seen += 1
         if position + 1 < self.block_steps or self.seen < NUM_BLOCKS * self.block_steps:
             return None
