@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -22,7 +23,7 @@ from gradvitals.errors import RunError
 from gradvitals.measure import Interpreter, RawStep, Tap
 from gradvitals.measure.budget import Budget
 from gradvitals.measure.moments import unavailable_reason
-from gradvitals.store import BackgroundWriter, free_run_path, open_run
+from gradvitals.store import THREAD_NAME, BackgroundWriter, free_run_path, open_run
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, json_ready
 
 Record = Reading | Finding | Action | Layout
@@ -88,8 +89,8 @@ class Monitor:
         batch_size: float | None = None,
         resume: bool = False,
     ) -> None:
-        optimizers = _check_arguments(model, optimizer, batch_size)
-        self.config = config or Config()
+        optimizers = _check_arguments(model, optimizer, config, batch_size)
+        self.config = config if config is not None else Config()
         self.findings: list[Finding] = []
         self._path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
         self._resume = resume
@@ -101,11 +102,12 @@ class Monitor:
         share = self.config.overhead_budget
         self._budget = Budget(share, self.config.tensor_every) if share is not None else None
         self._single_batch_readings = 0
+        self._aside: list[Record] | None = None
         self._tap = Tap(
             model, optimizers, self.config, deliver=self._deliver, on_error=self._on_error, batch_size=batch_size
         )
         if resume:
-            self._tap.step = _next_step(self._path)
+            self._tap.start(_next_step(self._path))
         self._tell_unavailable(optimizers)
         # At exit the last readings are still on their way; a Monitor that was dropped needs no closing.
         atexit.register(_close, weakref.ref(self))
@@ -174,7 +176,8 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs so that windows, step count and record go on where they were."""
-        self.flush()
+        if self._writer is not None:
+            self._writer.drain(30.0)
         return {
             "version": STATE_VERSION,
             "run": str(self.run_path),
@@ -227,6 +230,15 @@ class Monitor:
     # -- on the writer's thread ---------------------------------------------------------------------------------
 
     def _complete(self, raw: RawStep) -> Iterable[Record]:
+        """Finish one step's readings. What is reported meanwhile is kept with them, even while the writer closes."""
+        self._aside = []
+        try:
+            records = self._records(raw)
+            return [*records, *self._aside]
+        finally:
+            self._aside = None
+
+    def _records(self, raw: RawStep) -> list[Record]:
         started = time.thread_time()
         readings = self._interpreter.finish(raw)
         if not readings:
@@ -275,7 +287,7 @@ class Monitor:
         return replace(reading, values={**reading.values, "monitor/overhead": spent})
 
     def _note_single_batches(self, raw: RawStep) -> None:
-        if not raw.full or not any(count == 1 for count in raw.micro_batches):
+        if not raw.full or not any(station.micro_batches == 1 for station in raw.stations):
             return
         self._single_batch_readings += 1
         if self._single_batch_readings == 2:
@@ -289,7 +301,9 @@ class Monitor:
         self.findings.append(finding)
         if not self.config.quiet and finding.severity != "info":
             print(f"gradvitals: {finding}", file=sys.stderr)
-        if self._writer is not None:
+        if self._aside is not None and threading.current_thread().name == THREAD_NAME:
+            self._aside.append(finding)
+        elif self._writer is not None:
             self._writer.put(finding)
 
     def _on_error(self, part: str, error: Exception) -> None:
@@ -338,7 +352,7 @@ class Monitor:
         )
 
 
-def _check_arguments(model: Any, optimizer: Any, batch_size: Any) -> list[torch.optim.Optimizer]:
+def _check_arguments(model: Any, optimizer: Any, config: Any, batch_size: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch got a {type(model).__name__} as model; expected a torch.nn.Module")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -351,7 +365,9 @@ def _check_arguments(model: Any, optimizer: Any, batch_size: Any) -> list[torch.
             )
     if not optimizers:
         raise ValueError("watch got an empty list of optimizers; pass the one that steps the model")
-    if batch_size is not None and not batch_size > 0:
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"watch got a {type(config).__name__} as config; expected a gradvitals.Config")
+    if batch_size is not None and not (isinstance(batch_size, (int, float)) and batch_size > 0):
         raise ValueError(f"batch_size is {batch_size!r}; expected the samples per optimizer step, a positive number")
     return optimizers
 
@@ -370,5 +386,5 @@ def _run_id(path: Path) -> str | None:
 
 def _next_step(path: Path) -> int:
     with contextlib.suppress(RunError), open_run(path) as run:
-        return -1 if run.last_step is None else int(run.last_step) + 1
+        return 0 if run.last_step is None else int(run.last_step) + 1
     return 0

@@ -86,11 +86,11 @@ def test_an_error_in_the_middle_leaves_what_was_before(tmp_path: Path, monkeypat
     calls = {"count": 0}
     original = moments.MomentSums.add
 
-    def later(self: Any, *args: Any) -> Any:
+    def later(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls["count"] += 1
         if calls["count"] == 4:
             raise RuntimeError("planted")
-        return original(self, *args)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(moments.MomentSums, "add", later)
     monitor, _ = train(tmp_path / "run")

@@ -47,7 +47,7 @@ class Ring:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; one of another length is left aside."""
-        values = np.array(state["values"], dtype=np.float64).reshape(-1, len(state["names"]))
+        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
         if len(values) == self.size:
             self.names, self.values = tuple(state["names"]), values
             self._next = np.array(state["next"], dtype=np.int64)

@@ -28,8 +28,8 @@ class Listener(Protocol):
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
         """The L2 norm of these gradients was computed, `norms` one by one where torch did so."""
 
-    def on_clip(self) -> None:
-        """Gradients were scaled or clamped in place."""
+    def on_clip(self, parameters: Sequence[Tensor]) -> None:
+        """The gradients of these parameters are about to be scaled or clamped in place."""
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A loss was multiplied by this scaler's scale."""
@@ -125,10 +125,12 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def clip(*args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _tell("on_clip")
-        return original(*args, **kwargs)
+            if not isinstance(parameters, Tensor):
+                parameters = list(parameters)  # a generator can be gone through once
+            _tell("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters)
+        return original(parameters, *args, **kwargs)
 
     return clip
 

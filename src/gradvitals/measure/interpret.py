@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
-from gradvitals.measure.tap import RawStep
+from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.window import NUM_BLOCKS
-from gradvitals.types import Layout, Reading
+from gradvitals.types import Layout, Reading, Stage
 
 Floats = NDArray[np.float64]
+
+STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
 OUTLIER_RATIO = 5.0
 """A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
@@ -53,7 +55,7 @@ class Interpreter:
         readings = []
         for part, applies, make in (
             ("general", True, self._general),
-            ("microbatch", any(count >= 2 for count in raw.micro_batches), self._microbatch),
+            ("microbatch", any(station.micro_batches >= 2 for station in raw.stations), self._microbatch),
             ("adam", step.has("exp_avg_norm"), self._from_moments),
             ("window", bool(raw.windows), self._window),
         ):
@@ -104,7 +106,7 @@ class Interpreter:
             tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
             if values["weight/norm"] > 0:
                 values["update/ratio"] = values["update/norm"] / values["weight/norm"]
-        if step.has("scale"):
+        if step.under_scaler:
             values["step/skipped"] = float(step.skipped())
         return step.reading(values=values, tensors=tensors)
 
@@ -112,23 +114,29 @@ class Interpreter:
 
     def _microbatch(self, step: _Step) -> Reading:
         layout = step.raw.layout
-        count = max(step.raw.micro_batches)
+        count = max(station.micro_batches for station in step.raw.stations)
         sizes, known = step.micro_batch_sizes(count)
         # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
-        mine = np.zeros(step.num_rows, dtype=bool)
-        for rows, seen in zip(step.raw.stations, step.raw.micro_batches, strict=True):
-            mine[rows] = seen == count
-        square = np.where(mine & step.present, np.square(step.norm), np.nan)
+        mine, reached = np.zeros((2, step.num_rows), dtype=bool)
+        for station in step.raw.stations:
+            mine[station.rows] = station.micro_batches == count
+        for i in range(count):  # a row that no micro-batch was seen to reach came to life too late to be followed
+            reached |= step.reached(f"micro{i}", step.num_rows)
+            reached[step.table.slot_rows[step.reached(f"micro_heads{i}", len(step.table.slot_rows))]] = True
+        read = mine & step.present
+        square = np.where(read & reached, np.square(step.norm), np.nan)
         slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.table.slot_rows))) for i in range(count)]
         parts = np.stack([np.square(step.parts(f"micro{i}", step.num_rows)) for i in range(count)])
         for part, of_slots in zip(parts, slot_parts, strict=True):
             np.add.at(part, step.table.slot_rows, of_slots)
         parts /= step.loss_scale**2
+        slot_scale = step.loss_scale[step.table.slot_rows]
         signal, noise = self._signal_and_noise(parts, square, sizes)
-        names, all_signal, all_noise = _with_sums(layout, signal, noise)
+        names, all_signal, all_noise = _with_sums(layout, signal, noise, read)
         if layout.heads and step.has("heads"):
-            heads = np.stack([step.by_head(of_slots) for of_slots in slot_parts]) / step.loss_scale**2
-            head_square = step.by_head(np.square(step.parts("heads", len(step.table.slot_rows)))) / step.grad_scale**2
+            heads = np.stack([step.by_head(of_slots / slot_scale**2) for of_slots in slot_parts])
+            whole = step.parts("heads", len(step.table.slot_rows)) / step.grad_scale[step.table.slot_rows]
+            head_square = step.by_head(whole**2)
             more_signal, more_noise = self._signal_and_noise(heads, head_square, sizes)
             names += [f"head:{name}" for name in layout.heads]
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
@@ -139,10 +147,9 @@ class Interpreter:
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
         if known:
             values |= _noise_scale(*(float(part[0]) for part in per_sample))
-        if step.has("micro_radial0"):
+        if step.has("micro_radial0") and step.has("weight_before"):
             inner = np.stack([step.parts(f"micro_radial{i}", step.num_rows) / step.loss_scale for i in range(count)])
-            weight = step.rows("weight") if step.has("weight") else np.ones(step.num_rows)
-            along = np.where(mine & step.present, inner / weight, np.nan)
+            along = np.where(read & reached, inner / step.rows("weight_before"), np.nan)
             radial = self._signal_and_noise(along**2, np.square(along.sum(0)), sizes)
             if not step.outlier:
                 self._radial.push(step.names, *radial)
@@ -171,7 +178,9 @@ class Interpreter:
             beta2=beta2,
             step=step.rows("adam_step")[rows],
         )
-        names, all_signal, all_noise = _with_sums(layout, signal, noise)
+        noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
+        begun = step.rows("adam_step") >= 2  # one gradient has no spread
+        names, all_signal, all_noise = _with_sums(layout, signal, noise, begun)
         self._adam.push(names, all_signal, all_noise)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
         correlation = beta1.max() ** (2 * raw.every)
@@ -240,8 +249,14 @@ class _Step:
         self.num_rows = len(table.names)
         self.outlier = False
         self.arrived = arrived = raw.shipment.wait()
-        self.loss_scale = float(arrived["scale"].values[0]) if "scale" in arrived else 1.0
-        self.grad_scale = self.loss_scale if raw.scaled else 1.0
+        self.loss_scale, self.grad_scale = np.ones((2, self.num_rows))
+        self.under_scaler = False
+        for index, station in enumerate(raw.stations):
+            if f"scale{index}" in arrived and not station.ignore_scale:
+                self.under_scaler = True
+                self.loss_scale[station.rows] = arrived[f"scale{index}"].values[0]
+                if station.scaled:
+                    self.grad_scale[station.rows] = self.loss_scale[station.rows]
         self.present = arrived["norm"].present(self.num_rows) if "norm" in arrived else np.zeros(self.num_rows, bool)
         self.norm = self.rows("norm") / self.grad_scale if "norm" in arrived else np.full(self.num_rows, np.nan)
 
@@ -258,6 +273,10 @@ class _Step:
             return np.zeros(num_rows)
         return np.where(self.arrived[name].present(num_rows), self.arrived[name].by_row(num_rows), 0.0)
 
+    def reached(self, name: str, num_rows: int) -> NDArray[np.bool_]:
+        """Which rows something came for under a name."""
+        return self.arrived[name].present(num_rows) if name in self.arrived else np.zeros(num_rows, dtype=bool)
+
     def total(self, norms: Floats, name: str) -> float:
         """The norm of all tensors read under a name; nan where one of them is."""
         return math.sqrt(np.square(norms[self.arrived[name].present(self.num_rows)]).sum())
@@ -272,7 +291,7 @@ class _Step:
         if not self.raw.losses:
             return None
         losses = [
-            float(self.arrived[f"loss{i}"].values[0]) if loss is None else loss
+            loss if isinstance(loss, float) else float(self.arrived[f"loss{i}"].values[0])
             for i, loss in enumerate(self.raw.losses)
         ]
         sizes = self.raw.sizes
@@ -303,18 +322,29 @@ class _Step:
 
     def reading(self, **fields: Any) -> Reading:
         fields.setdefault("batch_size", self.raw.batch_size)
-        return Reading(step=self.raw.step, time=self.raw.time, stage=self.raw.stage, **fields)
+        # Where optimizers were read at different stages, the furthest from raw says what to expect.
+        stage = max((station.stage for station in self.raw.stations), key=STAGES.index)
+        return Reading(step=self.raw.step, time=self.raw.time, stage=stage, **fields)
 
 
-def _with_sums(layout: Layout, signal: Floats, noise: Floats) -> tuple[list[str], Floats, Floats]:
-    """Append to the tensors' sums those of the whole model (first) and of every layer."""
+def _with_sums(
+    layout: Layout, signal: Floats, noise: Floats, read: NDArray[np.bool_]
+) -> tuple[list[str], Floats, Floats]:
+    """Put the sums of the whole model before those of the tensors, and those of every layer after them.
+
+    A sum over tensors of which one was read and is not finite is not known: nan.
+    """
     names = ["", *(info.name for info in layout.tensors), *(f"layer:{name}" for name in layout.layers)]
     layer = np.array([info.depth for info in layout.tensors], dtype=np.int64)
     whole = []
+    finite = np.isfinite(signal) & np.isfinite(noise)
+    broken = np.bincount(layer, weights=read & ~finite, minlength=len(layout.layers)) > 0
+    empty = np.bincount(layer, weights=finite, minlength=len(layout.layers)) == 0
     for sums in (signal, noise):
-        known = np.where(np.isfinite(signal) & np.isfinite(noise), sums, 0.0)
+        known = np.where(finite, sums, 0.0)
         layers = np.bincount(layer, weights=known, minlength=len(layout.layers))
-        whole.append(np.concatenate([[known.sum()], sums, layers]))
+        total = math.nan if broken.any() or not finite.any() else known.sum()
+        whole.append(np.concatenate([[total], sums, np.where(broken | empty, np.nan, layers)]))
     return names, whole[0], whole[1]
 
 

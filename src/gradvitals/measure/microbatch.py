@@ -24,8 +24,10 @@ FLUSH_BYTES = 64 * 2**20
 class MicrobatchSums:
     """Norms of the gradient of every micro-batch of one step, for one optimizer's tensors and heads.
 
-    A parameter that receives a second gradient starts the next micro-batch. A parameter shared between segments
-    that are checkpointed with re-entrant autograd receives several in one backward; such models are miscounted.
+    A parameter that receives a second gradient starts the next micro-batch. Two cases are miscounted: micro-batches
+    that have no parameter in common count as one, and a parameter shared between segments that are checkpointed with
+    re-entrant autograd receives several gradients in one backward. Hooks of the user's own that change gradients are
+    seen by a reading when they were registered before it began.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class MicrobatchSums:
         heads: dict[int, HeadView],
         *,
         rows: Sequence[int],
+        arrivals: list[int],
         clock: Clock,
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -43,15 +46,16 @@ class MicrobatchSums:
         self.heads = heads
         self.radial = False
         self.on_error = on_error
-        self.order: list[int] = []
-        """Rows in the order in which the first micro-batch reached them: from the output to the input."""
+        self.arrivals = arrivals
+        """Rows in the order in which backward reaches them, from the output to the input; shared by all optimizers."""
+        self._arrived: set[int] = set()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._clear()
 
     def _clear(self) -> None:
         self.packet = Packet()
         self.num_seen = 0
-        self._fired: set[int] = set()
+        self._fired: dict[int, int] = {}  # rows reached in this micro-batch, and in which run of the autograd engine
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
 
@@ -65,7 +69,6 @@ class MicrobatchSums:
         self.disarm()
         self.radial = radial
         self._clear()
-        self.order = []
         for row in self.rows:
             if self.parameters[row].requires_grad:
                 self._handles.append(self.parameters[row].register_hook(self._hook(row)))
@@ -76,6 +79,12 @@ class MicrobatchSums:
             handle.remove()
         self._handles = []
 
+    def restart(self) -> None:
+        """The batches so far were given up; the backward in progress is the first of the step."""
+        fired = self._fired
+        self._clear()
+        self._fired = fired
+
     def finish(self) -> tuple[int, Packet]:
         """End the step's collection and take the hooks away.
 
@@ -84,8 +93,7 @@ class MicrobatchSums:
             ``micro{i}``, ``micro_heads{i}`` (for weights seen head by head) and ``micro_radial{i}``.
         """
         self.disarm()
-        if self.num_seen:
-            self.flush()
+        self.flush()
         num_micro_batches = self.num_seen + 1 if self._fired or self.num_seen else 0
         packet = self.packet
         self._clear()
@@ -104,37 +112,62 @@ class MicrobatchSums:
         return incoming
 
     def _incoming(self, row: int, grad: Tensor) -> None:
+        engine_run = torch._C._current_graph_task_id()
         if row in self._fired:
-            if self.parameters[row].grad is None:  # zero_grad without a step: the loop gave this batch up
-                self._clear()
-            else:
-                self._end_micro_batch()
-        self._fired.add(row)
-        if not self.num_seen:
-            self.order.append(row)
-            return
-        self._pending.append((row, grad.detach()))
+            self._end_micro_batch(row, engine_run)
+        self._note_arrival(row)
+        self._fired[row] = engine_run
+        if self.num_seen:
+            # Autograd makes the first gradient of a parameter its .grad; what we hold must not change with it.
+            held = grad.detach() if self.parameters[row].grad is not None else grad.detach().clone()
+            self._hold(row, held)
+
+    def _hold(self, row: int, grad: Tensor) -> None:
+        self._pending.append((row, grad))
         self._pending_bytes += grad.numel() * grad.element_size()
         if self._pending_bytes >= FLUSH_BYTES:
             self.flush()
 
-    def _end_micro_batch(self) -> None:
+    def _end_micro_batch(self, row: int, engine_run: int) -> None:
+        """A second gradient came for a row: what came before this backward began was the micro-batch before."""
+        early = [r for r, run in self._fired.items() if run == engine_run]
         if not self.num_seen:  # nothing of the second micro-batch has been added yet: .grad is the first
-            whole = [(row, grad) for row in sorted(self._fired) if (grad := self.parameters[row].grad) is not None]
-            self._measure([row for row, _ in whole], [grad.detach() for _, grad in whole])
+            whole = [(r, grad) for r in self._fired if (grad := self.parameters[r].grad) is not None]
+            before = [(r, grad.detach()) for r, grad in whole if r not in early]
+            later = [(r, grad.detach().clone()) for r, grad in whole if r in early]
         else:
-            self.flush()
+            before = [entry for entry in self._pending if entry[0] not in early]
+            later = [entry for entry in self._pending if entry[0] in early]
+        self._pending, self._pending_bytes = [], 0
+        self._measure([r for r, _ in before], [grad for _, grad in before])
         self.num_seen += 1
-        self._fired.clear()
+        self._fired = dict.fromkeys(early, engine_run)
+        for r, grad in later:
+            self._hold(r, grad)
+        for r in early:  # reached before the row that came again, so nearer the output
+            self.arrivals.remove(r)
+            self.arrivals.insert(self.arrivals.index(row), r)
+
+    def _note_arrival(self, row: int) -> None:
+        if row not in self._known_arrivals():
+            previous = next(reversed(self._fired), None) if self.num_seen else None
+            place = self.arrivals.index(previous) + 1 if previous is not None else len(self.arrivals)
+            self.arrivals.insert(place, row)
+
+    def _known_arrivals(self) -> set[int]:
+        if len(self._arrived) != len(self.arrivals):
+            self._arrived = set(self.arrivals)
+        return self._arrived
 
     def flush(self) -> None:
-        """Measure what is held back. Due before gradients are clipped: one that came first became ``.grad`` itself."""
+        """Measure what is held back."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if pending:
-            self._measure([row for row, _ in pending], [grad for _, grad in pending])
+        self._measure([row for row, _ in pending], [grad for _, grad in pending])
 
     @torch.no_grad()
     def _measure(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
+        if not rows:
+            return
         index = self.num_seen
         rest = add_heads(self.packet, f"micro_heads{index}", self.heads, rows, grads)
         stats.add_norms(self.packet, f"micro{index}", [rows[p] for p in rest], [grads[p] for p in rest])

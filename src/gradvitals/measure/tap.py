@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,47 +19,10 @@ from torch import Tensor, nn
 
 from gradvitals.config import Config
 from gradvitals.measure import interpose
-from gradvitals.measure.clock import Clock, Lap
-from gradvitals.measure.gather import Rows, Station
-from gradvitals.measure.packet import Packet, Shipment
-from gradvitals.types import Layout, Stage
-
-
-@dataclass
-class RawStep:
-    """The sums of one step, on their way to the host, with what the host must know to read them."""
-
-    step: int
-    full: bool
-    """Whether this step was due for a per-tensor reading."""
-    detail: bool
-    """Whether it was due for the costly metrics too."""
-    packet: Packet = field(default_factory=Packet)
-    time: float = 0.0
-    stage: Stage = "raw"
-    lr: float | None = None
-    losses: list[float | None] = field(default_factory=list)
-    """One entry for each observed loss; None where it travels in the packet as ``loss{i}``."""
-    sizes: list[float | None] = field(default_factory=list)
-    """Samples behind each observed loss, where told."""
-    batch_size: float | None = None
-    micro_batches: list[int] = field(default_factory=list)
-    """Number of micro-batches of each optimizer; 0 where it was not counted."""
-    stations: list[list[int]] = field(default_factory=list)
-    """Rows of each optimizer."""
-    betas: dict[int, tuple[float, float]] = field(default_factory=dict)
-    fractions: dict[int, float] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-    """Rows that went into a sliding window; where it is complete, the steps in one of its blocks."""
-    scaled: bool = False
-    """Whether gradients were read while still multiplied by a loss scale (``scale`` in the packet)."""
-    skipped: bool = False
-    every: int = 1
-    layout: Layout = field(default_factory=Layout)
-    slots: list[tuple[int, int]] = field(default_factory=list)
-    """Row and head that each number of the head views belongs to."""
-    shipment: Shipment = field(default_factory=Shipment)
-    lap: Lap = field(default_factory=Lap)
+from gradvitals.measure.clock import Clock
+from gradvitals.measure.rawstep import RawStep
+from gradvitals.measure.rows import Rows
+from gradvitals.measure.station import Station
 
 
 class Tap:
@@ -90,7 +52,6 @@ class Tap:
         self.on_error = on_error
         self.batch_size = batch_size
         self.every = config.tensor_every
-        self.step = 0
         self.count_nonfinite = False
         """Set once a norm has shown something not finite: how much of it is only worth a pass from then on."""
         self.rows = Rows(model, optimizers, config)
@@ -98,19 +59,18 @@ class Tap:
         self._clock = Clock(use_events=on_gpu and config.overhead_budget is not None)
         self._broken: set[str] = set()
         self._order_known = False
-        self._scaler: torch.amp.GradScaler | None = None
-        self._scaler_settled = False
-        self._expects_clip = False
-        self._clipped = False
+        self._assumed_scaler: torch.amp.GradScaler | None = None
         self._observes = 0
         self._observes_expected = math.inf  # how often the loop observes in a step is known after the first
+        self._muted = False
         self._stations = [Station(index, optimizer, config) for index, optimizer in enumerate(optimizers)]
         self._assign_rows()
         self._handles: list[Any] = []
         for station in self._stations:
+            station.on_given_up = self._on_given_up
             self._handles.append(station.optimizer.register_step_pre_hook(self._pre_hook(station)))
             self._handles.append(station.optimizer.register_step_post_hook(self._post_hook(station)))
-        self._draft = self._begin()
+        self.start(0)
         interpose.attach(self)
 
     def _assign_rows(self) -> None:
@@ -122,139 +82,168 @@ class Tap:
         # Trainable parameters that no optimizer steps are still read, with the first optimizer.
         claims[0] += unclaimed.values()
         for station, claim in zip(self._stations, claims, strict=True):
-            station.assign(sorted(claim), self.rows, self._clock, lambda error: self._fail("microbatch", error))
+            station.assign(sorted(claim), self.rows, self._clock, partial(self._fail, "microbatch"))
 
     # -- the step's state ---------------------------------------------------------------------------------------
 
-    def _begin(self) -> RawStep:
-        full, detail = self.is_due(self.every), self.is_due(self.every * self.config.detail_factor)
-        radial = detail and "radial_gsnr" in self.config.metrics
-        self._clipped, self._observes = False, 0
+    def start(self, step: int) -> None:
+        """Begin with the step of this number."""
+        self.step = step
         for station in self._stations:
-            station.reset()
-            if full and station.micro is not None:
-                self._attempt("microbatch", partial(station.micro.arm, radial=radial))
-        return RawStep(step=self.step, full=full, detail=detail, micro_batches=[0] * len(self._stations))
+            self._arm(station, step)
+        self._draft = self._begin()
 
-    def is_due(self, every: int) -> bool:
-        """Whether the step in progress is one of every n: and, while a run is young, every power of two."""
-        young = self.step < every and self.step & (self.step - 1) == 0
-        return self.step % every == 0 or young
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether a step is one of every n, or, while a run is young, a power of two."""
+        return step % every == 0 or (step < every and step & (step - 1) == 0)
+
+    def _arm(self, station: Station, step: int) -> None:
+        """Collect micro-batches from here on if the step to come is due."""
+        if station.micro is None:
+            return
+        if self.is_due(step, self.every):
+            detail = self.is_due(step, self.every * self.config.detail_factor)
+            radial = detail and "radial_gsnr" in self.config.metrics
+            self._attempt("microbatch", partial(station.micro.arm, radial=radial))
+        else:
+            station.micro.disarm()
+
+    def _begin(self) -> RawStep:
+        self._observes = 0
+        return RawStep(
+            step=self.step,
+            full=self.is_due(self.step, self.every),
+            detail=self.is_due(self.step, self.every * self.config.detail_factor),
+            stations=[station.begin(station.rows) for station in self._stations],
+        )
 
     def _finish(self) -> None:
         """Send the step off and begin the next."""
         draft = self._draft
         for station in self._stations:
+            station.expects_clip = station.clipped
             if station.reading is not None:
                 draft.packet.extend(station.reading)
         self._observes_expected = max(1, self._observes)
-        self._expects_clip = self._clipped
-        self._scaler_settled = True
+        if self.rows.arrivals and not self._order_known:
+            self._order_known = True
+            self.rows.learn_order()
+            for station in self._stations:
+                station.follow_first(self.rows.arrivals, self.rows)
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
         draft.every = self.every
-        draft.stations = [station.rows for station in self._stations]
         if draft.batch_size is None:
             draft.batch_size = self.batch_size
-        draft.shipment = draft.packet.ship()
+        draft.ship()
         draft.lap = self._clock.lap()
-        self.deliver(draft)
         self.step += 1
         self._draft = self._begin()
+        self.deliver(draft)
+
+    def _on_given_up(self) -> None:
+        if not self._muted and not any(station.stepped for station in self._stations):
+            self._draft.forget_observations()
+            self._observes = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _read(self, station: Station, norms: dict[int, Tensor] | None = None) -> None:
-        first = station.reading is None
-        scale = self._scale_in_force(station)
-        self._draft.windows |= station.read(
+        if station.has_grown() and self.rows.refresh():
+            self._assign_rows()
+        if station.windowed:
+            station.spoil_windows(self.rows)
+        instruments = station.instruments(
             self.rows,
+            norms or {},
             full=self._draft.full,
             detail=self._draft.detail,
-            norms=norms or {},
-            scale=scale,
-            scaled=self._draft.scaled,
-            windows=self._draft.packet if first else None,
-            count_nonfinite=self.count_nonfinite and "grad/nonfinite" in self.config.metrics,
+            count_nonfinite=self.count_nonfinite,
         )
+        with torch.no_grad():
+            for name, take in instruments:
+                self._attempt(name, take)
+            station.note_scale(self._assumed_scaler)
 
-    def _scale_in_force(self, station: Station) -> Tensor | None:
-        """The loss scale, if any; notes whether gradients still carry it and what was done to them."""
-        scaler = self._scaler
-        if scaler is None:
-            self._draft.stage = "clipped" if self._clipped or station.changed_by_hand() else "raw"
-            return None
-        state = scaler._per_optimizer_states[id(station.optimizer)]
-        self._draft.scaled = state["stage"].name == "READY"
-        self._draft.stage = "clipped" if self._clipped else "unscaled"
-        return scaler._scale
-
-    def _is_stale(self, station: Station) -> bool:
-        """Whether a reading must be taken (again): none yet, or another backward has run since."""
-        if station.reading is None:
-            return True
-        uncounted = station.backwards == 0 and self._observes > 1
-        return not self._clipped and (station.read_at != station.backwards or uncounted)
+    def _push_windows(self, station: Station) -> None:
+        if self.rows.windows and not station.windowed:
+            pushed = station.push_windows(self.rows, self._draft.packet, self._assumed_scaler)
+            self._draft.windows |= pushed
 
     # -- what the loop tells us ---------------------------------------------------------------------------------
 
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, where no clipping is expected to come, read the gradients now."""
-        self._attempt("observe", self._observe, loss, batch_size)
+        if not self._muted:
+            self._attempt("observe", self._observe, loss, batch_size)
 
     def _observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        again = any(station.stepped and station.sentinel.backwards for station in self._stations)
+        if again and not any(station.is_fresh() for station in self._stations):
+            self._finish()  # an optimizer that has stepped goes on alone
         draft = self._draft
         self._observes += 1
         if isinstance(loss, Tensor):
             loss = loss.detach()
-            draft.packet.add(f"loss{len(draft.losses)}", loss if loss.dim() == 0 else loss.float().mean())
-            draft.losses.append(None)
+            draft.losses.append(loss if loss.dim() == 0 else loss.float().mean())
         elif loss is not None:
             draft.losses.append(float(loss))
         draft.sizes.append(batch_size)
         if batch_size is not None:
             draft.batch_size = (draft.batch_size or 0.0) + batch_size
-        if self._expects_clip or self._observes < self._observes_expected:
-            return
         for station in self._stations:
-            if not station.stepped and station.backwards and self._is_stale(station):
+            if station.expects_clip or not station.is_fresh() or not station.is_stale(self._observes):
+                continue
+            certain = self._observes >= self._observes_expected
+            # A loop that alters gradients by hand after its last observe can only be read at every one.
+            if certain or station.clips_by_hand or self._observes_expected == math.inf:
                 self._read(station)
+            if certain and station.clips_by_hand:
+                self._attempt("window", self._push_windows, station)
 
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
-        self._attempt("clip", self._on_total_norm, grads, norms)
+        if not self._muted:
+            self._attempt("clip", self._on_total_norm, grads, norms)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
         row_of = {id(parameter.grad): row for row, parameter in enumerate(self.rows.parameters)}
         theirs = {row_of[id(grad)] for grad in grads if id(grad) in row_of}
-        known = {}
         # Norms of half-precision gradients come rounded to half precision: not good enough to keep.
-        if norms is not None and norms and norms[0].dtype in (torch.float32, torch.float64):
-            known = {row_of[id(grad)]: norm for grad, norm in zip(grads, norms, strict=True) if id(grad) in row_of}
+        known = {
+            row_of[id(grad)]: norm
+            for grad, norm in zip(grads, norms or (), strict=norms is not None)
+            if id(grad) in row_of and norm.dtype in (torch.float32, torch.float64)
+        }
         for station in self._stations:
-            if not station.stepped and not theirs.isdisjoint(station.rows) and self._is_stale(station):
+            if not station.stepped and not theirs.isdisjoint(station.rows) and station.is_stale(self._observes):
                 self._read(station, known)
 
-    def on_clip(self) -> None:
-        """Gradients are about to be clipped: the last moment to read them whole."""
-        self._attempt("clip", self._on_clip)
+    def on_clip(self, parameters: Sequence[Tensor]) -> None:
+        """These gradients are about to be clipped: the last moment to read them whole."""
+        if not self._muted:
+            self._attempt("clip", self._on_clip, parameters)
 
-    def _on_clip(self) -> None:
+    def _on_clip(self, parameters: Sequence[Tensor]) -> None:
+        clipped = {id(parameter) for parameter in parameters}
         for station in self._stations:
-            if not station.stepped and station.backwards and self._is_stale(station):
+            if station.stepped or clipped.isdisjoint(map(id, station.parameters)):
+                continue
+            if station.is_stale(self._observes):
                 self._read(station)
-        self._clipped = True
+            self._attempt("window", self._push_windows, station)
+            station.clipped = True
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is in use; until our first step shows who steps us, we take it that it scales our loss."""
-        if not self._scaler_settled:
-            self._scaler = scaler
+        """A scaler is in use; until the first step shows who steps us, we take it that it scales our loss."""
+        if self._observes_expected == math.inf:
+            self._assumed_scaler = scaler
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
         for station in self._stations:
             if station.optimizer is optimizer:
-                self._scaler = scaler
+                station.scaler = scaler
                 self._attempt("read", self._arrive, station)
                 station.in_scaler_step = True
 
@@ -271,14 +260,13 @@ class Tap:
     def _pre_hook(self, station: Station) -> Callable[..., Any]:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if not station.in_scaler_step:
-                self._scaler, self._scaler_settled = None, True  # stepped without a scaler
             if closure is None:
                 if not station.in_scaler_step:
-                    self._attempt("read", self._arrive, station)
+                    self._attempt("read", self._arrive_alone, station)
                 self._attempt("update", self._before_update, station)
                 return None
-            # Gradients are stale until the closure has run, so it is read from inside.
+            # Gradients are stale until the closure has run, so they are read from inside it.
+            self._attempt("step", self._finish_if_stepped, station)
             self._attempt("update", self._before_update, station)
             wrapped = self._wrap_closure(station, closure)
             if "closure" in kwargs:
@@ -292,8 +280,12 @@ class Tap:
 
         def evaluate() -> Any:
             nonlocal evaluated
-            loss = closure()
-            if not evaluated:  # a line search evaluates again, at other weights
+            self._muted = evaluated  # a line search evaluates again, at other weights
+            try:
+                loss = closure()
+            finally:
+                self._muted = False
+            if not evaluated:
                 evaluated = True
                 self._attempt("read", self._after_closure, station, loss)
             return loss
@@ -305,28 +297,38 @@ class Tap:
             self._observe(loss, None)
         self._arrive(station)
 
-    def _arrive(self, station: Station) -> None:
-        """An optimizer is about to step: its gradients are complete."""
+    def _finish_if_stepped(self, station: Station) -> None:
         if station.stepped:
             self._finish()
-        if station.has_grown() and self.rows.refresh():
-            self._assign_rows()
-        if self._is_stale(station):
+
+    def _arrive_alone(self, station: Station) -> None:
+        """An optimizer is about to step, and no scaler steps it."""
+        self._arrive(station)
+        station.scaler = None
+        if self._assumed_scaler is not None:
+            station.step.ignore_scale = True
+            if station.step.stage == "unscaled":
+                station.step.stage = "raw"
+
+    def _arrive(self, station: Station) -> None:
+        """An optimizer is about to step: its gradients are complete."""
+        self._finish_if_stepped(station)
+        # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
+        by_hand = station.sentinel.altered() and not station.clipped and station.scaler is None
+        station.clips_by_hand = station.clips_by_hand or by_hand
+        # In the first step a backward may have passed the sentinel by, which is not on its best place yet.
+        uncertain = self._observes_expected == math.inf and not by_hand and not station.clipped
+        if uncertain or station.is_stale(self._observes):
             self._read(station)
+        self._attempt("window", self._push_windows, station)
         if station.micro is not None and station.micro.armed:
             self._attempt("microbatch", self._take_micro_batches, station)
 
     def _take_micro_batches(self, station: Station) -> None:
         assert station.micro is not None
-        count, packet = station.micro.finish()
-        self._draft.micro_batches[station.index] = count
-        if count >= 2:
+        station.step.micro_batches, packet = station.micro.finish()
+        if station.step.micro_batches >= 2:
             self._draft.packet.extend(packet)
-        if station.micro.order and not self._order_known:
-            station.follow(self.rows.parameters[station.micro.order[0]])
-            if station is self._stations[0]:
-                self._order_known = True
-                self.rows.learn_order(station.micro.order)
 
     def _before_update(self, station: Station) -> None:
         found_inf = getattr(station.optimizer, "found_inf", None)
@@ -359,10 +361,13 @@ class Tap:
                 self._draft.packet.add("lr", lr)
             elif lr is not None:
                 self._draft.lr = float(lr)
-        station.depart()
-        if all(other.stepped for other in self._stations):
-            if self._draft.full and self.rows.refresh():
-                self._assign_rows()
+        station.stepped = True
+        station.sentinel.reset()
+        last = all(other.stepped for other in self._stations)
+        if last and self._draft.full and self.rows.refresh():
+            self._assign_rows()
+        self._arm(station, self.step + 1)
+        if last:
             self._finish()
 
     # -- keeping out of the way ---------------------------------------------------------------------------------
@@ -389,9 +394,7 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         for station in self._stations:
-            station.unhook()
-            if station.micro is not None:
-                station.micro.disarm()
+            station.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the cadence and the sliding windows."""
@@ -401,9 +404,9 @@ class Tap:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved step."""
-        self.step, self.every = int(state["step"]), int(state["every"])
+        self.every = int(state["every"])
         names = list(self.rows.named)
         for row, window in self.rows.windows.items():
             if names[row] in state["windows"]:
                 window.load_state_dict(state["windows"][names[row]])
-        self._draft = self._begin()
+        self.start(int(state["step"]))

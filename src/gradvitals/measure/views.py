@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from gradvitals.config import Config
 from gradvitals.types import Layout, TensorInfo
 
+COMPILED_PREFIX = "_orig_mod."
+"""What torch.compile puts before the names of the model it wraps."""
+
+SHARED_HEAD_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
 HEAD_COUNT_NAMES = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 FUSED_NAMES = ("qkv", "c_attn", "Wqkv", "qkv_proj", "in_proj", "to_qkv", "query_key_value", "attn_qkv")
 INTERLEAVED_NAMES = ("query_key_value",)  # GPT-NeoX and BLOOM keep q, k and v of one head together
@@ -58,7 +62,8 @@ def watched_parameters(
     stepped = {id(p): (opt, g, i) for opt in optimizers for g, i, p in _optimizer_parameters(opt)}
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
+        name = full_name.replace(COMPILED_PREFIX, "")
         seen.add(id(parameter))
         if (parameter.requires_grad or id(parameter) in stepped) and parameter.numel() and config.watches(name):
             named[name] = parameter
@@ -141,13 +146,21 @@ def find_heads(
     num_slots = 0
     for path, module in model.named_modules():
         weights = _attention_weights(module)
-        count = _head_count(path, module, model, config) if weights else 0
+        if not weights:
+            continue
+        path = path.replace(COMPILED_PREFIX, "")
+        owners = (module, getattr(module, "config", None), getattr(model, "config", None))
+        count = _head_count(path, owners, config)
+        shares = _first_count(owners, SHARED_HEAD_COUNT_NAMES) not in (0, count)
+        num_queries = weights[0][0].shape[1 if weights[0][3] else 0]
         found: list[HeadView] = []
         for weight, fused, interleaved, transposed in weights:
             out_features = weight.shape[1 if transposed else 0]
             num_slices = 3 * count if fused else count
-            # Keys and values shared between heads (fewer than the queries have) belong to no head alone.
-            if id(weight) not in rows or not count or out_features % num_slices or _is_shared(weight, weights, fused):
+            if id(weight) not in rows or not count or out_features % num_slices:
+                continue
+            # Keys and values that several heads share belong to none of them alone.
+            if (fused and shares) or (not fused and weight is not weights[0][0] and out_features < num_queries):
                 continue
             heads = [s // 3 if interleaved else s % count for s in range(num_slices)]
             own = tuple(len(names) + head for head in heads)
@@ -157,11 +170,6 @@ def find_heads(
             views.extend(found)
             names.extend(f"{path or 'model'}/head{head}" for head in range(count))
     return views, names
-
-
-def _is_shared(weight: Tensor, weights: list[tuple[Tensor, bool, bool, bool]], fused: bool) -> bool:
-    queries = weights[0][0]
-    return not fused and weight.numel() < queries.numel()
 
 
 def _attention_weights(module: nn.Module) -> list[tuple[Tensor, bool, bool, bool]]:
@@ -196,14 +204,19 @@ def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"  # transformers' GPT-2 keeps its weights as [in, out]
 
 
-def _head_count(path: str, module: nn.Module, model: nn.Module, config: Config) -> int:
+def _head_count(path: str, owners: Sequence[Any], config: Config) -> int:
     if isinstance(config.heads, int):
         return config.heads
     if isinstance(config.heads, Mapping) and path in config.heads:
         return config.heads[path]
-    for owner in (module, getattr(module, "config", None), getattr(model, "config", None)):
-        for name in HEAD_COUNT_NAMES:
-            count: Any = getattr(owner, name, None)
+    return _first_count(owners, HEAD_COUNT_NAMES)
+
+
+def _first_count(owners: Sequence[Any], names: Sequence[str]) -> int:
+    """The first positive whole number that one of the owners has under one of the names, or 0."""
+    for owner in owners:
+        for name in names:
+            count = getattr(owner, name, None)
             if isinstance(count, int) and count > 0:
                 return count
     return 0

@@ -66,9 +66,13 @@ class SlidingWindow:
         packet.add(f"window{self.row}", torch.cat([torch.dot(total, total)[None], without]), range(NUM_BLOCKS + 1))
         return self.block_steps
 
+    def spoil(self) -> None:
+        """The gradient pushed last was not the step's whole one: be silent until its block has passed."""
+        self._blocks[(self.seen - 1) // self.block_steps % NUM_BLOCKS].fill_(math.nan)
+
     def state_dict(self) -> dict[str, Tensor | int]:
         """Everything needed to go on after a restart."""
-        return {"sums": self.sums, "seen": self.seen}
+        return {"sums": self.sums.clone(), "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Go on from a saved state; one of another shape (a changed model or setting) is left aside."""

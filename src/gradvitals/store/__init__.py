@@ -1,6 +1,6 @@
 """The run store: one SQLite file a run, written off the training thread, read without torch."""
 
-from gradvitals.store.background import BackgroundWriter
+from gradvitals.store.background import THREAD_NAME, BackgroundWriter
 from gradvitals.store.catalog import UnknownNameError
 from gradvitals.store.downsample import min_max_buckets
 from gradvitals.store.reader import Run, open_run
@@ -9,6 +9,7 @@ from gradvitals.store.writer import RunWriter, free_run_path
 
 __all__ = [
     "SCHEMA_VERSION",
+    "THREAD_NAME",
     "BackgroundWriter",
     "Run",
     "RunWriter",

@@ -26,6 +26,9 @@ HEARTBEAT_SECONDS = 1.0
 StoreError = (sqlite3.Error, OSError, RunError)
 
 
+THREAD_NAME = "gradvitals-store"
+
+
 class BackgroundWriter:
     """Keeps a run without ever making the training thread wait, and without ever raising into it.
 
@@ -72,7 +75,7 @@ class BackgroundWriter:
         self._closing = False
         self._pid = os.getpid()
         self._last_commit = 0.0
-        self._thread = threading.Thread(target=self._run, name="gradvitals-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -113,6 +116,16 @@ class BackgroundWriter:
             self._changed.wait_for(lambda: self._settled >= target or not self._thread.is_alive(), timeout)
             return self._settled >= target
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until everything put so far has been taken from the queue, written or not; False if it was not."""
+        if os.getpid() != self._pid:
+            return False
+        with self._changed:
+            target = self._accepted
+            self._wake.set()
+            self._changed.wait_for(lambda: self._taken >= target or not self._thread.is_alive(), timeout)
+            return self._taken >= target
+
     def close(self, timeout: float | None = 10.0) -> bool:
         """Write what is left and finish the run; False if that failed or took longer than `timeout` seconds."""
         if os.getpid() != self._pid:
@@ -131,6 +144,8 @@ class BackgroundWriter:
             closing = self._closing
             try:
                 self._take()
+                with self._changed:
+                    self._changed.notify_all()
                 if self._store():
                     with self._changed:
                         self._settled = self._taken

@@ -1,0 +1,67 @@
+"""What the device hands to the host for one step: sums on their way, and what is needed to read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gradvitals.measure.clock import Lap
+from gradvitals.measure.packet import Packet, Shipment
+from gradvitals.types import Layout, Stage
+
+
+@dataclass
+class StationStep:
+    """One optimizer's part of a step."""
+
+    rows: list[int]
+    stage: Stage = "raw"
+    scaled: bool = False
+    """Whether gradients were read while still multiplied by a loss scale (``scale{index}`` in the packet)."""
+    ignore_scale: bool = False
+    """The scale that was noted turned out to be another model's."""
+    micro_batches: int = 0
+    """Number of micro-batches; 0 where they were not counted."""
+
+
+@dataclass
+class RawStep:
+    """The sums of one step."""
+
+    step: int
+    full: bool
+    """Whether this step was due for a per-tensor reading."""
+    detail: bool
+    """Whether it was due for the costly metrics too."""
+    stations: list[StationStep]
+    packet: Packet = field(default_factory=Packet)
+    time: float = 0.0
+    lr: float | None = None
+    losses: list[Tensor | float] = field(default_factory=list)
+    """The losses the loop told; those that are tensors travel in the packet as ``loss{i}``."""
+    sizes: list[float | None] = field(default_factory=list)
+    """Samples behind each observation, where told."""
+    batch_size: float | None = None
+    betas: dict[int, tuple[float, float]] = field(default_factory=dict)
+    fractions: dict[int, float] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """Rows that went into a sliding window; where it is complete, the steps in one of its blocks."""
+    skipped: bool = False
+    every: int = 1
+    layout: Layout = field(default_factory=Layout)
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """Row and head that each number of the head views belongs to."""
+    shipment: Shipment = field(default_factory=Shipment)
+    lap: Lap = field(default_factory=Lap)
+
+    def forget_observations(self) -> None:
+        """The batch they belonged to was given up."""
+        self.losses, self.sizes, self.batch_size = [], [], None
+
+    def ship(self) -> None:
+        """Send the packet, losses included, to the host."""
+        for index, loss in enumerate(self.losses):
+            if isinstance(loss, Tensor):
+                self.packet.add(f"loss{index}", loss)
+        self.shipment = self.packet.ship()

@@ -1,0 +1,74 @@
+"""The watched parameters of a model: which row is which, where it stands, what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gradvitals.config import Config
+from gradvitals.measure.views import HeadView, build_layout, find_heads, watched_parameters
+from gradvitals.measure.window import SlidingWindow, default_tensors
+from gradvitals.types import Layout
+
+
+class Rows:
+    """The watched parameters of a model. A row, once given, keeps its number; new ones come after the others."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.config = config
+        self.named: dict[str, nn.Parameter] = {}
+        self.parameters: list[nn.Parameter] = []
+        self.heads: dict[int, HeadView] = {}
+        self.head_names: list[str] = []
+        self.slots: list[tuple[int, int]] = []
+        """Row and head that each number of the head views belongs to."""
+        self.order: list[int] = []
+        """Rows from the input to the output: as registered, until a backward pass has shown it."""
+        self.arrivals: list[int] = []
+        """Rows in the order in which backward reaches them, as far as seen."""
+        self.layout = Layout()
+        self.windows: dict[int, SlidingWindow] = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Look for parameters not watched yet (a new group, an unfrozen layer). Returns whether there were any."""
+        known = {id(parameter) for parameter in self.parameters}
+        current = watched_parameters(self.model, self.optimizers, self.config)
+        fresh = {name: parameter for name, parameter in current.items() if id(parameter) not in known}
+        if not fresh:
+            return False
+        for name in fresh:  # a module was replaced: its row goes on with the new tensor, its window does not
+            if name in self.named:
+                self.windows.pop(list(self.named).index(name), None)
+        self.named |= fresh
+        self.parameters = list(self.named.values())
+        self.order += range(len(self.order), len(self.parameters))
+        views, self.head_names = find_heads(self.model, self.named, self.config)
+        self.heads = {view.row: view for view in views}
+        self.slots = [(view.row, head) for view in views for head in view.heads]
+        self._describe()
+        self._open_windows()
+        return True
+
+    def learn_order(self) -> None:
+        """Take the depth of every layer from the backward passes seen: what they reach last is nearest the input."""
+        reached = set(self.arrivals)
+        self.order = [*reversed(self.arrivals), *(row for row in self.order if row not in reached)]
+        self._describe()
+
+    def _describe(self) -> None:
+        self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order)
+
+    def _open_windows(self) -> None:
+        if "window" not in self.config.sources or "gsnr" not in self.config.metrics:
+            return
+        chosen = self.config.window_tensors
+        if chosen is None:
+            chosen = tuple(default_tensors(self.model, {id(p): name for name, p in self.named.items()}))
+        for row, (name, parameter) in enumerate(self.named.items()):
+            if name in chosen and row not in self.windows:
+                self.windows[row] = SlidingWindow(row, parameter, self.config.window_steps)

@@ -1,0 +1,60 @@
+"""One parameter that tells what happens to the gradients of its optimizer between two steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Sentinel:
+    """Counts backward passes, and notices gradients that were altered or thrown away outside them.
+
+    Autograd adds to ``.grad`` in place, which moves the tensor's version by one. Any other change between two
+    backward passes is the loop's: gradients that were zeroed without a step, i.e. a batch given up.
+    """
+
+    def __init__(self, on_given_up: Callable[[], None]) -> None:
+        self.backwards = 0
+        """Backward passes that reached the parameter since the last step."""
+        self._on_given_up = on_given_up
+        self._parameter: nn.Parameter | None = None
+        self._hook: Any = None
+        self._grad: weakref.ref[Tensor] | None = None
+        self._version = 0
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Watch this parameter from now on."""
+        if self._parameter is not parameter:
+            self.unhook()
+            self._parameter = parameter
+            self._hook = parameter.register_post_accumulate_grad_hook(self._after_accumulation)
+
+    def unhook(self) -> None:
+        """Stop watching."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._parameter = None
+
+    def reset(self) -> None:
+        """The optimizer has stepped: what happens to its gradients now is of no concern."""
+        self.backwards, self._grad = 0, None
+
+    def altered(self) -> bool:
+        """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
+        if self._parameter is None or self._grad is None:
+            return False
+        grad = self._parameter.grad
+        return grad is None or self._grad() is not grad or grad._version != self._version
+
+    def _after_accumulation(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is None:
+            return
+        if self._grad is not None and (self._grad() is not grad or grad._version != self._version + 1):
+            self.backwards = 0
+            self._on_given_up()
+        self.backwards += 1
+        self._grad, self._version = weakref.ref(grad), grad._version

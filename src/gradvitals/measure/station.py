@@ -1,0 +1,209 @@
+"""One optimizer's part of a run: what is read of its parameters, and where it is in the current step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.config import Config
+from gradvitals.measure import stats
+from gradvitals.measure.clock import Clock
+from gradvitals.measure.microbatch import MicrobatchSums, add_heads
+from gradvitals.measure.moments import MomentSums, unavailable_reason
+from gradvitals.measure.packet import Packet
+from gradvitals.measure.rawstep import StationStep
+from gradvitals.measure.rows import Rows
+from gradvitals.measure.sentinel import Sentinel
+from gradvitals.measure.updates import UpdateNorms
+
+
+class Station:
+    """One optimizer: its rows, the instruments that read them, and where it is in the current step."""
+
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self.index = index
+        self.optimizer = optimizer
+        self.config = config
+        self.sentinel = Sentinel(self._give_up)
+        self.updates = UpdateNorms()
+        self.moments: MomentSums | None = None
+        if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
+            self.moments = MomentSums(optimizer)
+        self.micro: MicrobatchSums | None = None
+        self.on_given_up: Callable[[], None] = lambda: None
+        self.parameters: list[nn.Parameter] = []
+        self.num_members = 0
+        self.scaler: torch.amp.GradScaler | None = None
+        self.expects_clip = False
+        self.clips_by_hand = False
+        self.in_scaler_step = False
+        self.begin([])
+
+    def begin(self, rows: list[int]) -> StationStep:
+        """A new step begins."""
+        self.step = StationStep(rows=rows)
+        self.reading: Packet | None = None
+        self.read_at = -1
+        self.clipped = self.stepped = self.windowed = False
+        return self.step
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows this optimizer is in charge of."""
+        return self.step.rows
+
+    def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[Exception], None]) -> None:
+        """Take charge of these rows."""
+        self.num_members = self._count_members()
+        parameters = [watched.parameters[row] for row in rows]
+        same = rows == self.rows and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
+        if same:
+            return
+        self.step.rows, self.parameters = rows, parameters
+        if self.micro is not None:
+            self.micro.disarm()
+        if "gsnr" in self.config.metrics and "microbatch" in self.config.sources:
+            self.micro = MicrobatchSums(
+                watched.parameters,
+                watched.heads,
+                rows=rows,
+                arrivals=watched.arrivals,
+                clock=clock,
+                on_error=on_error,
+            )
+        self.follow_first(watched.arrivals, watched)
+
+    def follow_first(self, arrivals: Sequence[int], watched: Rows) -> None:
+        """Set the sentinel on the parameter that backward reaches first, or is likely to."""
+        mine = set(self.rows)
+        reached = [watched.parameters[row] for row in arrivals if row in mine]
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for parameter in (*reached[:1], *trainable[-1:]):
+            self.sentinel.follow(parameter)
+            return
+
+    def _give_up(self) -> None:
+        if self.micro is not None and self.micro.armed:
+            self.micro.restart()
+        self.on_given_up()
+
+    def _count_members(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def has_grown(self) -> bool:
+        """Whether the optimizer was given a parameter group since its rows were assigned."""
+        return self._count_members() != self.num_members
+
+    def is_fresh(self) -> bool:
+        """Whether it has gradients of the current step to read."""
+        return not self.stepped and self.sentinel.backwards > 0
+
+    def is_stale(self, observes: int) -> bool:
+        """Whether a reading must be taken (again): none yet, or another backward has run since."""
+        if self.reading is None:
+            return True
+        uncounted = self.sentinel.backwards == 0 and observes > 1
+        return not self.clipped and (self.read_at != self.sentinel.backwards or uncounted)
+
+    def note_scale(self, assumed: torch.amp.GradScaler | None) -> None:
+        """Put the loss scale in force into the reading; note whether gradients still carry it."""
+        scaler = self.scaler or assumed
+        if scaler is None or scaler._scale is None:
+            self.step.stage = "clipped" if self.clipped or self.sentinel.altered() else "raw"
+            return
+        self.step.scaled = self._still_scaled(scaler)
+        self.step.stage = "clipped" if self.clipped else "unscaled"
+        assert self.reading is not None
+        # The scaler changes its scale in place, and may do so before the packet leaves.
+        self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
+
+    def _still_scaled(self, scaler: torch.amp.GradScaler) -> bool:
+        state = scaler._per_optimizer_states[id(self.optimizer)]
+        return bool(state["stage"].name == "READY")
+
+    def instruments(
+        self, watched: Rows, norms: dict[int, Tensor], *, full: bool, detail: bool, count_nonfinite: bool
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What there is to take of the gradients right now, each by its name and independent of the others.
+
+        Args:
+            watched: All rows.
+            norms: Norms already known by row, e.g. from clipping; they are not computed again.
+            full: Whether to take more than the norms.
+            detail: Whether to take the costly metrics too.
+            count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
+        """
+        self.reading, self.read_at = Packet(), self.sentinel.backwards
+        packet, wants = self.reading, self.config.metrics
+        rows = [row for row in self.rows if watched.parameters[row].grad is not None]
+        grads = [grad.detach() for row in rows if (grad := watched.parameters[row].grad) is not None]
+        if not rows:
+            return
+        reused = [row for row in rows if row in norms]
+        packet.add_each("norm", [norms[row] for row in reused], reused)
+        own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
+        if own:
+            own_rows, own_grads = [row for row, _ in own], [grad for _, grad in own]
+            yield "norm", lambda: stats.add_norms(packet, "norm", own_rows, own_grads)
+        if full and self.micro is not None and self.micro.armed:
+            yield "heads", lambda: _forget(add_heads(packet, "heads", watched.heads, rows, grads))
+        if detail and "grad/max" in wants:
+            yield "grad/max", lambda: stats.add_largest(packet, "max", rows, grads)
+        if detail and "grad/zero_fraction" in wants:
+            yield "grad/zero_fraction", lambda: stats.add_nonzero_counts(packet, "nonzero", rows, grads)
+        if detail and "radial_gsnr" in wants:
+            weights = [watched.parameters[row].detach() for row in rows]
+            yield "radial_gsnr", lambda: stats.add_norms(packet, "weight_before", rows, weights)
+        if count_nonfinite and "grad/nonfinite" in wants:
+            yield "grad/nonfinite", lambda: stats.add_nonfinite_counts(packet, "nonfinite", rows, grads)
+
+    def push_windows(
+        self, watched: Rows, packet: Packet, assumed: torch.amp.GradScaler | None
+    ) -> dict[int, int | None]:
+        """Add this step's gradients to the sliding windows, which put their sums into the packet.
+
+        Returns:
+            For each row that went into a window: the steps in a block where the window is complete, or None.
+        """
+        self.windowed = True
+        scaler = self.scaler or assumed
+        scale = scaler._scale if scaler is not None and self._still_scaled(scaler) else None
+        pushed: dict[int, int | None] = {}
+        for row in self.rows:
+            grad = watched.parameters[row].grad
+            if row in watched.windows and grad is not None:
+                pushed[row] = watched.windows[row].push(grad.detach(), scale, packet)
+        return pushed
+
+    def spoil_windows(self, watched: Rows) -> None:
+        """What went into the windows was not the whole gradient of the step."""
+        for row in self.rows:
+            if row in watched.windows:
+                watched.windows[row].spoil()
+
+    def read_moments(self, packet: Packet, *, detail: bool) -> dict[int, tuple[float, float]]:
+        """Gather the optimizer's moments after its step; returns the betas of the rows read."""
+        if self.moments is None:
+            return {}
+        below_one = detail and "gsnr/below_one_fraction" in self.config.metrics
+        return self.moments.add(packet, self.rows, self.parameters, below_one=below_one)
+
+    @torch.no_grad()
+    def read_weights(self, packet: Packet) -> dict[int, float]:
+        """Gather weights and their change after the step; returns the share of each tensor the change covers."""
+        wants = self.config.metrics
+        if self.parameters and {"weight/norm", "update/norm"} & set(wants):
+            stats.add_norms(packet, "weight", self.rows, [parameter.detach() for parameter in self.parameters])
+        return self.updates.after(packet, self.parameters) if "update/norm" in wants else {}
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self.sentinel.unhook()
+        if self.micro is not None:
+            self.micro.disarm()
+
+
+def _forget(_: object) -> None:
+    pass
