@@ -179,7 +179,7 @@ def test_norm_computed_for_logging_while_accumulating(tmp_path: Path) -> None:
 
 def test_fewer_micro_batches_than_before_and_a_clip_by_hand(tmp_path: Path) -> None:
     """The last step of an epoch has fewer micro-batches; observe still comes before the loop's own clipping."""
-    rig = make(tmp_path, observe="micro", clip=scale_by_hand)
+    rig = make(tmp_path, observe="micro", tell="micro", clip=scale_by_hand)
     for sizes in [(4, 4, 4), (4, 4, 4), (4, 4), (4, 4, 4)]:
         rig.step(sizes=sizes)
     rig.check(skip=("noise_scale",))

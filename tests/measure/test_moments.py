@@ -44,8 +44,9 @@ def test_against_the_raw_state(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_reading_is_adam_gsnr_itself(tmp_path: Path, kind: str) -> None:
-    rig = make(tmp_path, kind, tensor_every=7, gsnr_window=2)
+    rig = make(tmp_path, kind, tensor_every=7, detail_every=7, gsnr_window=2)
     rig.steps(8)
+    rig.monitor.flush()
     rig.monitor._interpreter._adam = RatioHistory(2)  # forget the readings of the young run
     rig.steps(7)
     rig.monitor.close()

@@ -4,9 +4,9 @@ A shared machine drifts by more than monitoring costs, so no two runs can be com
 lies between two stretches of bare steps, and only its ratio to their mean is kept: drift cancels. A bare stretch
 between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
 
-A stretch is the same number of steps for every variant, a multiple of the default cadence, so that N steps hold
-exactly N / `tensor_every` full readings wherever they begin. A monitor is attached before its stretch and makes
-untimed steps first: step 0, with its one-time set-up, then those that fill what a long run has full (see
+A stretch with the default settings is as long as its slowest cadence, so that it holds exactly its share of every
+kind of reading wherever it begins; the others are a quarter of that. A monitor is attached before its stretch and
+makes untimed steps first: one with its one-time set-up, then those that fill what a long run has full (see
 `_settle`). The clock starts when the device is idle and stops when it is idle again; between these nothing waits.
 
 The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
@@ -39,7 +39,6 @@ from gradvitals.errors import GradvitalsError
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training, transformer
 from gradvitals.monitor import Monitor, watch
 
-DEFAULT_STEPS = {"cpu": 100, "cuda": 25}
 DEFAULT_ROUNDS = {"cpu": 8, "cuda": 4}
 WARM_UP_STEPS = 10
 """Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
@@ -80,8 +79,9 @@ class Stretch:
     """What one timed stretch of steps took."""
 
     wall_seconds: float
+    """Per step."""
     cpu_seconds: float
-    """Of all threads of this process: also what ran beside training."""
+    """Per step, of all threads of this process: also what ran beside training."""
     peak_bytes: int | None
     """Most device memory in use; None on a CPU."""
     flush_seconds: float | None = None
@@ -124,7 +124,7 @@ def run_overhead(
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
         shapes: Names out of `SHAPES`; None takes those that suit the device.
-        steps: Timed steps of a stretch, rounded up to a multiple of the default cadence.
+        steps: Timed steps of a stretch with the default settings, rounded up to a multiple of its slowest cadence.
         rounds: How often each variant is timed. The order rotates from round to round.
         progress: Called with a line of text now and then.
 
@@ -133,11 +133,12 @@ def run_overhead(
         variant the median `ratio` to bare with its quartiles.
     """
     place = _device(device)
-    cadence = MONITORED["default"].tensor_every
-    steps = math.ceil((DEFAULT_STEPS[place.type] if steps is None else steps) / cadence) * cadence
+    default = MONITORED["default"]
+    cycle = default.tensor_every * default.detail_factor
+    steps = math.ceil((steps or 1) / cycle) * cycle
     rounds = DEFAULT_ROUNDS[place.type] if rounds is None else rounds
-    if steps < 1 or rounds < 1:
-        raise ValueError(f"got {steps} steps and {rounds} rounds; expected 1 or more of each")
+    if rounds < 1:
+        raise ValueError(f"got {rounds} rounds; expected 1 or more")
     names = shapes or DEFAULT_SHAPES[place.type]
     unknown = [name for name in names if name not in SHAPES]
     if unknown:
@@ -152,7 +153,7 @@ def run_overhead(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": steps,
         "rounds": rounds,
-        "tensor_every": cadence,
+        "tensor_every": default.tensor_every,
         "shapes": results,
     }
 
@@ -178,12 +179,13 @@ def _time_shape(
         training.step()
     ratios = {variant: Ratios() for variant in VARIANTS}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bare = [_time_variant("bare", training, steps, Path(folder))]
+        bare = [_time_variant("bare", training, steps // 4, Path(folder))]
         for number in range(rounds):
             turn = number % len(VARIANTS)
             for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
-                stretch = _time_variant(variant, training, steps, Path(folder))
-                bare.append(_time_variant("bare", training, steps, Path(folder)))
+                length = steps if variant == "default" else steps // 4
+                stretch = _time_variant(variant, training, length, Path(folder))
+                bare.append(_time_variant("bare", training, steps // 4, Path(folder)))
                 ratios[variant].stretches.append(stretch)
                 ratios[variant].neighbours.append((bare[-2], bare[-1]))
             so_far = statistics.median(ratios["default"].of(_wall))
@@ -194,7 +196,7 @@ def _time_shape(
         "tensors": training.num_tensors,
         "micro_batches": training.num_micro_batches,
         "batch_size": training.batch_size,
-        "bare_ms": 1000 * statistics.median(map(_wall, bare)) / steps,
+        "bare_ms": 1000 * statistics.median(map(_wall, bare)),
         "variants": {variant: _summary(found) for variant, found in ratios.items()},
     }
 
@@ -254,10 +256,12 @@ def _time_monitored(config: Config, training: Training, steps: int, folder: Path
 def _settle(monitor: Monitor, training: Training) -> None:
     """Bring a new monitor to where it is in the middle of a run.
 
-    Step 0 sets everything up, and the flush after it opens the file. On a CPU the steps that follow also fill the
-    sliding windows, which only then begin to report; on a GPU that takes some microseconds every tenth step, and the
-    wait for it would take longer than all the rest.
+    A young run is read more often, so it begins at a step where it no longer is. The first step sets everything up,
+    and the flush after it opens the file. On a CPU the steps that follow also fill the sliding windows, which only
+    then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for it would take longer
+    than all the rest.
     """
+    monitor._tap.start(monitor.config.tensor_every * monitor.config.detail_factor)
     training.step(monitor.observe)
     monitor.flush()
     on_cpu = training.device.type == "cpu"
@@ -278,7 +282,7 @@ def _time_steps(training: Training, observe: Observe | None, steps: int) -> Stre
         torch.cuda.synchronize(training.device)
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
     peak = torch.cuda.max_memory_allocated(training.device) if on_gpu else None
-    return Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=peak)
+    return Stretch(wall_seconds=wall / steps, cpu_seconds=cpu / steps, peak_bytes=peak)
 
 
 # -- no waiting -----------------------------------------------------------------------------------------------------

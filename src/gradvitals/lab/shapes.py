@@ -119,12 +119,12 @@ def gpt(
     )
 
 
-def gpt_124m(device: torch.device, *, micro_batch_size: int = 16) -> Training:
+def gpt_124m(device: torch.device, *, micro_batch_size: int = 8) -> Training:
     """The size of GPT-2 small."""
     return gpt(device, n_layer=12, d_model=768, n_head=12, micro_batch_size=micro_batch_size)
 
 
-def gpt_1_3b(device: torch.device, *, micro_batch_size: int = 8) -> Training:
+def gpt_1_3b(device: torch.device, *, micro_batch_size: int = 6) -> Training:
     """The size of GPT-3 XL."""
     return gpt(device, n_layer=24, d_model=2048, n_head=16, micro_batch_size=micro_batch_size)
 

@@ -82,7 +82,7 @@ class Interpreter:
         if step.has("norm"):
             total = step.total(norm, "norm")
             ratio, variation = self._norms.push(step.table.with_whole, np.append(total, norm))
-            step.outlier = bool(ratio[0] >= OUTLIER_RATIO)
+            step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
             nonfinite = step.nonfinite()
             values |= {"grad/norm": total, "grad/nonfinite": float(np.nansum(nonfinite))}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,3 +73,15 @@ class Rows:
         for row, (name, parameter) in enumerate(self.named.items()):
             if name in chosen and row not in self.windows:
                 self.windows[row] = SlidingWindow(row, parameter, self.config.window_steps)
+
+    def windows_state(self) -> dict[str, Any]:
+        """The sliding windows by the name of their parameter."""
+        names = list(self.named)
+        return {names[row]: window.state_dict() for row, window in self.windows.items()}
+
+    def load_windows_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the sliding windows of a saved state."""
+        names = list(self.named)
+        for row, window in self.windows.items():
+            if names[row] in state:
+                window.load_state_dict(state[names[row]])

@@ -39,6 +39,8 @@ class Station:
         self.expects_clip = False
         self.clips_by_hand = False
         self.in_scaler_step = False
+        self.settled = False
+        """Whether a whole step has shown where the sentinel is best placed."""
         self.begin([])
 
     def begin(self, rows: list[int]) -> StationStep:
@@ -104,6 +106,8 @@ class Station:
         """Whether a reading must be taken (again): none yet, or another backward has run since."""
         if self.reading is None:
             return True
+        if not self.settled:  # a backward may have passed the sentinel by
+            return not self.clipped and not self.sentinel.altered()
         uncounted = self.sentinel.backwards == 0 and observes > 1
         return not self.clipped and (self.read_at != self.sentinel.backwards or uncounted)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradvitals.config import Config
 from gradvitals.measure import interpose
+from gradvitals.measure.cadence import is_due
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.rows import Rows
@@ -93,16 +94,12 @@ class Tap:
             self._arm(station, step)
         self._draft = self._begin()
 
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether a step is one of every n, or, while a run is young, a power of two."""
-        return step % every == 0 or (step < every and step & (step - 1) == 0)
-
     def _arm(self, station: Station, step: int) -> None:
         """Collect micro-batches from here on if the step to come is due."""
         if station.micro is None:
             return
-        if self.is_due(step, self.every):
-            detail = self.is_due(step, self.every * self.config.detail_factor)
+        if is_due(step, self.every):
+            detail = is_due(step, self.every * self.config.detail_factor)
             radial = detail and "radial_gsnr" in self.config.metrics
             self._attempt("microbatch", partial(station.micro.arm, radial=radial))
         else:
@@ -112,8 +109,8 @@ class Tap:
         self._observes = 0
         return RawStep(
             step=self.step,
-            full=self.is_due(self.step, self.every),
-            detail=self.is_due(self.step, self.every * self.config.detail_factor),
+            full=is_due(self.step, self.every),
+            detail=is_due(self.step, self.every * self.config.detail_factor),
             stations=[station.begin(station.rows) for station in self._stations],
         )
 
@@ -121,7 +118,7 @@ class Tap:
         """Send the step off and begin the next."""
         draft = self._draft
         for station in self._stations:
-            station.expects_clip = station.clipped
+            station.expects_clip, station.settled = station.clipped, True
             if station.reading is not None:
                 draft.packet.extend(station.reading)
         self._observes_expected = max(1, self._observes)
@@ -266,7 +263,8 @@ class Tap:
                 self._attempt("update", self._before_update, station)
                 return None
             # Gradients are stale until the closure has run, so they are read from inside it.
-            self._attempt("step", self._finish_if_stepped, station)
+            if station.stepped:
+                self._attempt("step", self._finish)
             self._attempt("update", self._before_update, station)
             wrapped = self._wrap_closure(station, closure)
             if "closure" in kwargs:
@@ -297,10 +295,6 @@ class Tap:
             self._observe(loss, None)
         self._arrive(station)
 
-    def _finish_if_stepped(self, station: Station) -> None:
-        if station.stepped:
-            self._finish()
-
     def _arrive_alone(self, station: Station) -> None:
         """An optimizer is about to step, and no scaler steps it."""
         self._arrive(station)
@@ -312,13 +306,12 @@ class Tap:
 
     def _arrive(self, station: Station) -> None:
         """An optimizer is about to step: its gradients are complete."""
-        self._finish_if_stepped(station)
+        if station.stepped:
+            self._finish()
         # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
         by_hand = station.sentinel.altered() and not station.clipped and station.scaler is None
         station.clips_by_hand = station.clips_by_hand or by_hand
-        # In the first step a backward may have passed the sentinel by, which is not on its best place yet.
-        uncertain = self._observes_expected == math.inf and not by_hand and not station.clipped
-        if uncertain or station.is_stale(self._observes):
+        if station.is_stale(self._observes):
             self._read(station)
         self._attempt("window", self._push_windows, station)
         if station.micro is not None and station.micro.armed:
@@ -398,15 +391,10 @@ class Tap:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the cadence and the sliding windows."""
-        names = list(self.rows.named)
-        windows = {names[row]: window.state_dict() for row, window in self.rows.windows.items()}
-        return {"step": self.step, "every": self.every, "windows": windows}
+        return {"step": self.step, "every": self.every, "windows": self.rows.windows_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved step."""
         self.every = int(state["every"])
-        names = list(self.rows.named)
-        for row, window in self.rows.windows.items():
-            if names[row] in state["windows"]:
-                window.load_state_dict(state["windows"][names[row]])
+        self.rows.load_windows_state(state["windows"])
         self.start(int(state["step"]))
