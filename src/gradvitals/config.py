@@ -41,7 +41,7 @@ class Config:
         gradvitals.errors.ConfigError: tensor_every is 0; expected a whole number of steps, 1 or more
     """
 
-    tensor_every: int = 25
+    tensor_every: int = 50
     """Steps from one per-tensor reading to the next. Global values are read at every step.
 
     Before the first of these, a young run is read at steps 0, 1, 2, 4, 8 and so on.

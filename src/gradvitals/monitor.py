@@ -150,6 +150,7 @@ class Monitor:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything read so far is on disk. Returns whether it is."""
+        self._tap.flush()
         return self._writer.flush(timeout) if self._writer is not None else True
 
     def close(self) -> None:
@@ -176,6 +177,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs so that windows, step count and record go on where they were."""
+        self._tap.flush()
         if self._writer is not None:
             self._writer.drain(30.0)
         return {
@@ -204,11 +206,11 @@ class Monitor:
 
     # -- on the training thread ---------------------------------------------------------------------------------
 
-    def _deliver(self, raw: RawStep) -> None:
+    def _deliver(self, steps: Sequence[RawStep]) -> None:
         if self._writer is None:
-            self._open(raw.step)
+            self._open(steps[0].step)
         assert self._writer is not None
-        self._writer.put(lambda: self._complete(raw))
+        self._writer.put(lambda: self._complete(steps))
 
     def _open(self, first_step: int) -> None:
         path = self._path if self._resume else free_run_path(self._path)
@@ -229,11 +231,11 @@ class Monitor:
 
     # -- on the writer's thread ---------------------------------------------------------------------------------
 
-    def _complete(self, raw: RawStep) -> Iterable[Record]:
-        """Finish one step's readings. What is reported meanwhile is kept with them, even while the writer closes."""
+    def _complete(self, steps: Sequence[RawStep]) -> Iterable[Record]:
+        """Finish the readings of some steps. What is reported meanwhile is kept with them, even while closing."""
         self._aside = []
         try:
-            records = self._records(raw)
+            records = [record for raw in steps for record in self._records(raw)]
             return [*records, *self._aside]
         finally:
             self._aside = None

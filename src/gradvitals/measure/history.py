@@ -54,14 +54,18 @@ class Ring:
 
 
 class NormHistory:
-    """Moving average and variation of norms, without the values that are judged by them."""
+    """Moving average and variation of norms, without the values that are judged by them.
+
+    Running sums make a step cost the same however long the window is. Norms that are not finite are not in them.
+    """
 
     def __init__(self, window: int) -> None:
-        self._ring = Ring(window)
-        self._sum: Floats = np.zeros(0)
-        self._sum_sq: Floats = np.zeros(0)
-        self._count: Floats = np.zeros(0)
-        self._pushes = 0
+        self.window = window
+        self.names: tuple[str, ...] = ()
+        self._values = np.zeros((window, 0))
+        self._counted = np.zeros((window, 0))
+        self._position = 0
+        self._recount()
 
     def push(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
         """Judge new norms by those before them, then remember them.
@@ -70,44 +74,52 @@ class NormHistory:
             The spike ratio, norm over its moving average, and the coefficient of variation of the window so far.
             Both are nan before there are two norms to compare with.
         """
-        if tuple(names) != self._ring.names:
-            self._ring.align(names)
-            self._recount()
-        enough = self._count >= 2
-        with np.errstate(divide="ignore", invalid="ignore"):
-            mean = np.where(enough, self._sum / self._count, np.nan)
-            variance = np.maximum(self._sum_sq / self._count - mean**2, 0)
-            ratio, variation = norms / mean, np.sqrt(variance) / mean
+        if names != self.names:
+            self._align(names)
+        mean = self._sum / np.where(self._count >= 2, self._count, np.nan)
+        variance = np.maximum(self._sum_sq / np.maximum(self._count, 1) - mean**2, 0)
         self._remember(norms)
-        return ratio, variation
+        return norms / mean, np.sqrt(variance) / mean
 
     def _remember(self, norms: Floats) -> None:
-        columns = np.flatnonzero(np.isfinite(norms))
-        leaving = self._ring.values[self._ring._next[columns], columns]
-        gone = np.isfinite(leaving)
-        leaving = np.where(gone, leaving, 0)
-        self._sum[columns] += norms[columns] - leaving
-        self._sum_sq[columns] += norms[columns] ** 2 - leaving**2
-        self._count[columns] += ~gone
-        self._ring.push(norms)
-        self._pushes += 1
-        if self._pushes % self._ring.size == 0:
+        finite = np.isfinite(norms)
+        entering = norms if finite.all() else np.where(finite, norms, 0.0)
+        values, counted = self._values[self._position], self._counted[self._position]
+        self._sum += entering - values
+        self._sum_sq += entering**2 - values**2
+        self._count += finite - counted
+        values[:], counted[:] = entering, finite
+        self._position = (self._position + 1) % self.window
+        if self._position == 0:
             self._recount()  # running sums collect rounding, most of all after a spike has left the window
 
     def _recount(self) -> None:
-        finite = np.isfinite(self._ring.values)
-        values = np.where(finite, self._ring.values, 0)
-        self._sum, self._sum_sq = values.sum(0), (values**2).sum(0)
-        self._count = finite.sum(0).astype(np.float64)
+        self._sum, self._sum_sq = self._values.sum(0), (self._values**2).sum(0)
+        self._count = self._counted.sum(0)
+
+    def _align(self, names: Sequence[str]) -> None:
+        """Have exactly these columns, keeping what is known of each name."""
+        column = {name: index for index, name in enumerate(self.names)}
+        kept = [(index, column[name]) for index, name in enumerate(names) if name in column]
+        new, old = [index for index, _ in kept], [index for _, index in kept]
+        values, counted = np.zeros((2, self.window, len(names)))
+        values[:, new], counted[:, new] = self._values[:, old], self._counted[:, old]
+        self.names, self._values, self._counted = tuple(names), values, counted
+        self._recount()
 
     def state_dict(self) -> dict[str, Any]:
-        """The window."""
-        return self._ring.state_dict()
+        """The window as plain lists, nan where there is nothing."""
+        values = np.where(self._counted > 0, self._values, np.nan)
+        return {"names": list(self.names), "values": values.tolist(), "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved window."""
-        self._ring.load_state_dict(state)
-        self._recount()
+        """Go on from a saved window; one of another length is left aside."""
+        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
+        if len(values) == self.window:
+            self.names, self._position = tuple(state["names"]), int(state["position"])
+            self._counted = np.isfinite(values).astype(np.float64)
+            self._values = np.where(self._counted > 0, values, 0.0)
+            self._recount()
 
 
 class RatioHistory:

@@ -190,14 +190,17 @@ class Interpreter:
         return step.reading(source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers)
 
     def _window(self, step: _Step) -> Reading | None:
-        value, low, high = np.full((3, step.num_rows), np.nan)
-        for row, block_steps in step.raw.windows.items():
+        for row in step.raw.windows:
             norms = self._window_norms.setdefault(step.names[row], [])
             sampled = step.arrived.get(f"window_sq{row}")
             norms.append(float(step.norm[row] ** 2 if sampled is None else sampled.values[0]))
             del norms[: -2 * self.config.window_steps]
+        if not any(step.raw.windows.values()):
+            return None
+        value, low, high = np.full((3, step.num_rows), np.nan)
+        for row, block_steps in step.raw.windows.items():
             length = (block_steps or 0) * NUM_BLOCKS
-            squares = np.array(norms[-length:])
+            squares = np.array(self._window_norms[step.names[row]][-length:])
             if not length or len(squares) < length:
                 continue
             total, *without = step.arrived[f"window{row}"].values
@@ -206,8 +209,6 @@ class Interpreter:
             left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
             error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
             low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
-        if not any(step.raw.windows.values()):
-            return None
         tensors = {"gsnr": value, "gsnr_low": low, "gsnr_high": high}
         return step.reading(source="window", batch_size=step.raw.batch_size, tensors=tensors)
 

@@ -40,7 +40,8 @@ class Arrived:
 class Packet:
     """Collects small tensors under names during a step; `ship` sends them to the host asynchronously.
 
-    Nothing is launched before `ship`: single numbers wait until they can be joined, all at once.
+    Nothing is launched before that: numbers wait until they can be joined, all at once. So what is added must not
+    change any more.
     """
 
     def __init__(self) -> None:
@@ -67,47 +68,67 @@ class Packet:
         for device, vectors in other._vectors.items():
             self._vectors.setdefault(device, []).extend(vectors)
 
-    @torch.no_grad()
-    def ship(self) -> Shipment:
-        """Start the copies and return what will hold them once they have arrived."""
-        shipment = Shipment()
-        for device in {**self._numbers, **self._vectors}:
-            flat, names = self._join(device)
-            if device.type == "cuda":
-                host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-                host.copy_(flat, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                shipment.events.append(event)
-                flat = host
-            elif device.type != "cpu":
-                flat = flat.cpu()
-            shipment.copies.append((names, flat))
-        self._numbers, self._vectors = {}, {}
-        return shipment
+    def devices(self) -> set[torch.device]:
+        """Where its numbers are."""
+        return {*self._numbers, *self._vectors}
 
-    def _join(self, device: torch.device) -> tuple[Tensor, list[tuple[str, Sequence[int]]]]:
+    def lay_out(self, device: torch.device, parts: list[Tensor]) -> list[tuple[str, Sequence[int]]]:
+        """Append the numbers of one device to the parts to be joined; return what they are, in the same order."""
         names: list[tuple[str, Sequence[int]]] = []
-        parts: list[Tensor] = []
         by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
         for entry in self._numbers.get(device, ()):
             by_dtype.setdefault(entry[2].dtype, []).append(entry)
-        for numbers in by_dtype.values():
+        for dtype, numbers in by_dtype.items():
             for name, group in itertools.groupby(numbers, key=lambda entry: entry[0]):
                 names.append((name, [row for _, row, _ in group]))
-            parts.append(torch.stack([number for _, _, number in numbers]))
+            kept = dtype in (torch.float32, torch.float64)
+            parts += [number if kept else number.double() for _, _, number in numbers]
         for name, rows, values in self._vectors.get(device, ()):
             names.append((name, rows))
-            parts.append(values)
-        parts = [part if part.dtype in (torch.float32, torch.float64) else part.double() for part in parts]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]), names
+            parts.append(values if values.is_floating_point() else values.double())
+        return names
+
+
+@torch.no_grad()
+def ship(packets: Sequence[Packet]) -> list[Shipment]:
+    """Start one copy per device for all packets, and return what will hold each once it has arrived."""
+    shipments = [Shipment() for _ in packets]
+    for device in set().union(*(packet.devices() for packet in packets)):
+        parts: list[Tensor] = []
+        contents = [packet.lay_out(device, parts) for packet in packets]
+        flat = _join(parts)
+        events = []
+        if device.type == "cuda":
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            events = [torch.cuda.Event()]
+            events[0].record(torch.cuda.current_stream(device))
+            flat = host
+        elif device.type != "cpu":
+            flat = flat.cpu()
+        start = 0
+        for shipment, content in zip(shipments, contents, strict=True):
+            if content:
+                shipment.events += events
+                shipment.copies.append((content, flat, start))
+                start += sum(len(rows) for _, rows in content)
+    return shipments
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """One flat tensor of all numbers and vectors: runs of single numbers of one dtype are stacked first."""
+    runs: list[Tensor] = []
+    for (num_dims, _), run in itertools.groupby(parts, key=lambda part: (part.dim(), part.dtype)):
+        alike = list(run)
+        runs += alike if num_dims else [torch.stack(alike)]
+    return torch.cat(runs) if len(runs) > 1 else runs[0]
 
 
 class Shipment:
     """Numbers on their way to the host."""
 
     def __init__(self) -> None:
-        self.copies: list[tuple[list[tuple[str, Sequence[int]]], Tensor]] = []
+        self.copies: list[tuple[list[tuple[str, Sequence[int]]], Tensor, int]] = []
         self.events: list[torch.cuda.Event] = []
 
     def ready(self) -> bool:
@@ -121,10 +142,10 @@ class Shipment:
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
         arrived: dict[str, Arrived] = {}
-        for parts, flat in self.copies:
-            values, start = flat.numpy().astype(np.float64), 0
-            for name, rows in parts:
-                part = values[start : start + len(rows)]
+        for content, flat, start in self.copies:
+            values = flat.numpy()
+            for name, rows in content:
+                part = values[start : start + len(rows)].astype(np.float64)
                 arrived[name] = arrived[name].joined(part, rows) if name in arrived else Arrived(part, rows)
                 start += len(rows)
         return arrived

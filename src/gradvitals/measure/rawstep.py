@@ -59,9 +59,8 @@ class RawStep:
         """The batch they belonged to was given up."""
         self.losses, self.sizes, self.batch_size = [], [], None
 
-    def ship(self) -> None:
-        """Send the packet, losses included, to the host."""
+    def pack_losses(self) -> None:
+        """Put the losses that are on a device into the packet."""
         for index, loss in enumerate(self.losses):
             if isinstance(loss, Tensor):
                 self.packet.add(f"loss{index}", loss)
-        self.shipment = self.packet.ship()

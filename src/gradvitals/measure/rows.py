@@ -55,6 +55,16 @@ class Rows:
         self._open_windows()
         return True
 
+    def by_optimizer(self) -> list[list[int]]:
+        """The rows each optimizer steps. Trainable ones that none steps are read with the first."""
+        unclaimed = {id(parameter): row for row, parameter in enumerate(self.parameters)}
+        claims = []
+        for optimizer in self.optimizers:
+            members = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            claims.append([unclaimed.pop(member) for member in members if member in unclaimed])
+        claims[0] += unclaimed.values()
+        return [sorted(claim) for claim in claims]
+
     def learn_order(self) -> None:
         """Take the depth of every layer from the backward passes seen: what they reach last is nearest the input."""
         reached = set(self.arrivals)

@@ -34,6 +34,7 @@ class Station:
         self.micro: MicrobatchSums | None = None
         self.on_given_up: Callable[[], None] = lambda: None
         self.parameters: list[nn.Parameter] = []
+        self._row_set: set[int] = set()
         self.num_members = 0
         self.scaler: torch.amp.GradScaler | None = None
         self.expects_clip = False
@@ -64,6 +65,7 @@ class Station:
         if same:
             return
         self.step.rows, self.parameters = rows, parameters
+        self._row_set = set(rows)
         if self.micro is not None:
             self.micro.disarm()
         if "gsnr" in self.config.metrics and "microbatch" in self.config.sources:
@@ -141,12 +143,14 @@ class Station:
         """
         self.reading, self.read_at = Packet(), self.sentinel.backwards
         packet, wants = self.reading, self.config.metrics
+        reused = [row for row in self.rows if row in norms]
+        packet.add_each("norm", [norms[row] for row in reused], reused)
+        if len(reused) == len(self.rows) and not full and not count_nonfinite:
+            return
         rows = [row for row in self.rows if watched.parameters[row].grad is not None]
         grads = [grad.detach() for row in rows if (grad := watched.parameters[row].grad) is not None]
         if not rows:
             return
-        reused = [row for row in rows if row in norms]
-        packet.add_each("norm", [norms[row] for row in reused], reused)
         own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
         if own:
             own_rows, own_grads = [row for row, _ in own], [grad for _, grad in own]
@@ -175,17 +179,17 @@ class Station:
         scaler = self.scaler or assumed
         scale = scaler._scale if scaler is not None and self._still_scaled(scaler) else None
         pushed: dict[int, int | None] = {}
-        for row in self.rows:
+        for row, window in watched.windows.items():
             grad = watched.parameters[row].grad
-            if row in watched.windows and grad is not None:
-                pushed[row] = watched.windows[row].push(grad.detach(), scale, packet)
+            if grad is not None and row in self._row_set:
+                pushed[row] = window.push(grad.detach(), scale, packet)
         return pushed
 
     def spoil_windows(self, watched: Rows) -> None:
         """What went into the windows was not the whole gradient of the step."""
-        for row in self.rows:
-            if row in watched.windows:
-                watched.windows[row].spoil()
+        for row, window in watched.windows.items():
+            if row in self._row_set:
+                window.spoil()
 
     def read_moments(self, packet: Packet, *, detail: bool) -> dict[int, tuple[float, float]]:
         """Gather the optimizer's moments after its step; returns the betas of the rows read."""

@@ -21,19 +21,20 @@ from gradvitals.config import Config
 from gradvitals.measure import interpose
 from gradvitals.measure.cadence import is_due
 from gradvitals.measure.clock import Clock
+from gradvitals.measure.outbox import Outbox
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.station import Station
 
 
 class Tap:
-    """Reads the gradients of a run at the right moment and delivers a `RawStep` for every step.
+    """Reads the gradients of a run at the right moment and delivers a `RawStep` for every step, several at a time.
 
     Args:
         model: The model; used for names, layers and heads.
         optimizers: The optimizers that step it. A step is over when each has stepped, or one steps again.
         config: What to read and how often.
-        deliver: Called once a step, on the training thread, with what was gathered.
+        deliver: Called on the training thread with the steps that were sent to the host together.
         on_error: Called with the name of a part and its error; that part stops, training does not.
         batch_size: Samples per optimizer step, where it is the same at every step.
     """
@@ -44,12 +45,11 @@ class Tap:
         optimizers: Sequence[torch.optim.Optimizer],
         config: Config,
         *,
-        deliver: Callable[[RawStep], None],
+        deliver: Callable[[list[RawStep]], None],
         on_error: Callable[[str, Exception], None],
         batch_size: float | None = None,
     ) -> None:
         self.config = config
-        self.deliver = deliver
         self.on_error = on_error
         self.batch_size = batch_size
         self.every = config.tensor_every
@@ -64,6 +64,7 @@ class Tap:
         self._observes = 0
         self._observes_expected = math.inf  # how often the loop observes in a step is known after the first
         self._muted = False
+        self._outbox = Outbox(deliver)
         self._stations = [Station(index, optimizer, config) for index, optimizer in enumerate(optimizers)]
         self._assign_rows()
         self._handles: list[Any] = []
@@ -75,15 +76,8 @@ class Tap:
         interpose.attach(self)
 
     def _assign_rows(self) -> None:
-        unclaimed = {id(parameter): row for row, parameter in enumerate(self.rows.parameters)}
-        claims = []
-        for station in self._stations:
-            members = [id(p) for group in station.optimizer.param_groups for p in group["params"]]
-            claims.append([unclaimed.pop(member) for member in members if member in unclaimed])
-        # Trainable parameters that no optimizer steps are still read, with the first optimizer.
-        claims[0] += unclaimed.values()
-        for station, claim in zip(self._stations, claims, strict=True):
-            station.assign(sorted(claim), self.rows, self._clock, partial(self._fail, "microbatch"))
+        for station, rows in zip(self._stations, self.rows.by_optimizer(), strict=True):
+            station.assign(rows, self.rows, self._clock, partial(self._fail, "microbatch"))
 
     # -- the step's state ---------------------------------------------------------------------------------------
 
@@ -132,11 +126,15 @@ class Tap:
         draft.every = self.every
         if draft.batch_size is None:
             draft.batch_size = self.batch_size
-        draft.ship()
+        draft.pack_losses()
         draft.lap = self._clock.lap()
         self.step += 1
         self._draft = self._begin()
-        self.deliver(draft)
+        self._outbox.add(draft)
+
+    def flush(self) -> None:
+        """Send all finished steps to the host."""
+        self._attempt("step", self._outbox.send)
 
     def _on_given_up(self) -> None:
         if not self._muted and not any(station.stepped for station in self._stations):
@@ -181,8 +179,7 @@ class Tap:
         draft = self._draft
         self._observes += 1
         if isinstance(loss, Tensor):
-            loss = loss.detach()
-            draft.losses.append(loss if loss.dim() == 0 else loss.float().mean())
+            draft.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
         elif loss is not None:
             draft.losses.append(float(loss))
         draft.sizes.append(batch_size)
@@ -351,7 +348,7 @@ class Tap:
         if station is self._stations[0]:
             lr = station.optimizer.param_groups[0].get("lr")
             if isinstance(lr, Tensor):
-                self._draft.packet.add("lr", lr)
+                self._draft.packet.add("lr", lr.detach().clone())
             elif lr is not None:
                 self._draft.lr = float(lr)
         station.stepped = True
@@ -383,6 +380,7 @@ class Tap:
         """Send off a step that some optimizer has made, and take every hook away."""
         if any(station.stepped for station in self._stations):
             self._attempt("step", self._finish)
+        self.flush()
         interpose.detach(self)
         for handle in self._handles:
             handle.remove()

@@ -50,14 +50,20 @@ def frames_of(reading: Reading) -> list[Frame]:
     source = None if reading.source is None else str(reading.source)
     stage = str(reading.stage)
     frames: list[Frame] = []
-    for kind in KINDS:
+    if reading.values:
+        metrics = tuple(sorted(reading.values))
+        numbers = [reading.values[metric] for metric in metrics]
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
+            row = np.array(numbers, dtype=FLOAT)
+        if row.ndim != 1:
+            raise ValueError(f"values are {numbers!r}; expected one number for each metric")
+        frames.append(Frame(GroupKey("values", source, stage, metrics, 1), row.tobytes()))
+    for kind in ("tensors", "layers", "heads"):
         by_length: dict[int, dict[str, NDArray[np.float32]]] = {}
         content: Mapping[str, Any] = getattr(reading, kind)
         for metric in sorted(content):
             with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
                 column = np.asarray(content[metric], dtype=FLOAT).reshape(-1)
-            if kind == "values" and column.size != 1:
-                raise ValueError(f"values[{metric!r}] has {column.size} numbers; expected one")
             by_length.setdefault(column.size, {})[metric] = column
         for num_rows, columns in by_length.items():
             if num_rows > MAX_ROWS or num_rows * len(columns) * FLOAT.itemsize > MAX_BLOB_BYTES:
