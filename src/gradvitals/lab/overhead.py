@@ -5,8 +5,8 @@ lies between two stretches of bare steps, and only its ratio to their mean is ke
 between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
 
 A stretch with the default settings is as long as its slowest cadence, so that it holds exactly its share of every
-kind of reading wherever it begins; the others are a quarter of that. A monitor is attached before its stretch and
-makes untimed steps first: one with its one-time set-up, then those that fill what a long run has full (see
+kind of reading wherever it begins; the others are a part of that. A monitor is attached before its stretch and makes
+untimed steps first: one with its one-time set-up, then those that fill what a long run has full (see
 `_settle`). The clock starts when the device is idle and stops when it is idle again; between these nothing waits.
 
 The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
@@ -43,6 +43,9 @@ WARM_UP_STEPS = 10
 """Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
 
 BARE_SETTLE_STEPS = 3
+SHORT = 8
+"""Stretches other than the default's are this many times shorter: all their steps are alike."""
+
 NUM_BINS = 64
 
 MONITORED: dict[str, Config] = {
@@ -178,13 +181,14 @@ def _time_shape(
         training.step()
     ratios = {variant: Ratios() for variant in VARIANTS}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bare = [_time_variant("bare", training, steps // 4, Path(folder))]
+        short = max(1, steps // SHORT)
+        bare = [_time_variant("bare", training, short, Path(folder))]
         for number in range(rounds):
             turn = number % len(VARIANTS)
             for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
-                length = steps if variant == "default" else steps // 4
+                length = steps if variant == "default" else short
                 stretch = _time_variant(variant, training, length, Path(folder))
-                bare.append(_time_variant("bare", training, steps // 4, Path(folder)))
+                bare.append(_time_variant("bare", training, short, Path(folder)))
                 ratios[variant].stretches.append(stretch)
                 ratios[variant].neighbours.append((bare[-2], bare[-1]))
             so_far = statistics.median(ratios["default"].of(_wall))

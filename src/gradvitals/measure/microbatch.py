@@ -185,14 +185,10 @@ def add_heads(
         Positions of the other gradients: the heads of a weight add up to its norm, which need not be read again.
     """
     rest: list[int] = []
-    slots: list[int] = []
-    slices: list[Tensor] = []
     for position, (row, grad) in enumerate(zip(rows, grads, strict=True)):
         view = heads.get(row)
         if view is None or grad.is_sparse:
             rest.append(position)
         else:
-            slots += view.slots
-            slices += view.slices(grad)
-    stats.add_norms(packet, name, slots, slices)
+            packet.add(name, view.norms(grad), view.slots)
     return rest

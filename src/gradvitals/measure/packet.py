@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +36,10 @@ class Arrived:
         return np.where(self.present(num_rows), sums, np.nan)
 
 
+Part = tuple[str, Sequence[int], Tensor | Sequence[Tensor]]
+"""A name, the rows its numbers belong to, and the numbers: one vector, or one 0-d tensor for each."""
+
+
 class Packet:
     """Collects small tensors under names during a step; `ship` sends them to the host asynchronously.
 
@@ -45,58 +48,39 @@ class Packet:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[torch.device, list[tuple[str, int, Tensor]]] = {}
-        self._vectors: dict[torch.device, list[tuple[str, Sequence[int], Tensor]]] = {}
+        self._parts: dict[torch.device, list[Part]] = {}
 
     def add(self, name: str, values: Tensor, rows: Sequence[int] = (0,)) -> None:
         """Take a tensor of one number per row along. A name may come more than once."""
-        if values.dim() == 0:
-            self.add_each(name, [values], rows)
-        else:
-            self._vectors.setdefault(values.device, []).append((name, rows, values.detach().reshape(-1)))
+        parts = self._parts.setdefault(values.device, [])
+        parts.append((name, rows, [values] if values.dim() == 0 else values.detach().reshape(-1)))
 
     def add_each(self, name: str, numbers: Sequence[Tensor], rows: Sequence[int]) -> None:
-        """Take 0-d tensors of one device along, one for each row."""
+        """Take 0-d tensors of one device and dtype along, one for each row."""
         if numbers:
-            waiting = self._numbers.setdefault(numbers[0].device, [])
-            waiting += [(name, row, number) for row, number in zip(rows, numbers, strict=True)]
+            self._parts.setdefault(numbers[0].device, []).append((name, rows, numbers))
 
     def extend(self, other: Packet) -> None:
         """Take everything of another packet along."""
-        for device, numbers in other._numbers.items():
-            self._numbers.setdefault(device, []).extend(numbers)
-        for device, vectors in other._vectors.items():
-            self._vectors.setdefault(device, []).extend(vectors)
+        for device, parts in other._parts.items():
+            self._parts.setdefault(device, []).extend(parts)
 
-    def devices(self) -> set[torch.device]:
+    def parts(self, device: torch.device) -> list[Part]:
+        """What there is on one device."""
+        return self._parts.get(device, [])
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
         """Where its numbers are."""
-        return {*self._numbers, *self._vectors}
-
-    def lay_out(self, device: torch.device, parts: list[Tensor]) -> list[tuple[str, Sequence[int]]]:
-        """Append the numbers of one device to the parts to be joined; return what they are, in the same order."""
-        names: list[tuple[str, Sequence[int]]] = []
-        by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
-        for entry in self._numbers.get(device, ()):
-            by_dtype.setdefault(entry[2].dtype, []).append(entry)
-        for dtype, numbers in by_dtype.items():
-            for name, group in itertools.groupby(numbers, key=lambda entry: entry[0]):
-                names.append((name, [row for _, row, _ in group]))
-            kept = dtype in (torch.float32, torch.float64)
-            parts += [number if kept else number.double() for _, _, number in numbers]
-        for name, rows, values in self._vectors.get(device, ()):
-            names.append((name, rows))
-            parts.append(values if values.is_floating_point() else values.double())
-        return names
+        return self._parts.keys()
 
 
 @torch.no_grad()
 def ship(packets: Sequence[Packet]) -> list[Shipment]:
     """Start one copy per device for all packets, and return what will hold each once it has arrived."""
     shipments = [Shipment() for _ in packets]
-    for device in set().union(*(packet.devices() for packet in packets)):
-        parts: list[Tensor] = []
-        contents = [packet.lay_out(device, parts) for packet in packets]
-        flat = _join(parts)
+    for device in dict.fromkeys(device for packet in packets for device in packet.devices):
+        flat, places = _join([(index, part) for index, p in enumerate(packets) for part in p.parts(device)])
         events = []
         if device.type == "cuda":
             host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
@@ -106,29 +90,47 @@ def ship(packets: Sequence[Packet]) -> list[Shipment]:
             flat = host
         elif device.type != "cpu":
             flat = flat.cpu()
-        start = 0
-        for shipment, content in zip(shipments, contents, strict=True):
-            if content:
-                shipment.events += events
-                shipment.copies.append((content, flat, start))
-                start += sum(len(rows) for _, rows in content)
+        for index, name, rows, start in places:
+            shipments[index].events = events
+            shipments[index].contents.append((name, rows, flat, start))
     return shipments
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of all numbers and vectors: runs of single numbers of one dtype are stacked first."""
-    runs: list[Tensor] = []
-    for (num_dims, _), run in itertools.groupby(parts, key=lambda part: (part.dim(), part.dtype)):
-        alike = list(run)
-        runs += alike if num_dims else [torch.stack(alike)]
-    return torch.cat(runs) if len(runs) > 1 else runs[0]
+def _join(parts: Sequence[tuple[int, Part]]) -> tuple[Tensor, list[tuple[int, str, Sequence[int], int]]]:
+    """One flat tensor of everything, and where in it each part of each packet begins.
+
+    All single numbers of one dtype are stacked together: hundreds of them come with every reading.
+    """
+    singles: dict[torch.dtype, list[Tensor]] = {}
+    waiting: dict[torch.dtype, list[tuple[int, str, Sequence[int]]]] = {}
+    joined: list[Tensor] = []
+    places: list[tuple[int, str, Sequence[int], int]] = []
+    start = 0
+    for index, (name, rows, values) in parts:
+        if isinstance(values, Tensor):
+            joined.append(_floating(values))
+            places.append((index, name, rows, start))
+            start += len(rows)
+        else:
+            singles.setdefault(values[0].dtype, []).extend(values)
+            waiting.setdefault(values[0].dtype, []).append((index, name, rows))
+    for dtype, numbers in singles.items():
+        joined.append(_floating(torch.stack(numbers)))
+        for index, name, rows in waiting[dtype]:
+            places.append((index, name, rows, start))
+            start += len(rows)
+    return (torch.cat(joined) if len(joined) > 1 else joined[0]), places
+
+
+def _floating(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.double()
 
 
 class Shipment:
     """Numbers on their way to the host."""
 
     def __init__(self) -> None:
-        self.copies: list[tuple[list[tuple[str, Sequence[int]]], Tensor, int]] = []
+        self.contents: list[tuple[str, Sequence[int], Tensor, int]] = []
         self.events: list[torch.cuda.Event] = []
 
     def ready(self) -> bool:
@@ -142,10 +144,7 @@ class Shipment:
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
         arrived: dict[str, Arrived] = {}
-        for content, flat, start in self.copies:
-            values = flat.numpy()
-            for name, rows in content:
-                part = values[start : start + len(rows)].astype(np.float64)
-                arrived[name] = arrived[name].joined(part, rows) if name in arrived else Arrived(part, rows)
-                start += len(rows)
+        for name, rows, flat, start in self.contents:
+            part = flat.numpy()[start : start + len(rows)].astype(np.float64)
+            arrived[name] = arrived[name].joined(part, rows) if name in arrived else Arrived(part, rows)
         return arrived

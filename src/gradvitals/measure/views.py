@@ -46,9 +46,15 @@ class HeadView:
         """Where this weight's slices stand among those of all views."""
         return range(self.first_slot, self.first_slot + len(self.heads))
 
-    def slices(self, grad: Tensor) -> Sequence[Tensor]:
-        """The parts of a gradient, one for each slot."""
-        return grad.chunk(len(self.heads), dim=self.dim)
+    def norms(self, grad: Tensor) -> Tensor:
+        """Norm of every slice of a gradient, in float32 or better."""
+        kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        if self.dim == 0:
+            slices: Tensor = torch.linalg.vector_norm(grad.reshape(len(self.heads), -1), dim=1, dtype=kind)
+        else:
+            cut = grad.reshape(grad.shape[0], len(self.heads), -1)
+            slices = torch.linalg.vector_norm(cut, dim=(0, 2), dtype=kind)
+        return slices
 
 
 def watched_parameters(
