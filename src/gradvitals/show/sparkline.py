@@ -16,8 +16,9 @@ def sparkline(values: Sequence[float] | FloatArray, width: int, *, robust: bool 
     """A series as at most `width` characters, its spikes kept.
 
     Each character stands for one value, or, when there are more values than characters, for the value of its
-    share that lies farthest from the middle of the series. Missing values (NaN) leave a gap; infinite ones show
-    as `!`.
+    share that lies farthest from the middle of the series. A positive series that spans more than a factor of ten is
+    drawn by its logarithm, so that a spike does not flatten everything else. Missing values (NaN) leave a gap;
+    infinite ones show as `!`.
 
     Args:
         values: The series, in order.
@@ -30,11 +31,16 @@ def sparkline(values: Sequence[float] | FloatArray, width: int, *, robust: bool 
     '▁▂▃▄▅▆▇█'
     >>> sparkline([0, 0, 0, 9, 0, 0, 0, 0], width=4)
     '▁█▁▁'
+    >>> sparkline([1, 10, 100, 1000], width=4)
+    '▁▃▆█'
     """
     series = np.asarray(values, dtype=np.float64)
     if width < 1 or series.size == 0:
         return ""
     finite = series[np.isfinite(series)]
+    if finite.size and finite.min() > 0 and finite.max() > 10 * finite.min():
+        series = np.log(series, where=np.isfinite(series), out=series.copy())
+        finite = series[np.isfinite(series)]
     middle = float(np.median(finite)) if finite.size else 0.0
     parts = np.array_split(series, min(width, series.size))
     points = np.array([_stand_in(part, middle) for part in parts])
