@@ -35,7 +35,7 @@ class Station:
         self.on_given_up: Callable[[], None] = lambda: None
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
-        self.num_members = 0
+        self._members: list[int] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.expects_clip = False
         self.clips_by_hand = False
@@ -59,7 +59,7 @@ class Station:
 
     def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[Exception], None]) -> None:
         """Take charge of these rows."""
-        self.num_members = self._count_members()
+        self._members = self._current_members()
         parameters = [watched.parameters[row] for row in rows]
         same = rows == self.rows and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
         if same:
@@ -93,12 +93,12 @@ class Station:
             self.micro.restart()
         self.on_given_up()
 
-    def _count_members(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def _current_members(self) -> list[int]:
+        return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def has_grown(self) -> bool:
-        """Whether the optimizer was given a parameter group since its rows were assigned."""
-        return self._count_members() != self.num_members
+    def has_changed(self) -> bool:
+        """Whether the optimizer has other parameters than when its rows were assigned."""
+        return self._current_members() != self._members
 
     def is_fresh(self) -> bool:
         """Whether it has gradients of the current step to read."""

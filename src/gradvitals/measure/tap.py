@@ -144,7 +144,8 @@ class Tap:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _read(self, station: Station, norms: dict[int, Tensor] | None = None) -> None:
-        if station.has_grown() and self.rows.refresh():
+        if self._draft.full and station.has_changed():
+            self.rows.refresh()
             self._assign_rows()
         if station.windowed:
             station.spoil_windows(self.rows)
@@ -353,11 +354,8 @@ class Tap:
                 self._draft.lr = float(lr)
         station.stepped = True
         station.sentinel.reset()
-        last = all(other.stepped for other in self._stations)
-        if last and self._draft.full and self.rows.refresh():
-            self._assign_rows()
         self._arm(station, self.step + 1)
-        if last:
+        if all(other.stepped for other in self._stations):
             self._finish()
 
     # -- keeping out of the way ---------------------------------------------------------------------------------
