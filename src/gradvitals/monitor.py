@@ -7,9 +7,8 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
+from gradvitals import notices
+from gradvitals.arguments import check_arguments
 from gradvitals.config import Config
 from gradvitals.errors import RunError
 from gradvitals.measure import Interpreter, RawStep, Tap
 from gradvitals.measure.budget import Budget
 from gradvitals.measure.moments import unavailable_reason
+from gradvitals.measure.sentinel import is_distributed
 from gradvitals.store import THREAD_NAME, BackgroundWriter, free_run_path, open_run
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, json_ready
 
@@ -30,6 +33,9 @@ Record = Reading | Finding | Action | Layout
 
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
+
+CLEAN_STEPS = 20
+"""After a non-finite gradient, elements are counted until this many steps have been free of them."""
 
 STATE_VERSION = 1
 
@@ -42,6 +48,7 @@ def watch(
     config: Config | None = None,
     batch_size: float | None = None,
     resume: bool = False,
+    on_reading: Callable[[Reading], object] | None = None,
 ) -> Monitor:
     """Watch a training run.
 
@@ -54,6 +61,7 @@ def watch(
         batch_size: Samples per optimizer step, over all micro-batches. With it, the noise scale is in samples.
         resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
             by itself.
+        on_reading: Called with every `Reading` as it is finished, on a thread of its own and a moment after its step.
 
     Returns:
         The Monitor. Training goes on exactly as it would without it.
@@ -73,7 +81,9 @@ def watch(
         >>> steps.tolist()
         [0, 1, 2]
     """
-    return Monitor(model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume)
+    return Monitor(
+        model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume, on_reading=on_reading
+    )
 
 
 class Monitor:
@@ -88,29 +98,34 @@ class Monitor:
         config: Config | None = None,
         batch_size: float | None = None,
         resume: bool = False,
+        on_reading: Callable[[Reading], object] | None = None,
     ) -> None:
-        optimizers = _check_arguments(model, optimizer, config, batch_size)
+        self._closed = True  # nothing to close before all of this has worked
+        optimizers = check_arguments(model, optimizer, config, batch_size)
         self.config = config if config is not None else Config()
         self.findings: list[Finding] = []
-        self._path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+        path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+        # Each process keeps a run of its own until there is one record for all of them.
+        rank = dist.get_rank() if is_distributed() else 0
+        self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path
         self._resume = resume
+        self._on_reading = on_reading
         self._writer: BackgroundWriter | None = None
-        self._closed = False
         self._layout: Layout | None = None
         self._latest: dict[Source | None, dict[str, float]] = {}
         self._interpreter = Interpreter(self.config, self._on_error)
         share = self.config.overhead_budget
         self._budget = Budget(share, self.config.tensor_every) if share is not None else None
         self._single_batch_readings = 0
+        self._clean_steps = CLEAN_STEPS
         self._aside: list[Record] | None = None
         self._tap = Tap(
             model, optimizers, self.config, deliver=self._deliver, on_error=self._on_error, batch_size=batch_size
         )
+        self._closed = False
         if resume:
             self._tap.start(_next_step(self._path))
         self._tell_unavailable(optimizers)
-        # At exit the last readings are still on their way; a Monitor that was dropped needs no closing.
-        atexit.register(_close, weakref.ref(self))
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
@@ -162,6 +177,11 @@ class Monitor:
         if self._writer is not None:
             self._writer.close(30.0)
 
+    def __del__(self) -> None:
+        # Dropped without being closed, e.g. by a function that returned: its last steps are still to be written.
+        with contextlib.suppress(Exception):
+            self.close()
+
     def __enter__(self) -> Monitor:
         return self
 
@@ -210,7 +230,7 @@ class Monitor:
         if self._writer is None:
             self._open(steps[0].step)
         assert self._writer is not None
-        self._writer.put(lambda: self._complete(steps))
+        self._writer.put(_Job(steps, self._complete))
 
     def _open(self, first_step: int) -> None:
         path = self._path if self._resume else free_run_path(self._path)
@@ -224,10 +244,13 @@ class Monitor:
             resume=self._resume,
             first_step=first_step,
             queue_size=self.config.queue_size,
-            on_error=self._on_store_error,
+            on_error=_weakly(self._on_store_error),
         )
         for finding in self.findings:
             self._writer.put(finding)
+        # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
+        # weak reference, so that a Monitor that is dropped can go, and its model with it.
+        atexit.register(_close, weakref.ref(self))
 
     # -- on the writer's thread ---------------------------------------------------------------------------------
 
@@ -235,7 +258,12 @@ class Monitor:
         """Finish the readings of some steps. What is reported meanwhile is kept with them, even while closing."""
         self._aside = []
         try:
-            records = [record for raw in steps for record in self._records(raw)]
+            records: list[Record] = []
+            for raw in steps:
+                try:
+                    records += self._records(raw)
+                except Exception as error:  # one step is lost, not those around it
+                    self._on_error("interpret", error)
             return [*records, *self._aside]
         finally:
             self._aside = None
@@ -249,19 +277,28 @@ class Monitor:
             readings[0] = self._account(raw, readings[0], time.thread_time() - started)
         for reading in readings:
             self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
+            self._show(reading)
         self._note_single_batches(raw)
         records: list[Record] = []
         if raw.layout is not self._layout:
             self._layout = raw.layout
             records.append(raw.layout)
         general = readings[0]
-        self._tap.count_nonfinite = general.values.get("grad/nonfinite", 0) > 0 or self._tap.count_nonfinite
-        remarkable = general.values.get("grad/nonfinite", 0) > 0 or (
-            general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
-        )
+        broken = general.values.get("grad/nonfinite", 0) > 0
+        self._clean_steps = 0 if broken else self._clean_steps + 1
+        self._tap.count_nonfinite = self._clean_steps < CLEAN_STEPS
+        remarkable = broken or general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
         if not raw.full and not remarkable:
             readings[0] = replace(general, tensors={})
         return [*records, *readings]
+
+    def _show(self, reading: Reading) -> None:
+        if self._on_reading is not None:
+            try:
+                self._on_reading(reading)
+            except Exception as error:
+                self._on_reading = None
+                self._on_error("on_reading", error)
 
     def _account(self, raw: RawStep, reading: Reading, own_seconds: float) -> Reading:
         """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
@@ -274,18 +311,8 @@ class Monitor:
         if wanted != every:
             self._tap.every = wanted
             if wanted > every:
-                self._report(
-                    Finding(
-                        id="readings_thinned",
-                        severity="info",
-                        title=f"per-tensor readings now come every {wanted} steps to stay within the overhead budget",
-                        first_step=raw.step,
-                        last_step=raw.step,
-                        evidence={"overhead": spent, "budget": self._budget.share, "before": every, "after": wanted},
-                        causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
-                        cures=("raise overhead_budget, or choose fewer metrics",),
-                    )
-                )
+                share = self._budget.share
+                self._report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
         return replace(reading, values={**reading.values, "monitor/overhead": spent})
 
     def _note_single_batches(self, raw: RawStep) -> None:
@@ -293,9 +320,8 @@ class Monitor:
             return
         self._single_batch_readings += 1
         if self._single_batch_readings == 2:
-            self._report_unavailable(
-                "micro-batches", "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
-            )
+            reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
+            self._report(notices.source_unavailable("micro-batches", reason, raw.step))
 
     # -- findings of our own ------------------------------------------------------------------------------------
 
@@ -309,69 +335,50 @@ class Monitor:
             self._writer.put(finding)
 
     def _on_error(self, part: str, error: Exception) -> None:
-        """An error of ours becomes one finding; what it concerns stays silent from here on."""
-        trace = "".join(traceback.format_exception(error))
-        self._report(
-            Finding(
-                id="monitor_error",
-                severity="warning",
-                title=f"gradvitals stopped reading '{part}' after an error of its own: {error!r}",
-                first_step=self._tap.step if hasattr(self, "_tap") else 0,
-                evidence={"error": repr(error), "traceback": trace[-4000:]},
-                causes=("a bug in gradvitals or a model it does not know; training is not affected",),
-                cures=("please report it with the traceback that `gradvitals report --json` shows",),
-            )
-        )
+        self._report(notices.monitor_error(part, error, self._now()))
 
     def _on_store_error(self, error: BaseException) -> None:
-        where = "" if isinstance(error, (OSError, RunError)) or "sqlite" in type(error).__module__ else "internal "
-        self._report(
-            Finding(
-                id="store_error",
-                severity="warning",
-                title=f"gradvitals cannot keep readings ({where}{error}); training goes on",
-                first_step=self._tap.step,
-                evidence={"error": repr(error), "path": str(self.run_path)},
-                causes=("the disk is full, the folder cannot be written, or the file was damaged",),
-                cures=("free space or pass another folder as run=...; writing is tried again meanwhile",),
-            )
-        )
+        self._report(notices.store_error(error, self.run_path, self._now()))
+
+    def _now(self) -> int:
+        return self._tap.step if hasattr(self, "_tap") else 0
 
     def _tell_unavailable(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if "adam" in self.config.sources and "gsnr" in self.config.metrics:
+        if "gsnr" not in self.config.metrics:
+            return
+        if "adam" in self.config.sources:
             for reason in dict.fromkeys(filter(None, map(unavailable_reason, optimizers))):
-                self._report_unavailable("the optimizer's moments", reason)
-
-    def _report_unavailable(self, source: str, reason: str) -> None:
-        self._report(
-            Finding(
-                id="source_unavailable",
-                severity="info",
-                title=f"GSNR from {source} is not available: {reason}",
-                first_step=self._tap.step,
-                last_step=self._tap.step,
-            )
-        )
+                self._report(notices.source_unavailable("the optimizer's moments", reason, self._now()))
+        if "microbatch" in self.config.sources and is_distributed():
+            reason = "gradients are shared between processes, which this version does not tell apart"
+            self._report(notices.source_unavailable("micro-batches", reason, self._now()))
 
 
-def _check_arguments(model: Any, optimizer: Any, config: Any, batch_size: Any) -> list[torch.optim.Optimizer]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"watch got a {type(model).__name__} as model; expected a torch.nn.Module")
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    # Accelerate's wrapper is an Optimizer in name only: the real one is inside.
-    optimizers = [getattr(one, "optimizer", one) for one in optimizers]
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise TypeError(
-                f"watch got a {type(one).__name__} as optimizer; expected a torch.optim.Optimizer or a list of them"
-            )
-    if not optimizers:
-        raise ValueError("watch got an empty list of optimizers; pass the one that steps the model")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"watch got a {type(config).__name__} as config; expected a gradvitals.Config")
-    if batch_size is not None and not (isinstance(batch_size, (int, float)) and batch_size > 0):
-        raise ValueError(f"batch_size is {batch_size!r}; expected the samples per optimizer step, a positive number")
-    return optimizers
+class _Job:
+    """Some steps on their way to the host: called on the writer's thread, once they are there."""
+
+    def __init__(self, steps: Sequence[RawStep], complete: Callable[[Sequence[RawStep]], Iterable[Record]]) -> None:
+        self._steps = steps
+        self._complete = complete
+
+    def ready(self) -> bool:
+        """Whether the device has sent everything."""
+        return all(raw.shipment.ready() for raw in self._steps)
+
+    def __call__(self) -> Iterable[Record]:
+        return self._complete(self._steps)
+
+
+def _weakly(method: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """Call a method as long as its object lives, without keeping it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(error: BaseException) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(error)
+
+    return call
 
 
 def _close(reference: weakref.ref[Monitor]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
+from gradvitals.cli.bench import STORE_LABELS
 
 
 @pytest.fixture
@@ -50,6 +51,9 @@ def test_the_shapes_offered_are_those_there_are() -> None:
 def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradvitals.store import selftest
 
-    monkeypatch.setattr(selftest, "measure_store", lambda: {"bytes_per_value": 4.25, "dropped": 0})
-    assert CliRunner().invoke(main, ["bench", "store"]).stdout == "bytes_per_value  4.25\ndropped          0\n"
+    measured = dict.fromkeys(STORE_LABELS, 0.5) | {"bytes_per_value": 4.25, "dropped": 0}
+    monkeypatch.setattr(selftest, "measure_store", lambda: measured)
+    shown = CliRunner().invoke(main, ["bench", "store"]).stdout
+    assert "on disk, everything included" in shown
+    assert "4.25 bytes a value" in shown
     assert json.loads(CliRunner().invoke(main, ["bench", "store", "--json"]).stdout)["dropped"] == 0

@@ -332,18 +332,22 @@ class Truth:
         return result
 
     def ratios(self, metric: str, source: str, kind: str) -> list[dict[str, float]]:
-        """Signal over noise, each averaged over the last `window` readings that had them."""
-        history: dict[str, list[tuple[float, float]]] = {}
+        """Signal over noise, each averaged over the last `window` readings that had them, none from before half-time.
+
+        A group without a number at a step has no ratio there.
+        """
+        history: dict[str, list[tuple[int, float, float]]] = {}
         result = []
-        for step, pairs in zip(self.steps, self.pairs(metric, source, kind), strict=True):
+        for now, (step, pairs) in enumerate(zip(self.steps, self.pairs(metric, source, kind), strict=True)):
             for group, pair in pairs.items():
                 if math.isfinite(sum(pair)):
-                    history.setdefault(group, []).append(pair)
+                    history.setdefault(group, []).append((now, *pair))
             scale = 1.0 if source == "adam" else float(np.mean(step.sizes))
             ratios = {}
             for group in pairs:
-                recent = np.array(history.get(group, [])[-self.window :])
-                if len(recent):
+                kept = history.get(group, [])[-self.window :]
+                recent = np.array([pair for when, *pair in kept if when >= now / 2])
+                if len(recent) and math.isfinite(sum(pairs[group])):
                     signal, noise = recent.mean(0)
                     if abs(noise) < 1e-6 * abs(signal):
                         continue  # nothing but rounding

@@ -72,7 +72,8 @@ def test_skipped_step(tmp_path: Path, optimizer: str, unscale: bool, observe: st
         assert run.series("grad/nonfinite")[1].tolist()[3] == 1
         assert run.series("grad/nonfinite", tensor="0.weight")[1].tolist()[3] == 1
         assert np.isfinite(run.series("gsnr", tensor="4.weight", source="microbatch")[1]).all()
-        assert np.isfinite(run.series("gsnr", tensor="0.weight", source="microbatch")[1]).all()
+        broken = run.series("gsnr", tensor="0.weight", source="microbatch")[1]
+        assert np.isfinite(broken).tolist() == [True, True, True, False, True, True, True]  # silent where it was spoilt
         spikes = run.series("grad/spike_ratio")[1]
         assert np.isfinite(np.delete(spikes, [0, 1, 3])).all()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.measure import interpret, microbatch, moments, stats, updates, window
+from gradvitals.measure import interpret, microbatch, moments, outbox, stats, updates, window
 from gradvitals.store import background
 
 CONFIG = gv.Config(tensor_every=1, quiet=True, window_steps=20)
@@ -299,3 +299,46 @@ def test_latest_and_repr(tmp_path: Path) -> None:
     assert monitor.latest["loss"] == 1.0
     assert "step=6" in repr(monitor)
     assert monitor.flush()
+
+
+def test_when_no_step_can_end_everything_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error where steps are sent off must not leave hooks that collect for ever."""
+    monkeypatch.setattr(outbox.Outbox, "add", bomb)
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG)
+    for batch in Data().batches((4, 4, 4)):
+        regression(model, batch).backward()
+        optimizer.step()
+    assert [finding.id for finding in monitor.findings] == ["monitor_error"]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert all(not p._backward_hooks for p in model.parameters())
+    monitor.close()
+
+
+def test_counting_elements_ends_when_gradients_are_clean_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG)
+    counting = []
+    for step, batch in enumerate(Data().batches((4,) * 30)):
+        optimizer.zero_grad()
+        regression(model, batch).backward()
+        if step in (2, 3):
+            model[0].weight.grad[:2, 0] = float("nan")
+        monitor.observe(1.0)
+        saved = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        with torch.no_grad():  # the weights stay as they were: only gradients are spoilt here
+            for p, before in zip(model.parameters(), saved, strict=True):
+                p.copy_(before)
+        monitor.flush()
+        counting.append(monitor._tap.count_nonfinite)
+    monitor.close()
+    assert (counting[1], counting[2], counting[10], counting[29]) == (False, True, True, False)
+    with gv.open_run(monitor.run_path) as run:
+        counts = run.series("grad/nonfinite", tensor="0.weight")[1]
+        assert counts[2] == 1  # at least one
+        assert counts[3] == 2  # counted

@@ -7,6 +7,7 @@ import gc
 import io
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,49 @@ def test_monitor_that_is_let_go_is_no_burden(tmp_path: Path) -> None:
     gc.collect()
     optimizer.step()
     assert originals() == before
+
+
+def test_monitor_dropped_without_closing_lets_the_model_go_and_keeps_every_step(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True))
+    for _ in range(40):
+        regression(model, Data().batch(4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alive = weakref.ref(model), weakref.ref(monitor)
+    monitor.flush()
+    del model, optimizer, monitor
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.series("grad/norm")[0].tolist() == list(range(40))
+
+
+EXITS = """
+import sys, torch, gradvitals as gv
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+monitor = gv.watch(model, optimizer, run=sys.argv[1])
+for step in range(130):
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    monitor.observe(loss)
+    optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit('enough')", "raise RuntimeError('loss is inf')"])
+def test_the_last_step_is_kept_however_the_script_ends(tmp_path: Path, end: str) -> None:
+    """Default cadence, not closed: fast steps are still waiting to leave together when the interpreter goes."""
+    script = tmp_path / "train.py"
+    script.write_text(EXITS.format(end=end))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "run")], capture_output=True, timeout=100, check=False)
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.series("loss")[0].tolist() == list(range(130))
+        assert run.dropped == 0
 
 
 def test_model_and_optimizer_can_be_saved_and_copied(tmp_path: Path) -> None:

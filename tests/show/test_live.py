@@ -47,8 +47,8 @@ def test_plain_lines_come_now_and_then_and_at_a_spike() -> None:
         lines.update(step, 2.0, LATEST | {"grad/spike_ratio": 9.0 if step == 77 else 1.0})
     shown = printed(screen).splitlines()
     assert 10 < len(shown) < 16
-    assert [line.strip() for line in shown if "jumped" in line] == [
-        "the gradient norm jumped to 1.5, 9 times its moving average"
+    assert [line for line in shown if "jumped" in line] == [
+        "step   77/120  the gradient norm jumped to 1.5, 9 times its moving average"
     ]
 
 

@@ -54,8 +54,10 @@ class Commands(click.Group):
             _fail(error.format_message() + where)
         except click.ClickException as error:
             _fail(error.format_message())
-        except (GradvitalsError, OSError) as error:
+        except GradvitalsError as error:
             _fail(str(error))
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         except click.Abort:
             sys.exit(130)
         sys.exit(result if isinstance(result, int) else 0)

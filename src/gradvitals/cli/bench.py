@@ -8,6 +8,17 @@ from gradvitals.cli.output import json_option, print_json
 
 SHAPES = ("mlp", "cnn", "transformer", "gpt-124m", "gpt-1.3b")
 
+STORE_LABELS = {
+    "put_ms_median": ("training thread, to hand over one step, median", "ms"),
+    "put_ms_p99": ("training thread, to hand over one step, 99th percentile", "ms"),
+    "write_ms_per_step": ("writer's thread, to write one step", "ms"),
+    "bytes_per_value": ("on disk, everything included", "bytes a value"),
+    "bytes_per_value_live": ("the same while it is being written", "bytes a value"),
+    "series_ms_warm": ("to read one series of an open run", "ms"),
+    "series_ms_cold": ("to open the run, read one series and close it", "ms"),
+    "dropped": ("readings dropped", ""),
+}
+
 
 @click.group()
 def bench() -> None:
@@ -76,6 +87,6 @@ def store(as_json: bool) -> None:
     if as_json:
         print_json(result)
         return
-    width = max(len(name) for name in result)
-    for name, value in result.items():
-        click.echo(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+    click.echo("500 tensors x 10 metrics a step; the series is one of 20,000 steps")
+    for name, (label, unit) in STORE_LABELS.items():
+        click.echo(f"  {label:<52} {result[name]:8.4g} {unit}")

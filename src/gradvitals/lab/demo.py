@@ -13,6 +13,7 @@ import torch
 from gradvitals.config import Config
 from gradvitals.lab.char_lm import Characters, CharLM, CharLMConfig, shakespeare
 from gradvitals.monitor import watch
+from gradvitals.types import Reading
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8
@@ -56,7 +57,7 @@ class DemoResult:
 
 
 OnStep = Callable[[int, float, Mapping[str, float]], None]
-"""Called after each step with the number of steps done, the loss, and the monitor's latest values."""
+"""Called for each step as its reading is finished: the number of steps done, the loss, and the latest values."""
 
 
 def run_demo(settings: DemoSettings, on_step: OnStep) -> DemoResult:
@@ -77,14 +78,28 @@ def _train(settings: DemoSettings, on_step: OnStep) -> DemoResult:
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
 
     config = Config(tensor_every=1, quiet=True, extra={"command": "gradvitals demo", "seed": settings.seed})
-    monitor = watch(model, optimizer, run=settings.out, config=config, batch_size=MICRO_BATCHES * MICRO_BATCH_SIZE)
+    latest: dict[str, float] = {}
+
+    def on_reading(reading: Reading) -> None:
+        if reading.source in (None, "microbatch"):
+            latest.update(reading.values)
+        if reading.source is None:
+            on_step(reading.step + 1, reading.values["loss"], latest)
+
+    monitor = watch(
+        model,
+        optimizer,
+        run=settings.out,
+        config=config,
+        batch_size=MICRO_BATCHES * MICRO_BATCH_SIZE,
+        on_reading=on_reading,
+    )
     start = time.perf_counter()
     done = 0
     interrupted = False
     with monitor:
         try:
             for step in range(settings.steps):
-                step_loss = 0.0
                 for _ in range(MICRO_BATCHES):
                     tokens, targets = text.batch(MICRO_BATCH_SIZE, model.config.context)
                     if step == settings.fault_step:
@@ -93,13 +108,11 @@ def _train(settings: DemoSettings, on_step: OnStep) -> DemoResult:
                         loss = model(tokens, targets)
                     (loss / MICRO_BATCHES).backward()
                     monitor.observe(loss, batch_size=MICRO_BATCH_SIZE)
-                    step_loss += loss.item() / MICRO_BATCHES
                 torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
                 warmup.step()
                 done = step + 1
-                on_step(done, step_loss, monitor.latest)
         except KeyboardInterrupt:
             interrupted = True
     fault_step = settings.fault_step

@@ -76,8 +76,9 @@ class NormHistory:
         """
         if names != self.names:
             self._align(names)
-        mean = self._sum / np.where(self._count >= 2, self._count, np.nan)
-        variance = np.maximum(self._sum_sq / np.maximum(self._count, 1) - mean**2, 0)
+        count = np.where(self._count >= 2, self._count, np.nan)
+        mean = self._sum / count
+        variance = np.maximum(self._sum_sq - count * mean**2, 0) / (count - 1)
         self._remember(norms)
         return norms / mean, np.sqrt(variance) / mean
 
@@ -85,13 +86,14 @@ class NormHistory:
         finite = np.isfinite(norms)
         entering = norms if finite.all() else np.where(finite, norms, 0.0)
         values, counted = self._values[self._position], self._counted[self._position]
+        spike_leaves = bool(np.any(values * self._count > 100 * self._sum))
         self._sum += entering - values
         self._sum_sq += entering**2 - values**2
         self._count += finite - counted
         values[:], counted[:] = entering, finite
         self._position = (self._position + 1) % self.window
-        if self._position == 0:
-            self._recount()  # running sums collect rounding, most of all after a spike has left the window
+        if self._position == 0 or spike_leaves:
+            self._recount()  # running sums collect rounding, most of all when a spike leaves the window
 
     def _recount(self) -> None:
         self._sum, self._sum_sq = self._values.sum(0), (self._values**2).sum(0)
@@ -123,44 +125,61 @@ class NormHistory:
 
 
 class RatioHistory:
-    """Signal over noise as a ratio of means over recent readings, with its interval from their spread."""
+    """Signal over noise as a ratio of means over recent readings, with its interval from their spread.
+
+    Recent is at most `window` readings, and none from before half the run: gradients shrink fast while a run is
+    young, and in a ratio of means the first readings would outweigh all that follow.
+    """
 
     def __init__(self, window: int) -> None:
         self._signal = Ring(window)
         self._noise = Ring(window)
+        self._steps = Ring(window)
 
-    def push(self, names: Sequence[str], signal: Floats, noise: Floats) -> None:
+    def push(self, names: Sequence[str], signal: Floats, noise: Floats, step: int) -> None:
         """Remember one reading's signal and noise of every row."""
-        self._signal.align(names)
-        self._noise.align(names)
         together = np.isfinite(signal) & np.isfinite(noise)
-        self._signal.push(np.where(together, signal, np.nan))
-        self._noise.push(np.where(together, noise, np.nan))
+        for ring, values in ((self._signal, signal), (self._noise, noise), (self._steps, float(step))):
+            ring.align(names)
+            ring.push(np.where(together, values, np.nan))
 
-    def estimate(self, correlation: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+    def estimate(
+        self, known: NDArray[np.bool_], step: int, correlation: Floats | float = 0.0
+    ) -> tuple[Floats, Floats, Floats]:
         """The ratio and its 95 % interval, row by row; inf where there is signal and no noise at all.
 
         Args:
+            known: Rows that the latest reading has a number for. The others are silent: what was so before is no
+                news of now.
+            step: The step it is now.
             correlation: Correlation between one reading and the next, by which their number counts for less.
         """
-        x, y = self._signal.values, self._noise.values
+        recent = self._steps.values >= step / 2
+        x, y = (np.where(recent, ring.values, np.nan) for ring in (self._signal, self._noise))
         count = np.isfinite(x).sum(0).astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            total_x, total_y = np.nansum(x, axis=0), np.nansum(y, axis=0)
-            mean_x, mean_y = total_x / count, total_y / count
-            dx, dy = x - mean_x, y - mean_y
-            dof = np.where(count > 1, count - 1, np.nan)
-            var_x, var_y = np.nansum(dx**2, axis=0) / dof, np.nansum(dy**2, axis=0) / dof
-            cov = np.nansum(dx * dy, axis=0) / dof
-            effective = count * (1 - correlation) / (1 + correlation)
+        mean_x, mean_y = np.nansum(x, axis=0) / count, np.nansum(y, axis=0) / count
+        dx, dy = x - mean_x, y - mean_y
+        dof = np.where(count > 1, count - 1, np.nan)
+        var_x, var_y = np.nansum(dx**2, axis=0) / dof, np.nansum(dy**2, axis=0) / dof
+        cov = np.nansum(dx * dy, axis=0) / dof
+        effective = count * (1 - correlation) / (1 + correlation)
         value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
-        return np.where((mean_y == 0) & (mean_x > 0), np.inf, value), low, high
+        value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)
+        return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
+
+    def last_step(self) -> float:
+        """The step of the latest reading; nan before the first."""
+        steps = self._steps.values
+        return float(np.nanmax(steps)) if np.isfinite(steps).any() else np.nan
+
+    def _rings(self) -> dict[str, Ring]:
+        return {"signal": self._signal, "noise": self._noise, "steps": self._steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Both rings."""
-        return {"signal": self._signal.state_dict(), "noise": self._noise.state_dict()}
+        """All rings."""
+        return {name: ring.state_dict() for name, ring in self._rings().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved rings."""
-        self._signal.load_state_dict(state["signal"])
-        self._noise.load_state_dict(state["noise"])
+        for name, ring in self._rings().items():
+            ring.load_state_dict(state[name])

@@ -96,7 +96,8 @@ def _install() -> None:
 def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or float(norm_type) != 2.0:
+        patched = torch._foreach_norm is not _ORIGINAL_FOREACH_NORM  # by somebody else, or by another thread's call
+        if torch.compiler.is_compiling() or float(norm_type) != 2.0 or patched:
             return original(tensors, norm_type, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         grads: list[Tensor] = []

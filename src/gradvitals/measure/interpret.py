@@ -123,8 +123,8 @@ class Interpreter:
         for i in range(count):  # a row that no micro-batch was seen to reach came to life too late to be followed
             reached |= step.reached(f"micro{i}", step.num_rows)
             reached[step.table.slot_rows[step.reached(f"micro_heads{i}", len(step.table.slot_rows))]] = True
-        read = mine & step.present
-        square = np.where(read & reached, np.square(step.norm), np.nan)
+        read = mine & step.present & reached
+        square = np.where(read, np.square(step.norm), np.nan)
         slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.table.slot_rows))) for i in range(count)]
         parts = np.stack([np.square(step.parts(f"micro{i}", step.num_rows)) for i in range(count)])
         for part, of_slots in zip(parts, slot_parts, strict=True):
@@ -141,19 +141,19 @@ class Interpreter:
             names += [f"head:{name}" for name in layout.heads]
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
-            self._micro.push(names, all_signal, all_noise)
-        per_sample = self._micro.estimate()
+            self._micro.push(names, all_signal, all_noise, step.raw.step)
+        per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.raw.step)
         mean_size = sizes.mean()
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
         if known:
             values |= _noise_scale(*(float(part[0]) for part in per_sample))
         if step.has("micro_radial0") and step.has("weight_before"):
             inner = np.stack([step.parts(f"micro_radial{i}", step.num_rows) / step.loss_scale for i in range(count)])
-            along = np.where(read & reached, inner / step.rows("weight_before"), np.nan)
+            along = np.where(read, inner / step.rows("weight_before"), np.nan)
             radial = self._signal_and_noise(along**2, np.square(along.sum(0)), sizes)
             if not step.outlier:
-                self._radial.push(step.names, *radial)
-            tensors["radial_gsnr"] = mean_size * self._radial.estimate()[0]
+                self._radial.push(step.names, *radial, step.raw.step)
+            tensors["radial_gsnr"] = mean_size * self._radial.estimate(np.isfinite(radial[0]), step.raw.step)[0]
         batch_size = float(mean_size) if known else None
         return step.reading(
             source="microbatch", batch_size=batch_size, values=values, tensors=tensors, layers=layers, heads=heads_out
@@ -181,13 +181,18 @@ class Interpreter:
         noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
         begun = step.rows("adam_step") >= 2  # one gradient has no spread
         names, all_signal, all_noise = _with_sums(layout, signal, noise, begun)
-        self._adam.push(names, all_signal, all_noise)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
-        correlation = beta1.max() ** (2 * raw.every)
-        values, tensors, layers, _ = _spread(layout, self._adam.estimate(correlation))
+        gap = raw.step - self._adam.last_step()
+        correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
+        self._adam.push(names, all_signal, all_noise, raw.step)
+        known = np.isfinite(all_signal) & np.isfinite(all_noise)
+        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, raw.step, correlation))
         if step.has("below_one_count"):
             tensors["gsnr/below_one_fraction"] = step.rows("below_one_count") / step.rows("alive_count")
-        return step.reading(source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers)
+        stage = {"stage": "clipped"} if any(station.clipped for station in raw.stations) else {}
+        return step.reading(
+            source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers, **stage
+        )
 
     def _window(self, step: _Step) -> Reading | None:
         for row in step.raw.windows:
@@ -317,15 +322,16 @@ class _Step:
         sizes = self.raw.sizes
         if len(sizes) == count and all(size is not None for size in sizes):
             return np.array(sizes, dtype=np.float64), True
-        if self.raw.batch_size is not None:
+        told_in_part = len(sizes) > 1 and any(size is not None for size in sizes)
+        if self.raw.batch_size is not None and not told_in_part:
             return np.full(count, self.raw.batch_size / count), True
         return np.ones(count), False
 
     def reading(self, **fields: Any) -> Reading:
         fields.setdefault("batch_size", self.raw.batch_size)
         # Where optimizers were read at different stages, the furthest from raw says what to expect.
-        stage = max((station.stage for station in self.raw.stations), key=STAGES.index)
-        return Reading(step=self.raw.step, time=self.raw.time, stage=stage, **fields)
+        fields.setdefault("stage", max((station.stage for station in self.raw.stations), key=STAGES.index))
+        return Reading(step=self.raw.step, time=self.raw.time, **fields)
 
 
 def _with_sums(

@@ -7,7 +7,7 @@ tensor are all that `functional.adam_gsnr_from_sums` needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,10 @@ def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return f"{type(optimizer).__name__} does not keep averages of the gradient and of its square; {known} do"
 
 
-@dataclass(frozen=True)
-class _State:
-    """Where an optimizer keeps its moments: looking it up for every parameter at every step is not free."""
+class _State(NamedTuple):
+    """An optimizer's moments, tensor by tensor."""
 
-    key: tuple[int, ...]
-    parameters: list[nn.Parameter]
     rows: list[int]
-    groups: list[int]
     first: list[Tensor]
     second: list[Tensor]
     steps: list[Tensor]
@@ -47,7 +43,6 @@ class MomentSums:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._state: _State | None = None
         self._samplers: tuple[list[int], list[tuple[stats.Sampler, list[int]]]] | None = None
 
     @torch.no_grad()
@@ -55,47 +50,28 @@ class MomentSums:
         self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter], *, below_one: bool
     ) -> dict[int, tuple[float, float]]:
         """Put sums, step counts and sampled shares into the packet; return the betas of every row read."""
-        state = self._find(rows, parameters)
-        group_betas = [tuple(group["betas"]) for group in self.optimizer.param_groups]
-        if not state.rows or not all(isinstance(beta, float) for betas in group_betas for beta in betas):
-            return {}  # betas as tensors may be on the device: not worth a wait
+        betas_of = {id(p): group["betas"] for group in self.optimizer.param_groups for p in group["params"]}
+        state = _State([], [], [], [])
+        betas: dict[int, tuple[float, float]] = {}
+        for row, parameter in zip(rows, parameters, strict=True):
+            kept = self.optimizer.state.get(parameter)
+            beta1, beta2 = betas_of.get(id(parameter), (None, None))
+            # Betas may be tensors on the device: not worth a wait.
+            if kept and "exp_avg" in kept and isinstance(beta1, float) and isinstance(beta2, float):
+                betas[row] = (beta1, beta2)
+                state.rows.append(row)
+                state.first.append(kept["exp_avg"])
+                state.second.append(kept["exp_avg_sq"])
+                state.steps.append(torch.as_tensor(kept["step"]))
+        if not betas:
+            return {}
         stats.add_norms(packet, "exp_avg_norm", state.rows, state.first)
         stats.add_sums_of_positive(packet, "exp_avg_sq_sum", state.rows, state.second)
         for step_rows, steps in stats.by_device_and_dtype(state.rows, state.steps):
             packet.add_each("adam_step", steps, step_rows)
-        betas = {row: group_betas[group] for row, group in zip(state.rows, state.groups, strict=True)}
         if below_one:
             self._add_below_one(packet, betas, state)
         return betas
-
-    def _find(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
-        known, states = self._state, self.optimizer.state
-        key = (len(states), len(self.optimizer.param_groups), *rows)
-        if known is not None and known.key == key and known.rows:
-            # A state dict that was loaded replaces all moments, the first ones too.
-            first = states[known.parameters[0]].get("exp_avg")
-            if first is known.first[0]:
-                return known
-        group_of = {
-            id(parameter): index
-            for index, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        entries = [
-            (parameter, row, group_of[id(parameter)], states[parameter])
-            for row, parameter in zip(rows, parameters, strict=True)
-            if id(parameter) in group_of and "exp_avg" in states.get(parameter, ())
-        ]
-        self._state = _State(
-            key=key,
-            parameters=[parameter for parameter, _, _, _ in entries],
-            rows=[row for _, row, _, _ in entries],
-            groups=[group for _, _, group, _ in entries],
-            first=[state["exp_avg"] for _, _, _, state in entries],
-            second=[state["exp_avg_sq"] for _, _, _, state in entries],
-            steps=[torch.as_tensor(state["step"]) for _, _, _, state in entries],
-        )
-        return self._state
 
     def _add_below_one(self, packet: Packet, betas: dict[int, tuple[float, float]], state: _State) -> None:
         """Count, in a sample of coordinates, those alive and those whose GSNR is below 1.
@@ -109,8 +85,7 @@ class MomentSums:
             mean = sampler.gather([state.first[p] for p in positions])
             square = sampler.gather([state.second[p] for p in positions])
             kind, device = mean.dtype, mean.device
-            steps = [state.steps[positions[p]].to(device, non_blocking=True) for p in sampler.order]
-            step = torch.stack(steps).to(kind)
+            step = torch.stack([state.steps[positions[p]] for p in sampler.order]).to(device, kind, non_blocking=True)
             b1, b2 = (
                 torch.tensor([betas[row][which] for row in sampler.rows], dtype=kind).to(device, non_blocking=True)
                 for which in (0, 1)

@@ -81,17 +81,18 @@ def ship(packets: Sequence[Packet]) -> list[Shipment]:
     shipments = [Shipment() for _ in packets]
     for device in dict.fromkeys(device for packet in packets for device in packet.devices):
         flat, places = _join([(index, part) for index, p in enumerate(packets) for part in p.parts(device)])
-        events = []
+        events: set[torch.cuda.Event] = set()
         if device.type == "cuda":
             host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             host.copy_(flat, non_blocking=True)
-            events = [torch.cuda.Event()]
-            events[0].record(torch.cuda.current_stream(device))
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events = {event}
             flat = host
         elif device.type != "cpu":
             flat = flat.cpu()
         for index, name, rows, start in places:
-            shipments[index].events = events
+            shipments[index].events |= events
             shipments[index].contents.append((name, rows, flat, start))
     return shipments
 
@@ -123,7 +124,9 @@ def _join(parts: Sequence[tuple[int, Part]]) -> tuple[Tensor, list[tuple[int, st
 
 
 def _floating(values: Tensor) -> Tensor:
-    return values if values.dtype in (torch.float32, torch.float64) else values.double()
+    if values.dtype in (torch.float32, torch.float64):
+        return values
+    return values.double() if values.device.type in ("cpu", "cuda") else values.float()  # not all have doubles
 
 
 class Shipment:
@@ -131,7 +134,7 @@ class Shipment:
 
     def __init__(self) -> None:
         self.contents: list[tuple[str, Sequence[int], Tensor, int]] = []
-        self.events: list[torch.cuda.Event] = []
+        self.events: set[torch.cuda.Event] = set()
 
     def ready(self) -> bool:
         """Whether everything has arrived. Never waits."""

@@ -21,6 +21,8 @@ class StationStep:
     """Whether gradients were read while still multiplied by a loss scale (``scale{index}`` in the packet)."""
     ignore_scale: bool = False
     """The scale that was noted turned out to be another model's."""
+    clipped: bool = False
+    """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, got."""
     micro_batches: int = 0
     """Number of micro-batches; 0 where they were not counted."""
 

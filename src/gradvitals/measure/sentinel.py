@@ -6,7 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+
+
+def is_distributed() -> bool:
+    """Whether gradients are shared with other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Sentinel:
@@ -44,8 +51,8 @@ class Sentinel:
 
     def altered(self) -> bool:
         """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
-        if self._parameter is None or self._grad is None:
-            return False
+        if self._parameter is None or self._grad is None or is_distributed():
+            return False  # the reduction over ranks writes into gradients too
         grad = self._parameter.grad
         return grad is None or self._grad() is not grad or grad._version != self._version
 
@@ -53,7 +60,13 @@ class Sentinel:
         grad = parameter.grad
         if grad is None:
             return
-        if self._grad is not None and (self._grad() is not grad or grad._version != self._version + 1):
+        in_place = not torch.is_grad_enabled()  # with create_graph autograd makes a new tensor each time
+        if (
+            in_place
+            and not is_distributed()
+            and self._grad is not None
+            and (self._grad() is not grad or grad._version != self._version + 1)
+        ):
             self.backwards = 0
             self._on_given_up()
         self.backwards += 1

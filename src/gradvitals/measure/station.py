@@ -15,7 +15,7 @@ from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.rawstep import StationStep
 from gradvitals.measure.rows import Rows
-from gradvitals.measure.sentinel import Sentinel
+from gradvitals.measure.sentinel import Sentinel, is_distributed
 from gradvitals.measure.updates import UpdateNorms
 
 
@@ -35,6 +35,7 @@ class Station:
         self.on_given_up: Callable[[], None] = lambda: None
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
+        self._one_device = True
         self._members: list[int] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.expects_clip = False
@@ -66,9 +67,10 @@ class Station:
             return
         self.step.rows, self.parameters = rows, parameters
         self._row_set = set(rows)
+        self._one_device = len({parameter.device for parameter in parameters}) <= 1
         if self.micro is not None:
             self.micro.disarm()
-        if "gsnr" in self.config.metrics and "microbatch" in self.config.sources:
+        if "gsnr" in self.config.metrics and "microbatch" in self.config.sources and not is_distributed():
             self.micro = MicrobatchSums(
                 watched.parameters,
                 watched.heads,
@@ -144,7 +146,11 @@ class Station:
         self.reading, self.read_at = Packet(), self.sentinel.backwards
         packet, wants = self.reading, self.config.metrics
         reused = [row for row in self.rows if row in norms]
-        packet.add_each("norm", [norms[row] for row in reused], reused)
+        if self._one_device:
+            packet.add_each("norm", [norms[row] for row in reused], reused)
+        else:
+            for group_rows, group in stats.by_device_and_dtype(reused, [norms[row] for row in reused]):
+                packet.add_each("norm", group, group_rows)
         if len(reused) == len(self.rows) and not full and not count_nonfinite:
             return
         rows = [row for row in self.rows if watched.parameters[row].grad is not None]

@@ -21,6 +21,7 @@ from gradvitals.config import Config
 from gradvitals.measure import interpose
 from gradvitals.measure.cadence import is_due
 from gradvitals.measure.clock import Clock
+from gradvitals.measure.microbatch import MicrobatchSums
 from gradvitals.measure.outbox import Outbox
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.rows import Rows
@@ -56,8 +57,8 @@ class Tap:
         self.count_nonfinite = False
         """Set once a norm has shown something not finite: how much of it is only worth a pass from then on."""
         self.rows = Rows(model, optimizers, config)
-        on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
-        self._clock = Clock(use_events=on_gpu and config.overhead_budget is not None)
+        self._on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
+        self._clock = Clock(use_events=self._on_gpu and config.overhead_budget is not None)
         self._broken: set[str] = set()
         self._order_known = False
         self._assumed_scaler: torch.amp.GradScaler | None = None
@@ -93,18 +94,18 @@ class Tap:
         if station.micro is None:
             return
         if is_due(step, self.every):
-            detail = is_due(step, self.every * self.config.detail_factor)
-            radial = detail and "radial_gsnr" in self.config.metrics
+            radial = is_due(step, self.every * self.config.detail_factor) and "radial_gsnr" in self.config.metrics
             self._attempt("microbatch", partial(station.micro.arm, radial=radial))
         else:
             station.micro.disarm()
 
     def _begin(self) -> RawStep:
         self._observes = 0
+        full = is_due(self.step, self.every)
         return RawStep(
             step=self.step,
-            full=is_due(self.step, self.every),
-            detail=is_due(self.step, self.every * self.config.detail_factor),
+            full=full,
+            detail=full and is_due(self.step, self.every * self.config.detail_factor),
             stations=[station.begin(station.rows) for station in self._stations],
         )
 
@@ -205,11 +206,9 @@ class Tap:
         row_of = {id(parameter.grad): row for row, parameter in enumerate(self.rows.parameters)}
         theirs = {row_of[id(grad)] for grad in grads if id(grad) in row_of}
         # Norms of half-precision gradients come rounded to half precision: not good enough to keep.
-        known = {
-            row_of[id(grad)]: norm
-            for grad, norm in zip(grads, norms or (), strict=norms is not None)
-            if id(grad) in row_of and norm.dtype in (torch.float32, torch.float64)
-        }
+        pairs = zip(grads, norms, strict=True) if norms is not None else ()
+        exact = (torch.float32, torch.float64)
+        known = {row_of[id(grad)]: norm for grad, norm in pairs if id(grad) in row_of and norm.dtype in exact}
         for station in self._stations:
             if not station.stepped and not theirs.isdisjoint(station.rows) and station.is_stale(self._observes):
                 self._read(station, known)
@@ -227,7 +226,7 @@ class Tap:
             if station.is_stale(self._observes):
                 self._read(station)
             self._attempt("window", self._push_windows, station)
-            station.clipped = True
+            station.clipped = station.step.clipped = True
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is in use; until the first step shows who steps us, we take it that it scales our loss."""
@@ -313,11 +312,10 @@ class Tap:
             self._read(station)
         self._attempt("window", self._push_windows, station)
         if station.micro is not None and station.micro.armed:
-            self._attempt("microbatch", self._take_micro_batches, station)
+            self._attempt("microbatch", self._take_micro_batches, station, station.micro)
 
-    def _take_micro_batches(self, station: Station) -> None:
-        assert station.micro is not None
-        station.step.micro_batches, packet = station.micro.finish()
+    def _take_micro_batches(self, station: Station, micro: MicrobatchSums) -> None:
+        station.step.micro_batches, packet = micro.finish()
         if station.step.micro_batches >= 2:
             self._draft.packet.extend(packet)
 
@@ -362,8 +360,8 @@ class Tap:
 
     def _attempt(self, part: str, work: Callable[..., Any], *args: Any) -> None:
         """Do one part of the reading; an error ends that part for good and never reaches the loop."""
-        if part in self._broken:
-            return
+        if part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            return  # what a CUDA graph captures is not ours to add to
         try:
             with self._clock:
                 work(*args)
@@ -373,12 +371,17 @@ class Tap:
     def _fail(self, part: str, error: Exception) -> None:
         self._broken.add(part)
         self.on_error(part, error)
+        if part == "step":  # without it no step would ever end
+            self._detach()
 
     def close(self) -> None:
         """Send off a step that some optimizer has made, and take every hook away."""
         if any(station.stepped for station in self._stations):
             self._attempt("step", self._finish)
         self.flush()
+        self._detach()
+
+    def _detach(self) -> None:
         interpose.detach(self)
         for handle in self._handles:
             handle.remove()

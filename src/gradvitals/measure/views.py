@@ -69,13 +69,15 @@ def watched_parameters(
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for full_name, parameter in model.named_parameters():
-        name = full_name.replace(COMPILED_PREFIX, "")
+        name = _plain(full_name, model)
         seen.add(id(parameter))
-        if (parameter.requires_grad or id(parameter) in stepped) and parameter.numel() and config.watches(name):
+        # A complex parameter is left out: norms and moments of its kind are not what the rest of this means.
+        readable = parameter.numel() and not parameter.is_complex()
+        if (parameter.requires_grad or id(parameter) in stepped) and readable and config.watches(name):
             named[name] = parameter
     for optimizer in optimizers:
         for group, index, parameter in _optimizer_parameters(optimizer):
-            if id(parameter) in seen or not parameter.numel():
+            if id(parameter) in seen or not parameter.numel() or parameter.is_complex():
                 continue
             seen.add(id(parameter))
             names = optimizer.param_groups[group].get("param_names")
@@ -85,6 +87,13 @@ def watched_parameters(
             if config.watches(name):
                 named[name] = parameter
     return named
+
+
+def _plain(name: str, model: nn.Module) -> str:
+    """A name without what wrappers put before it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return name.replace(COMPILED_PREFIX, "")
 
 
 def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[tuple[int, int, nn.Parameter]]:
@@ -154,7 +163,7 @@ def find_heads(
         weights = _attention_weights(module)
         if not weights:
             continue
-        path = path.replace(COMPILED_PREFIX, "")
+        path = _plain(path, model)
         owners = (module, getattr(module, "config", None), getattr(model, "config", None))
         count = _head_count(path, owners, config)
         shares = _first_count(owners, SHARED_HEAD_COUNT_NAMES) not in (0, count)

@@ -28,7 +28,7 @@ class View(Protocol):
     """Shows a run step by step."""
 
     def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
-        """Take in one more step: how many are done, its loss, and the monitor's latest values."""
+        """Take in one more step: how many are done, its loss, and the latest values of all metrics."""
 
 
 class Panel:
@@ -76,7 +76,6 @@ class Lines:
         self.console = console
         self.total = total
         self.every = max(1, total // PLAIN_LINES)
-        self.last_jump = NAN
 
     def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
         """Take in one more step."""
@@ -85,9 +84,9 @@ class Lines:
             line = f"step {step:>4}/{self.total}  loss {number(loss):<6}  norm {number(norm):<6}"
             line += f"  GSNR {number(gsnr):<7}  noise scale {_noise_text(_noise_scale(latest))}"
             self.console.print(line, soft_wrap=True)
-        if ratio > JUMP and ratio != self.last_jump:  # readings come a moment after their step: no number here
-            self.last_jump = ratio
-            text = f"  the gradient norm jumped to {number(norm)}, {number(ratio)} times its moving average"
+        if ratio > JUMP:
+            text = f"step {step:>4}/{self.total}  the gradient norm jumped to {number(norm)}, "
+            text += f"{number(ratio)} times its moving average"
             self.console.print(text, soft_wrap=True)
 
 

@@ -52,6 +52,8 @@ class Trend:
 class NoiseScale:
     """The latest noise scale, in samples; NaN where the readings do not identify it."""
 
+    measured: bool = False
+    """Whether the run has it at all: it needs micro-batches, and the batch size to be told."""
     value: float = NAN
     low: float = NAN
     high: float = NAN
@@ -152,11 +154,11 @@ def _trend(run: Run, metric: str) -> Trend | None:
         return None
     source = _first_source(run, metric, "values")
     steps, values = run.series(metric, source=source)
-    seen = values[~np.isnan(values)]
-    if not seen.size:
+    if np.isnan(values).all() and metric == "gsnr":
         return None
-    ends = {"first": float(seen[0]), "latest": float(seen[-1])}
-    return Trend(metric=metric, source=source, steps=steps, values=values, **ends)
+    seen = values[~np.isnan(values)]
+    first = float(seen[0]) if seen.size else NAN
+    return Trend(metric=metric, source=source, steps=steps, values=values, first=first, latest=float(values[-1]))
 
 
 def _noise_scale(run: Run) -> NoiseScale:
@@ -166,7 +168,7 @@ def _noise_scale(run: Run) -> NoiseScale:
     for name, metric in (("value", "noise_scale"), ("low", "noise_scale_low"), ("high", "noise_scale_high")):
         values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
         parts[name] = float(values[-1]) if values.size else NAN
-    return NoiseScale(source=source, **parts)
+    return NoiseScale(source=source, measured="noise_scale" in available, **parts)
 
 
 def _batch_size(run: Run, source: str | None) -> float | None:

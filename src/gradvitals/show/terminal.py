@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -70,7 +71,7 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
         yield Text("Findings, worst first", style="bold")
         yield from (_finding(finding) for finding in summary.findings)
     else:
-        yield Text("No findings.")
+        yield Text("No findings. (This version does not judge the training itself yet.)")
     if summary.dropped:
         yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
@@ -98,14 +99,19 @@ def _trends(summary: Summary) -> Table:
     scale = summary.noise_scale
     if scale.identifiable:
         table.add_row("noise scale", number(scale.value), _range("samples", scale.low, scale.high))
-    else:
+    elif scale.measured:
         table.add_row("noise scale", "-", "not identifiable from these readings")
+    else:
+        table.add_row("noise scale", "-", "needs micro-batches and watch(..., batch_size=...)")
     return table
 
 
 def _spark(trend: Trend) -> Spark:
     # A spike of the norm is the news, so it may flatten the rest; elsewhere the shape is.
-    return Spark(trend.values, robust=trend.metric != "grad/norm")
+    values = trend.values
+    if trend.metric != "gsnr":  # a loss or a norm that is not a number is not a gap but an alarm
+        values = np.where(np.isnan(values), np.inf, values)
+    return Spark(values, robust=trend.metric != "grad/norm")
 
 
 def _range(unit: str, low: float, high: float) -> str:
@@ -154,7 +160,7 @@ def _worst_tensors(summary: Summary) -> Iterator[RenderableType]:
         ("Lowest GSNR", summary.lowest_gsnr),
         ("Largest spike ratio of the run", summary.largest_spikes),
         ("Largest update/weight", summary.largest_updates),
-        ("Non-finite gradients, first seen", summary.nonfinite),
+        ("Non-finite elements where first seen (1: at least one)", summary.nonfinite),
     )
     for title, worst in groups:
         if not worst:
@@ -172,7 +178,9 @@ def _finding(finding: Finding) -> Text:
     text = Text(f"{finding.severity:<9}", style=STYLES[finding.severity])
     text.append(clean(finding.title), style="default")
     steps = f"since step {finding.first_step}"
-    if finding.last_step is not None:
+    if finding.last_step == finding.first_step:
+        steps = f"step {finding.first_step}"
+    elif finding.last_step is not None:
         steps = f"steps {finding.first_step} to {finding.last_step}"
     text.append(f" ({steps}", style="default")
     if finding.tensors:

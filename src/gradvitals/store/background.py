@@ -162,6 +162,10 @@ class BackgroundWriter:
     def _take(self) -> None:
         """Move what is in the queue to the pending records, calling what has to be called."""
         for _ in range(len(self._queue)):
+            # What a slow device has not sent yet must not hold up what is there already.
+            ready = getattr(self._queue[0], "ready", None)
+            if ready is not None and not ready() and not self._closing:
+                return
             item = self._queue.popleft()
             try:
                 for record in item() if callable(item) else (item,):

@@ -178,4 +178,5 @@ def _close_to(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name[:200], [each for each in known if len(each) <= 200], n=3, cutoff=0.5)
     if close:
         return f"; did you mean {' or '.join(repr(each) for each in close)}?"
-    return f"; it has: {', '.join(each[:80] for each in known[:8])}" if known else "; it has none"
+    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
+    return f"; it has: {', '.join(each[:80] for each in known[:8])}{more}" if known else "; it has none"

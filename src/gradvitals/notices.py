@@ -1,0 +1,63 @@
+"""What gradvitals has to say about itself, as findings: a source it lacks, an error of its own, a full disk."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from gradvitals.errors import RunError
+from gradvitals.types import Finding
+
+
+def source_unavailable(source: str, reason: str, step: int) -> Finding:
+    """A source of GSNR that this run cannot have."""
+    return Finding(
+        id="source_unavailable",
+        severity="info",
+        title=f"GSNR from {source} is not available: {reason}",
+        first_step=step,
+        last_step=step,
+    )
+
+
+def readings_thinned(step: int, *, spent: float, budget: float, before: int, after: int) -> Finding:
+    """Monitoring cost more than its budget."""
+    return Finding(
+        id="readings_thinned",
+        severity="info",
+        title=f"per-tensor readings now come every {after} steps to stay within the overhead budget",
+        first_step=step,
+        last_step=step,
+        evidence={"overhead": spent, "budget": budget, "before": before, "after": after},
+        causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
+        cures=("raise overhead_budget, or choose fewer metrics",),
+    )
+
+
+def monitor_error(part: str, error: BaseException, step: int) -> Finding:
+    """An error of ours; what it concerns stays silent from here on."""
+    trace = "".join(traceback.format_exception(error))
+    return Finding(
+        id="monitor_error",
+        severity="warning",
+        title=f"gradvitals stopped reading '{part}' after an error of its own: {error!r}",
+        first_step=step,
+        evidence={"error": repr(error), "traceback": trace[-4000:]},
+        causes=("a bug in gradvitals or a model it does not know; training is not affected",),
+        cures=("please report it with the traceback that `gradvitals report --json` shows",),
+    )
+
+
+def store_error(error: BaseException, path: Path, step: int) -> Finding:
+    """The run cannot be kept, for now."""
+    if not isinstance(error, (OSError, RunError)):
+        return monitor_error("store", error, step)
+    return Finding(
+        id="store_error",
+        severity="warning",
+        title=f"gradvitals cannot keep readings ({error}); training goes on",
+        first_step=step,
+        evidence={"error": repr(error), "path": str(path)},
+        causes=("the disk is full, the folder cannot be written, or the file was damaged",),
+        cures=("free space or pass another folder as run=...; writing is tried again meanwhile",),
+    )
