@@ -7,6 +7,7 @@ second arrives, ``.grad`` is its gradient, and not holding a reference lets auto
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -100,16 +101,23 @@ class MicrobatchSums:
         return num_micro_batches, packet
 
     def _hook(self, row: int) -> Callable[[Tensor], None]:
+        reference = weakref.ref(self)  # a parameter must not hold its watcher, see Sentinel
+
         def incoming(grad: Tensor) -> None:
-            try:
-                with self.clock:
-                    self._incoming(row, grad)
-            except Exception as error:
-                self.disarm()
-                self._clear()
-                self.on_error(error)
+            sums = reference()
+            if sums is not None:
+                sums._receive(row, grad)
 
         return incoming
+
+    def _receive(self, row: int, grad: Tensor) -> None:
+        try:
+            with self.clock:
+                self._incoming(row, grad)
+        except Exception as error:
+            self.disarm()
+            self._clear()
+            self.on_error(error)
 
     def _incoming(self, row: int, grad: Tensor) -> None:
         engine_run = torch._C._current_graph_task_id()

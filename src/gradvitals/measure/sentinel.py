@@ -37,7 +37,15 @@ class Sentinel:
         if self._parameter is not parameter:
             self.unhook()
             self._parameter = parameter
-            self._hook = parameter.register_post_accumulate_grad_hook(self._after_accumulation)
+            # Weakly: a parameter that held its watcher would hold the model, in a ring that Python cannot see.
+            reference = weakref.WeakMethod(self._after_accumulation)
+
+            def after_accumulation(parameter: Tensor) -> None:
+                method = reference()
+                if method is not None:
+                    method(parameter)
+
+            self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
 
     def unhook(self) -> None:
         """Stop watching."""
