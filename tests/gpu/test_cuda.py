@@ -41,13 +41,17 @@ def train(path: Path, device: str, **options: Any) -> gv.Run:
     return gv.open_run(path)
 
 
-@pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"fused": True}, {"foreach": True, "capturable": True}], ids=str
-)
+WAYS = ({"foreach": True}, {"fused": True}, {"foreach": True, "capturable": True})
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
 def test_gpu_reads_what_a_cpu_reads(tmp_path: Path, options: dict[str, bool]) -> None:
     with train(tmp_path / "cpu", "cpu") as cpu, train(tmp_path / "gpu", "cuda", **options) as gpu:
         for metric in METRICS:
-            np.testing.assert_allclose(gpu.series(metric)[1], cpu.series(metric)[1], rtol=2e-3, err_msg=metric)
+            # A product may be exactly zero on one device and not on the other: a few elements in a hundred thousand.
+            loose = 1e-3 if metric == "grad/zero_fraction" else 0.0
+            ours, theirs = gpu.series(metric)[1], cpu.series(metric)[1]
+            np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=loose, err_msg=metric)
         for kind in ("tensors", "layers", "heads"):
             ours, theirs = (run.matrix("gsnr", kind=kind, source="microbatch")[1] for run in (gpu, cpu))
             np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2, err_msg=kind)
