@@ -50,7 +50,9 @@ class MicrobatchSums:
         self.arrivals = arrivals
         """Rows in the order in which backward reaches them, from the output to the input; shared by all optimizers."""
         self._arrived: set[int] = set()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.armed = False
+        """Whether incoming gradients are collected."""
+        self._handles: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -60,25 +62,24 @@ class MicrobatchSums:
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
 
-    @property
-    def armed(self) -> bool:
-        """Whether hooks are in place."""
-        return bool(self._handles)
-
     def arm(self, *, radial: bool) -> None:
         """Collect from the next backward on, with the component along the weights where asked."""
-        self.disarm()
-        self.radial = radial
+        self.armed, self.radial = True, radial
         self._clear()
-        for row in self.rows:
-            if self.parameters[row].requires_grad:
-                self._handles.append(self.parameters[row].register_hook(self._hook(row)))
+        trainable = [row for row in self.rows if self.parameters[row].requires_grad]
+        if list(self._handles) != trainable:  # hooks may still be there from the step before
+            self._unhook()
+            self._handles = {row: self.parameters[row].register_hook(self._hook(row)) for row in trainable}
 
     def disarm(self) -> None:
         """Take the hooks away: an unmeasured step costs nothing."""
-        for handle in self._handles:
+        self.armed = False
+        self._unhook()
+
+    def _unhook(self) -> None:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
 
     def restart(self) -> None:
         """The batches so far were given up; the backward in progress is the first of the step."""
@@ -87,13 +88,13 @@ class MicrobatchSums:
         self._fired = fired
 
     def finish(self) -> tuple[int, Packet]:
-        """End the step's collection and take the hooks away.
+        """End the step's collection. The hooks stay for the next step, which takes them away or uses them.
 
         Returns:
             The number of micro-batches and, where there were at least two, their norms under the names
             ``micro{i}``, ``micro_heads{i}`` (for weights seen head by head) and ``micro_radial{i}``.
         """
-        self.disarm()
+        self.armed = False
         self.flush()
         num_micro_batches = self.num_seen + 1 if self._fired or self.num_seen else 0
         packet = self.packet
@@ -105,7 +106,7 @@ class MicrobatchSums:
 
         def incoming(grad: Tensor) -> None:
             sums = reference()
-            if sums is not None:
+            if sums is not None and sums.armed:
                 sums._receive(row, grad)
 
         return incoming
