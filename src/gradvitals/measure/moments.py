@@ -1,7 +1,7 @@
 """GSNR from the optimizer's own moments: no memory, no hooks, two multi-tensor norms.
 
 Adam keeps m, an average of gradients, and v, an average of their squares. The sums of m² and of v over a
-tensor are all that `functional.adam_gsnr_from_sums` needs.
+tensor are all that `functional.adam_signal_and_noise` needs.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ class Rows:
         self.windows: dict[int, SlidingWindow] = {}
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Look for parameters not watched yet (a new group, an unfrozen layer). Returns whether there were any."""
+    def refresh(self) -> None:
+        """Look for parameters not watched yet (a new group, an unfrozen layer)."""
         known = {id(parameter) for parameter in self.parameters}
         current = watched_parameters(self.model, self.optimizers, self.config)
         fresh = {name: parameter for name, parameter in current.items() if id(parameter) not in known}
         if not fresh:
-            return False
+            return
         for name in fresh:  # a module was replaced: its row goes on with the new tensor, its window does not
             if name in self.named:
                 self.windows.pop(list(self.named).index(name), None)
@@ -53,7 +53,6 @@ class Rows:
         self.slots = [(view.row, head) for view in views for head in view.heads]
         self._describe()
         self._open_windows()
-        return True
 
     def by_optimizer(self) -> list[list[int]]:
         """The rows each optimizer steps. Trainable ones that none steps are read with the first."""

@@ -133,7 +133,7 @@ class Station:
 
     def instruments(
         self, watched: Rows, norms: dict[int, Tensor], *, full: bool, detail: bool, count_nonfinite: bool
-    ) -> Iterator[tuple[str, Callable[[], None]]]:
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
         """What there is to take of the gradients right now, each by its name and independent of the others.
 
         Args:
@@ -162,7 +162,7 @@ class Station:
             own_rows, own_grads = [row for row, _ in own], [grad for _, grad in own]
             yield "norm", lambda: stats.add_norms(packet, "norm", own_rows, own_grads)
         if full and self.micro is not None and self.micro.armed:
-            yield "heads", lambda: _forget(add_heads(packet, "heads", watched.heads, rows, grads))
+            yield "heads", lambda: add_heads(packet, "heads", watched.heads, rows, grads)
         if detail and "grad/max" in wants:
             yield "grad/max", lambda: stats.add_largest(packet, "max", rows, grads)
         if detail and "grad/zero_fraction" in wants:
@@ -217,7 +217,3 @@ class Station:
         self.sentinel.unhook()
         if self.micro is not None:
             self.micro.disarm()
-
-
-def _forget(_: object) -> None:
-    pass

@@ -124,7 +124,6 @@ class Tap:
                 station.follow_first(self.rows.arrivals, self.rows)
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
-        draft.every = self.every
         if draft.batch_size is None:
             draft.batch_size = self.batch_size
         draft.pack_losses()
