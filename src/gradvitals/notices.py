@@ -17,6 +17,7 @@ def source_unavailable(source: str, reason: str, step: int) -> Finding:
         title=f"GSNR from {source} is not available: {reason}",
         first_step=step,
         last_step=step,
+        evidence={"about": source},
     )
 
 
@@ -42,10 +43,28 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
         severity="warning",
         title=f"gradvitals stopped reading '{part}' after an error of its own: {error!r}",
         first_step=step,
-        evidence={"error": repr(error), "traceback": trace[-4000:]},
+        evidence={"about": part, "error": repr(error), "traceback": trace[-4000:]},
         causes=("a bug in gradvitals or a model it does not know; training is not affected",),
         cures=("please report it with the traceback that `gradvitals report --json` shows",),
     )
+
+
+def training_stopped(error: BaseException, step: int) -> Finding:
+    """The training loop did not come to its end."""
+    by_hand = isinstance(error, (KeyboardInterrupt, SystemExit))
+    return Finding(
+        id="training_stopped",
+        severity="info" if by_hand else "critical",
+        title="training was stopped by hand" if by_hand else f"training stopped with {_first_line(error)}",
+        first_step=step,
+        last_step=step,
+        evidence={"error": repr(error)[:4000]},
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
 
 
 def store_error(error: BaseException, path: Path, step: int) -> Finding:

@@ -47,6 +47,9 @@ METRICS: dict[str, str] = {
     "update/norm": "L2 norm of the change one optimizer step made to the weights",
     "update/ratio": "update norm over weight norm",
     "radial_gsnr": "GSNR of the gradient along the weights, <W,g>/|W|",
+    "update/rms": "root mean square change of the weights in one step, from up to 64 coordinates of each tensor",
+    "update/cosine": "cosine between this step's change of those coordinates and the one before",
+    "clip/max_norm": "the norm that the training loop clips gradients to",
     "step/skipped": "1 where a GradScaler skipped the optimizer step",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
 }
@@ -186,6 +189,8 @@ class Finding:
     causes: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
     rank: int | None = None
+    found_step: int | None = None
+    """The step at which it was told, which may be later than the first it concerns."""
 
     def __str__(self) -> str:
         where = f" in {', '.join(self.tensors[:3])}" if self.tensors else ""

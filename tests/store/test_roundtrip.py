@@ -93,10 +93,10 @@ def test_meta_says_who_when_and_how_much_was_lost(tmp_path):
 def test_a_finding_written_again_is_updated(tmp_path):
     finding = Finding(id="spike", severity="warning", title="Spike", tensors=("a", "b"), first_step=3)
     ended = Finding(
-        id="spike", severity="critical", title="Spike", tensors=("a", "b"), first_step=3, last_step=9,
+        id="spike", severity="critical", title="Spike", tensors=("a", "b", "c"), first_step=3, last_step=9,
         evidence={"seen": 1.5}, causes=("a bad batch",), cures=("clip",),
     )  # fmt: skip
-    other = Finding(id="spike", severity="warning", title="Spike", tensors=("a",), first_step=3)
+    other = Finding(id="spike", severity="warning", title="Spike", tensors=("a",), first_step=4)
     action = Action(kind="lr", step=4, finding="spike", taken=True, before={"lr": 1}, after={"lr": 0.5}, reason="why")
     with RunWriter(tmp_path, meta={}) as writer:
         for record in (finding, other, ended, action, action):

@@ -28,8 +28,8 @@ class Listener(Protocol):
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
         """The L2 norm of these gradients was computed, `norms` one by one where torch did so."""
 
-    def on_clip(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of these parameters are about to be scaled or clamped in place."""
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        """The gradients of these parameters are about to be scaled (to a norm, where known) or clamped in place."""
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A loss was multiplied by this scaler's scale."""
@@ -125,12 +125,16 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    by_norm = "norm" in original.__name__
+
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             if not isinstance(parameters, Tensor):
                 parameters = list(parameters)  # a generator can be gone through once
-            _tell("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters)
+            limit = kwargs.get("max_norm", args[0] if args else None)
+            norm = float(limit) if by_norm and isinstance(limit, (int, float)) else None
+            _tell("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters, norm)
         return original(parameters, *args, **kwargs)
 
     return clip

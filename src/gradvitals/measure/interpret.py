@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,19 +13,22 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
+from gradvitals.measure.landed import LandedStep, Table
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.window import NUM_BLOCKS
-from gradvitals.types import Layout, Reading, Stage
+from gradvitals.types import Layout, Reading
 
 Floats = NDArray[np.float64]
-
-STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
 OUTLIER_RATIO = 5.0
 """A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
 
 ROUNDING = 2e-6
 """Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
+
+BREATH_SECONDS = 5e-5
+"""Pause between pieces of work. Python gives the interpreter lock away only every 5 ms by itself, and the training
+thread would wait for it; a thread that sleeps for a moment hands it over."""
 
 STUDENT_T = 2.262
 """97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
@@ -37,12 +41,13 @@ class Interpreter:
         self.config = config
         self.on_error = on_error
         self._broken: set[str] = set()
-        self._table = _Table(Layout(), [])
+        self._table = Table(Layout(), [])
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
         self._adam = RatioHistory(config.gsnr_window)
         self._window_norms: dict[str, list[float]] = {}
+        self._last_change = (-1, math.nan)
 
     def finish(self, raw: RawStep) -> list[Reading]:
         """The readings of one step: first what needs no samples, then one for each GSNR source.
@@ -50,8 +55,8 @@ class Interpreter:
         An error in one of them is told, and that one is silent from then on.
         """
         if raw.layout is not self._table.layout:
-            self._table = _Table(raw.layout, raw.slots)
-        step = _Step(raw, self._table)
+            self._table = Table(raw.layout, raw.slots)
+        step = LandedStep(raw, self._table)
         readings = []
         for part, applies, make in (
             ("general", True, self._general),
@@ -61,6 +66,7 @@ class Interpreter:
         ):
             if not applies or part in self._broken:
                 continue
+            time.sleep(BREATH_SECONDS)
             try:
                 # Zero over zero is an answer here: there is nothing to tell.
                 with np.errstate(all="ignore"):
@@ -75,7 +81,7 @@ class Interpreter:
 
     # -- norms, loss, weights -----------------------------------------------------------------------------------
 
-    def _general(self, step: _Step) -> Reading:
+    def _general(self, step: LandedStep) -> Reading:
         norm = step.norm
         values = {name: value for name, value in (("loss", step.loss()), ("lr", step.lr())) if value is not None}
         tensors: dict[str, Floats] = {}
@@ -106,13 +112,34 @@ class Interpreter:
             tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
             if values["weight/norm"] > 0:
                 values["update/ratio"] = values["update/norm"] / values["weight/norm"]
+        if step.has("change_sq"):
+            values |= self._changes(step, tensors)
+        if step.raw.max_norm is not None:
+            values["clip/max_norm"] = step.raw.max_norm
         if step.under_scaler:
             values["step/skipped"] = float(step.skipped())
         return step.reading(values=values, tensors=tensors)
 
+    def _changes(self, step: LandedStep, tensors: dict[str, Floats]) -> dict[str, float]:
+        """The root mean square change of every tensor and of all, and whether it goes on in the same direction."""
+        counts = np.full(step.num_rows, np.nan)
+        for lengths in step.raw.sampled:
+            counts[list(lengths)] = list(lengths.values())
+        squares = step.rows("change_sq")
+        tensors["update/rms"] = np.sqrt(squares / counts)
+        read = np.isfinite(counts) & step.arrived["change_sq"].present(step.num_rows)
+        sizes = step.table.sizes[read]
+        values = {"update/rms": math.sqrt(np.average(squares[read] / counts[read], weights=sizes))}
+        last_step, last_square = self._last_change
+        square = float(squares[read].sum())
+        if step.has("change_dot") and last_step == step.raw.step - 1 and last_square * square > 0:
+            values["update/cosine"] = float(step.arrived["change_dot"].values.sum() / math.sqrt(last_square * square))
+        self._last_change = (step.raw.step, square)
+        return values
+
     # -- the three sources of GSNR ------------------------------------------------------------------------------
 
-    def _microbatch(self, step: _Step) -> Reading:
+    def _microbatch(self, step: LandedStep) -> Reading:
         layout = step.raw.layout
         count = max(station.micro_batches for station in step.raw.stations)
         sizes, known = step.micro_batch_sizes(count)
@@ -166,7 +193,7 @@ class Interpreter:
         second_moment = ((sizes / weights**2)[:, None] * parts).sum(0) / count
         return np.asarray(signal), np.where(noise <= ROUNDING * second_moment, 0.0, noise)
 
-    def _from_moments(self, step: _Step) -> Reading:
+    def _from_moments(self, step: LandedStep) -> Reading:
         raw, layout = step.raw, step.raw.layout
         rows = np.array(list(raw.betas), dtype=np.int64)
         beta1, beta2 = np.array(list(raw.betas.values())).T
@@ -194,7 +221,7 @@ class Interpreter:
             source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers, **stage
         )
 
-    def _window(self, step: _Step) -> Reading | None:
+    def _window(self, step: LandedStep) -> Reading | None:
         for row in step.raw.windows:
             norms = self._window_norms.setdefault(step.names[row], [])
             sampled = step.arrived.get(f"window_sq{row}")
@@ -232,106 +259,6 @@ class Interpreter:
         for name, history in self._histories().items():
             history.load_state_dict(state[name])
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
-
-
-class _Table:
-    """What does not change from step to step."""
-
-    def __init__(self, layout: Layout, slots: list[tuple[int, int]]) -> None:
-        self.layout = layout
-        self.names = tuple(info.name for info in layout.tensors)
-        self.with_whole = ("", *self.names)
-        self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
-        self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
-
-
-class _Step:
-    """A RawStep that has arrived, with the questions an Interpreter asks of it."""
-
-    def __init__(self, raw: RawStep, table: _Table) -> None:
-        self.raw = raw
-        self.table = table
-        self.names = table.names
-        self.num_rows = len(table.names)
-        self.outlier = False
-        self.arrived = arrived = raw.shipment.wait()
-        self.loss_scale, self.grad_scale = np.ones((2, self.num_rows))
-        self.under_scaler = False
-        for index, station in enumerate(raw.stations):
-            if f"scale{index}" in arrived and not station.ignore_scale:
-                self.under_scaler = True
-                self.loss_scale[station.rows] = arrived[f"scale{index}"].values[0]
-                if station.scaled:
-                    self.grad_scale[station.rows] = self.loss_scale[station.rows]
-        self.present = arrived["norm"].present(self.num_rows) if "norm" in arrived else np.zeros(self.num_rows, bool)
-        self.norm = self.rows("norm") / self.grad_scale if "norm" in arrived else np.full(self.num_rows, np.nan)
-
-    def has(self, name: str) -> bool:
-        return name in self.arrived
-
-    def rows(self, name: str) -> Floats:
-        """One number a tensor, nan where there is none."""
-        return self.arrived[name].by_row(self.num_rows)
-
-    def parts(self, name: str, num_rows: int) -> Floats:
-        """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
-        if name not in self.arrived:
-            return np.zeros(num_rows)
-        return np.where(self.arrived[name].present(num_rows), self.arrived[name].by_row(num_rows), 0.0)
-
-    def reached(self, name: str, num_rows: int) -> NDArray[np.bool_]:
-        """Which rows something came for under a name."""
-        return self.arrived[name].present(num_rows) if name in self.arrived else np.zeros(num_rows, dtype=bool)
-
-    def total(self, norms: Floats, name: str) -> float:
-        """The norm of all tensors read under a name; nan where one of them is."""
-        return math.sqrt(np.square(norms[self.arrived[name].present(self.num_rows)]).sum())
-
-    def by_head(self, of_slots: Floats) -> Floats:
-        """Sum the squares of a head's parts over the q, k and v weights it has."""
-        sums: Floats = np.zeros(len(self.table.layout.heads))
-        np.add.at(sums, self.table.slot_heads, of_slots)
-        return sums
-
-    def loss(self) -> float | None:
-        if not self.raw.losses:
-            return None
-        losses = [
-            loss if isinstance(loss, float) else float(self.arrived[f"loss{i}"].values[0])
-            for i, loss in enumerate(self.raw.losses)
-        ]
-        sizes = self.raw.sizes
-        if len(sizes) == len(losses) and all(size is not None for size in sizes):
-            return float(np.average(losses, weights=np.array(sizes, dtype=np.float64)))
-        return float(np.mean(losses))
-
-    def lr(self) -> float | None:
-        return float(self.arrived["lr"].values[0]) if "lr" in self.arrived else self.raw.lr
-
-    def skipped(self) -> bool:
-        return self.raw.skipped or ("found_inf" in self.arrived and bool(self.arrived["found_inf"].values.any()))
-
-    def nonfinite(self) -> Floats:
-        """Non-finite elements of each tensor; where they were not counted, 1 for "at least one"."""
-        if "nonfinite" in self.arrived:
-            return self.rows("nonfinite")
-        return np.where(self.present, ~np.isfinite(self.norm), np.nan).astype(np.float64)
-
-    def micro_batch_sizes(self, count: int) -> tuple[Floats, bool]:
-        """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
-        sizes = self.raw.sizes
-        if len(sizes) == count and all(size is not None for size in sizes):
-            return np.array(sizes, dtype=np.float64), True
-        told_in_part = len(sizes) > 1 and any(size is not None for size in sizes)
-        if self.raw.batch_size is not None and not told_in_part:
-            return np.full(count, self.raw.batch_size / count), True
-        return np.ones(count), False
-
-    def reading(self, **fields: Any) -> Reading:
-        fields.setdefault("batch_size", self.raw.batch_size)
-        # Where optimizers were read at different stages, the furthest from raw says what to expect.
-        fields.setdefault("stage", max((station.stage for station in self.raw.stations), key=STAGES.index))
-        return Reading(step=self.raw.step, time=self.raw.time, **fields)
 
 
 def _with_sums(

@@ -50,6 +50,7 @@ class MicrobatchSums:
         self.arrivals = arrivals
         """Rows in the order in which backward reaches them, from the output to the input; shared by all optimizers."""
         self._arrived: set[int] = set()
+        self._places_known = False
         self.armed = False
         """Whether incoming gradients are collected."""
         self._handles: dict[int, torch.utils.hooks.RemovableHandle] = {}
@@ -70,6 +71,7 @@ class MicrobatchSums:
         if list(self._handles) != trainable:  # hooks may still be there from the step before
             self._unhook()
             self._handles = {row: self.parameters[row].register_hook(self._hook(row)) for row in trainable}
+        self._places_known = self._known_arrivals().issuperset(trainable)
 
     def disarm(self) -> None:
         """Take the hooks away: an unmeasured step costs nothing."""
@@ -104,32 +106,29 @@ class MicrobatchSums:
     def _hook(self, row: int) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)  # a parameter must not hold its watcher, see Sentinel
 
+        # Called for every parameter in every backward of a measured step: nothing here that can be done later.
         def incoming(grad: Tensor) -> None:
             sums = reference()
             if sums is not None and sums.armed:
-                sums._receive(row, grad)
+                try:
+                    sums._incoming(row, grad)
+                except Exception as error:
+                    sums.disarm()
+                    sums._clear()
+                    sums.on_error(error)
 
         return incoming
-
-    def _receive(self, row: int, grad: Tensor) -> None:
-        try:
-            with self.clock:
-                self._incoming(row, grad)
-        except Exception as error:
-            self.disarm()
-            self._clear()
-            self.on_error(error)
 
     def _incoming(self, row: int, grad: Tensor) -> None:
         engine_run = torch._C._current_graph_task_id()
         if row in self._fired:
             self._end_micro_batch(row, engine_run)
-        self._note_arrival(row)
+        if not self._places_known:
+            self._note_arrival(row)
         self._fired[row] = engine_run
         if self.num_seen:
             # Autograd makes the first gradient of a parameter its .grad; what we hold must not change with it.
-            held = grad.detach() if self.parameters[row].grad is not None else grad.detach().clone()
-            self._hold(row, held)
+            self._hold(row, grad if self.parameters[row].grad is not None else grad.detach().clone())
 
     def _hold(self, row: int, grad: Tensor) -> None:
         self._pending.append((row, grad))
@@ -177,6 +176,10 @@ class MicrobatchSums:
     def _measure(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
         if not rows:
             return
+        with self.clock:
+            self._add_norms(rows, grads)
+
+    def _add_norms(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
         index = self.num_seen
         rest = add_heads(self.packet, f"micro_heads{index}", self.heads, rows, grads)
         stats.add_norms(self.packet, f"micro{index}", [rows[p] for p in rest], [grads[p] for p in rest])

@@ -47,6 +47,10 @@ class RawStep:
     batch_size: float | None = None
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
     fractions: dict[int, float] = field(default_factory=dict)
+    sampled: list[dict[int, int]] = field(default_factory=list)
+    """Coordinates of each row that its change was read of."""
+    max_norm: float | None = None
+    """What the loop clipped the gradient's norm to."""
     windows: dict[int, int | None] = field(default_factory=dict)
     """Rows that went into a sliding window; where it is complete, the steps in one of its blocks."""
     skipped: bool = False

@@ -31,6 +31,8 @@ class Rows:
         """Rows from the input to the output: as registered, until a backward pass has shown it."""
         self.arrivals: list[int] = []
         """Rows in the order in which backward reaches them, as far as seen."""
+        self.looked_up: set[int] = set()
+        """Rows of embeddings: most of their coordinates do not change at most steps, and need not."""
         self.layout = Layout()
         self.windows: dict[int, SlidingWindow] = {}
         self.refresh()
@@ -51,6 +53,9 @@ class Rows:
         views, self.head_names = find_heads(self.model, self.named, self.config)
         self.heads = {view.row: view for view in views}
         self.slots = [(view.row, head) for view in views for head in view.heads]
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        looked_up = {id(module.weight) for module in self.model.modules() if isinstance(module, tables)}
+        self.looked_up = {row for row, parameter in enumerate(self.parameters) if id(parameter) in looked_up}
         self._describe()
         self._open_windows()
 

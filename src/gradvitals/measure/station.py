@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from gradvitals.config import Config
 from gradvitals.measure import stats
+from gradvitals.measure.changes import Changes
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.microbatch import MicrobatchSums, add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.rawstep import StationStep
+from gradvitals.measure.rawstep import RawStep, StationStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sentinel import Sentinel, is_distributed
 from gradvitals.measure.updates import UpdateNorms
@@ -28,6 +29,7 @@ class Station:
         self.config = config
         self.sentinel = Sentinel(self._give_up)
         self.updates = UpdateNorms()
+        self.changes = Changes()
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
@@ -68,6 +70,8 @@ class Station:
         self.step.rows, self.parameters = rows, parameters
         self._row_set = set(rows)
         self._one_device = len({parameter.device for parameter in parameters}) <= 1
+        dense = [row for row in rows if row not in watched.looked_up and watched.parameters[row].numel()]
+        self.changes.follow(dense, [watched.parameters[row] for row in dense])
         if self.micro is not None:
             self.micro.disarm()
         if "gsnr" in self.config.metrics and "microbatch" in self.config.sources and not is_distributed():
@@ -197,20 +201,31 @@ class Station:
             if row in self._row_set:
                 window.spoil()
 
-    def read_moments(self, packet: Packet, *, detail: bool) -> dict[int, tuple[float, float]]:
-        """Gather the optimizer's moments after its step; returns the betas of the rows read."""
-        if self.moments is None:
-            return {}
-        below_one = detail and "gsnr/below_one_fraction" in self.config.metrics
-        return self.moments.add(packet, self.rows, self.parameters, below_one=below_one)
+    def instruments_after(self, draft: RawStep) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What there is to take right after the optimizer's step, each by its name."""
+        if "update/norm" in self.config.metrics:
+            yield "changes", lambda: self._read_changes(draft)
+        if draft.full:
+            if self.moments is not None:
+                yield "moments", lambda: self._read_moments(draft)
+            yield "update", lambda: self._read_weights(draft)
+
+    def _read_changes(self, draft: RawStep) -> None:
+        self.changes.add(draft.packet)
+        draft.sampled.append(self.changes.lengths)
+
+    def _read_moments(self, draft: RawStep) -> None:
+        assert self.moments is not None
+        below_one = draft.detail and "gsnr/below_one_fraction" in self.config.metrics
+        draft.betas |= self.moments.add(draft.packet, self.rows, self.parameters, below_one=below_one)
 
     @torch.no_grad()
-    def read_weights(self, packet: Packet) -> dict[int, float]:
-        """Gather weights and their change after the step; returns the share of each tensor the change covers."""
+    def _read_weights(self, draft: RawStep) -> None:
         wants = self.config.metrics
         if self.parameters and {"weight/norm", "update/norm"} & set(wants):
-            stats.add_norms(packet, "weight", self.rows, [parameter.detach() for parameter in self.parameters])
-        return self.updates.after(packet, self.parameters) if "update/norm" in wants else {}
+            stats.add_norms(draft.packet, "weight", self.rows, [parameter.detach() for parameter in self.parameters])
+        if "update/norm" in wants:
+            draft.fractions |= self.updates.after(draft.packet, self.parameters)
 
     def close(self) -> None:
         """Take all hooks away."""

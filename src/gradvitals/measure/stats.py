@@ -42,6 +42,9 @@ def dense(tensor: Tensor) -> Tensor:
 
 def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Split tensors into lists that one multi-tensor call can take."""
+    if len({(tensor.device, tensor.dtype, tensor.layout) for tensor in tensors}) == 1 and not tensors[0].is_sparse:
+        yield list(rows), list(tensors)  # nearly always
+        return
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for row, tensor in zip(rows, tensors, strict=True):
         tensor = dense(tensor)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradvitals.config import Config
 from gradvitals.measure import interpose
-from gradvitals.measure.cadence import is_due
+from gradvitals.measure.cadence import YOUNG_EVERY, is_due
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.microbatch import MicrobatchSums
 from gradvitals.measure.outbox import Outbox
@@ -93,19 +93,23 @@ class Tap:
         """Collect micro-batches from here on if the step to come is due."""
         if station.micro is None:
             return
-        if is_due(step, self.every):
-            radial = is_due(step, self.every * self.config.detail_factor) and "radial_gsnr" in self.config.metrics
+        if self._is_due(step):
+            radial = self._is_due(step, self.config.detail_factor) and "radial_gsnr" in self.config.metrics
             self._attempt("microbatch", partial(station.micro.arm, radial=radial))
         else:
             station.micro.disarm()
 
+    def _is_due(self, step: int, factor: int = 1) -> bool:
+        thinned = max(1, self.every // self.config.tensor_every)  # by the budget: a young run has to obey it too
+        return is_due(step, self.every, factor, young_every=YOUNG_EVERY * thinned)
+
     def _begin(self) -> RawStep:
         self._observes = 0
-        full = is_due(self.step, self.every)
+        full = self._is_due(self.step)
         return RawStep(
             step=self.step,
             full=full,
-            detail=full and is_due(self.step, self.every * self.config.detail_factor),
+            detail=full and self._is_due(self.step, self.config.detail_factor),
             stations=[station.begin(station.rows) for station in self._stations],
         )
 
@@ -212,12 +216,12 @@ class Tap:
             if not station.stepped and not theirs.isdisjoint(station.rows) and station.is_stale(self._observes):
                 self._read(station, known)
 
-    def on_clip(self, parameters: Sequence[Tensor]) -> None:
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
         if not self._muted:
-            self._attempt("clip", self._on_clip, parameters)
+            self._attempt("clip", self._on_clip, parameters, max_norm)
 
-    def _on_clip(self, parameters: Sequence[Tensor]) -> None:
+    def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         clipped = {id(parameter) for parameter in parameters}
         for station in self._stations:
             if station.stepped or clipped.isdisjoint(map(id, station.parameters)):
@@ -226,6 +230,7 @@ class Tap:
                 self._read(station)
             self._attempt("window", self._push_windows, station)
             station.clipped = station.step.clipped = True
+            self._draft.max_norm = max_norm
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is in use; until the first step shows who steps us, we take it that it scales our loss."""
@@ -322,24 +327,19 @@ class Tap:
         found_inf = getattr(station.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
             self._draft.packet.add("found_inf", found_inf)
-        if self._draft.full and "update/norm" in self.config.metrics:
-            station.updates.before(station.rows, station.parameters)
+        if "update/norm" in self.config.metrics:
+            station.changes.begin()
+            if self._draft.full:
+                station.updates.before(station.rows, station.parameters)
 
     def _post_hook(self, station: Station) -> Callable[..., None]:
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             station.in_scaler_step = False
-            if self._draft.full:
-                self._attempt("moments", self._read_moments, station)
-                self._attempt("update", self._read_weights, station)
+            for name, take in station.instruments_after(self._draft):
+                self._attempt(name, take)
             self._attempt("step", self._leave, station)
 
         return after_step
-
-    def _read_moments(self, station: Station) -> None:
-        self._draft.betas |= station.read_moments(self._draft.packet, detail=self._draft.detail)
-
-    def _read_weights(self, station: Station) -> None:
-        self._draft.fractions |= station.read_weights(self._draft.packet)
 
     def _leave(self, station: Station) -> None:
         """An optimizer has stepped, or was skipped."""

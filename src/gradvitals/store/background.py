@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -265,3 +266,15 @@ def _num_bytes(record: Record) -> int:
         return 0
     arrays = (array for kind in (record.tensors, record.layers, record.heads) for array in kind.values())
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
+
+
+def call_weakly(method: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """Call a method as long as its object lives, without keeping it alive: a writer must not hold its owner."""
+    reference = weakref.WeakMethod(method)
+
+    def call(error: BaseException) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(error)
+
+    return call

@@ -125,6 +125,6 @@ def load_layout(layers: str, heads: str, details: str) -> Layout:
 
 
 def finding_key(finding: Finding) -> str:
-    """What makes two findings the same one, at different times: id, tensors and first step."""
-    identity = dump_json([finding.id, finding.tensors, finding.first_step])
+    """What makes two findings the same one, at different times: id, rank, first step, and what it is about."""
+    identity = dump_json([finding.id, finding.rank, finding.first_step, finding.evidence.get("about")])
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

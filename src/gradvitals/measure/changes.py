@@ -1,0 +1,111 @@
+"""How far every step moved the weights, at next to no cost: a few coordinates of each tensor, read once a step.
+
+What is read after one step is what it is before the next, so one small copy a step is all it takes. Spikes of the
+update come before spikes of the loss, weights that do not move at all are a common mistake, and directions that turn
+round from step to step are the mark of a learning rate at its limit: these must be seen at every step, where
+`updates` is exact but rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradvitals.measure import stats
+from gradvitals.measure.packet import Packet
+
+COORDINATES = 64
+"""Coordinates of each tensor, evenly spread."""
+
+
+class _Group:
+    """Tensors of one device and dtype."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+        self.rows = rows
+        self.views = [stats.flat(t)[:: stats.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.lengths = [view.numel() for view in self.views]
+        self._lengths = torch.tensor(self.lengths).to(tensors[0].device, non_blocking=True)
+        self.before = self.gather()
+        self.last: Tensor | None = None
+
+    def gather(self) -> Tensor:
+        values = torch.cat(self.views)
+        return values.to(stats.accumulator(values.dtype))
+
+    def add(self, packet: Packet) -> None:
+        now = self.gather()
+        change = now - self.before
+        sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
+        packet.add("change_sq", sums, self.rows)
+        if self.last is not None:
+            packet.add("change_dot", torch.dot(change, self.last))
+        self.before, self.last = now, change
+
+
+class _HostGroup:
+    """Tensors in the host's memory, which numpy reads many times faster than torch joins strided views there."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+        self.rows = rows
+        self.views = [stats.flat(t).numpy()[:: stats.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.lengths = [len(view) for view in self.views]
+        self._starts = np.cumsum([0, *self.lengths[:-1]])
+        self.before = np.concatenate(self.views)
+        self.last: NDArray[Any] | None = None
+
+    def add(self, packet: Packet) -> None:
+        now = np.concatenate(self.views)
+        change = now - self.before
+        packet.add("change_sq", torch.from_numpy(np.add.reduceat(change * change, self._starts)), self.rows)
+        if self.last is not None:
+            packet.add("change_dot", torch.tensor(float(change @ self.last), dtype=torch.float64))
+        self.before, self.last = now, change
+
+
+def _group(rows: list[int], tensors: list[Tensor]) -> _Group | _HostGroup:
+    on_host = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float64)
+    return _HostGroup(rows, tensors) if on_host else _Group(rows, tensors)
+
+
+class Changes:
+    """Follows sampled coordinates of one optimizer's parameters from step to step."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}
+        """Coordinates read of each row."""
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._addresses: list[int] = []
+        self._groups: list[_Group | _HostGroup] | None = None
+
+    def follow(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Follow these parameters from the next step on."""
+        self._rows, self._parameters, self._groups = list(rows), list(parameters), None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a step: take a first look, unless the one after the last step still holds."""
+        if self._groups is None or self._moved():
+            self._addresses = self._where()
+            tensors = [parameter.detach() for parameter in self._parameters]
+            self._groups = [_group(*group) for group in stats.by_device_and_dtype(self._rows, tensors)]
+            self.lengths = {row: n for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)}
+
+    @torch.no_grad()
+    def add(self, packet: Packet) -> None:
+        """After a step: put the sum of squared changes of every tensor, and their agreement with the last, in."""
+        if self._groups is None or self._moved():
+            return
+        for group in self._groups:
+            group.add(packet)
+
+    def _where(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._parameters]
+
+    def _moved(self) -> bool:
+        return self._where() != self._addresses  # the loop has put other storage under a parameter

@@ -1,0 +1,131 @@
+"""How far every step moves the weights, and in which direction, against what the optimizer is known to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradvitals as gv
+from gradvitals.types import Reading
+
+
+class Weights(nn.Module):
+    """Parameters whose gradient is whatever the test says."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            setattr(self, name, nn.Parameter(torch.zeros(size)))
+
+
+def train(
+    tmp_path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[int, str], float],
+    steps: int,
+    clip: float | None = None,
+    between: Callable[[int], None] = lambda step: None,
+) -> dict[int, Reading]:
+    readings: dict[int, Reading] = {}
+
+    def keep(reading: Reading) -> None:
+        if reading.source is None:
+            readings[reading.step] = reading
+
+    config = gv.Config(quiet=True, diagnose=False)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config, on_reading=keep) as monitor:
+        for step in range(steps):
+            optimizer.zero_grad()
+            terms: list[Tensor] = [p.sum() * gradient(step, name) for name, p in model.named_parameters()]
+            torch.stack(terms).sum().backward()
+            monitor.observe(0.0)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            between(step)
+    assert not [finding for finding in monitor.findings if finding.id == "monitor_error"]
+    return readings
+
+
+def test_every_step_tells_the_change_of_every_tensor(tmp_path: Path) -> None:
+    model = Weights({"a": 10, "b": 1000})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    readings = train(tmp_path, model, optimizer, lambda step, name: {"a": 2.0, "b": 0.1}[name] * (step + 1), 60)
+    for step, reading in readings.items():
+        a, b = 0.5 * 2.0 * (step + 1), 0.5 * 0.1 * (step + 1)
+        np.testing.assert_allclose(reading.tensors["update/rms"], [a, b], rtol=1e-3)
+        whole = math.sqrt((10 * a**2 + 1000 * b**2) / 1010)
+        assert reading.values["update/rms"] == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(("turn", "cosine"), [(1.0, 1.0), (-1.0, -1.0)])
+def test_the_direction_is_kept_or_turned_round(tmp_path: Path, turn: float, cosine: float) -> None:
+    model = Weights({"a": 100})
+    readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), lambda step, name: turn**step, 8)
+    assert "update/cosine" not in readings[0].values
+    assert [readings[step].values["update/cosine"] for step in range(1, 8)] == pytest.approx([cosine] * 7, abs=1e-5)
+
+
+def test_directions_at_right_angles(tmp_path: Path) -> None:
+    model = Weights({"a": 64, "b": 64})
+    gradient: Callable[[int, str], float] = lambda step, name: float((name == "a") == (step % 2 == 0))  # noqa: E731
+    readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), gradient, 6)
+    assert [readings[step].values["update/cosine"] for step in range(1, 6)] == pytest.approx([0.0] * 5, abs=1e-6)
+
+
+def test_a_tensor_no_optimizer_steps_does_not_change(tmp_path: Path) -> None:
+    model = Weights({"a": 100, "forgotten": 100})
+    readings = train(tmp_path, model, torch.optim.SGD([model.a], lr=1.0), lambda step, name: 1.0, 5)
+    for reading in readings.values():
+        np.testing.assert_allclose(reading.tensors["update/rms"], [1.0, 0.0])
+
+
+def test_half_precision_weights_that_are_too_coarse_for_their_update_stay(tmp_path: Path) -> None:
+    model = Weights({"a": 100}).to(torch.bfloat16)
+    with torch.no_grad():
+        model.a.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    readings = train(tmp_path, model, optimizer, lambda step, name: 1.0, 4)
+    assert [reading.values["update/rms"] for reading in readings.values()] == [0.0] * 4
+
+
+def test_embeddings_are_not_sampled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))
+    readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), lambda step, name: 1.0, 3)
+    for reading in readings.values():
+        assert np.isnan(reading.tensors["update/rms"]).tolist() == [True, False, False]
+        assert reading.values["update/rms"] == pytest.approx(1.0)
+
+
+def test_storage_put_under_a_parameter_is_followed(tmp_path: Path) -> None:
+    model = Weights({"a": 100})
+
+    def swap(step: int) -> None:
+        if step == 2:
+            model.a.data = torch.full((100,), 5.0)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    readings = train(tmp_path, model, optimizer, lambda step, name: 1.0, 6, between=swap)
+    assert [reading.values["update/rms"] for reading in readings.values()] == pytest.approx([1.0] * 6)
+
+
+def test_what_the_loop_clips_to(tmp_path: Path) -> None:
+    model = Weights({"a": 100})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    readings = train(tmp_path, model, optimizer, lambda step, name: 1.0, 4, clip=2.5)
+    assert [reading.values["clip/max_norm"] for reading in readings.values()] == [2.5] * 4
+    assert readings[3].values["grad/norm"] == pytest.approx(10.0)
+    assert readings[3].values["update/rms"] == pytest.approx(0.25, rel=1e-3)
+
+
+def test_without_clipping_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    model = Weights({"a": 100})
+    readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), lambda step, name: 1.0, 2)
+    assert "clip/max_norm" not in readings[1].values
