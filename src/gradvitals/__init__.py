@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import functional
+    from gradvitals import diagnose, functional
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor, watch
     from gradvitals.store.reader import Run, open_run
@@ -21,6 +21,7 @@ __all__ = [
     "Reading",
     "Run",
     "__version__",
+    "diagnose",
     "functional",
     "open_run",
     "watch",
@@ -42,8 +43,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "functional":
-        return importlib.import_module("gradvitals.functional")
+    if name in ("diagnose", "functional"):
+        return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gradvitals' has no attribute {name!r}")

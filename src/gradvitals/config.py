@@ -86,8 +86,14 @@ class Config:
     queue_size: int = 1024
     """Readings that may wait for the disk before further ones are dropped and counted."""
 
+    diagnose: bool = True
+    """Judge the readings by the rules of `gradvitals.diagnose`, off the training thread."""
+
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of rules by their id: False turns one off, a mapping sets it, e.g. ``{"explosion": {"ratio": 3}}``."""
+
     quiet: bool = False
-    """Do not print findings to stderr when they open."""
+    """Do not print findings to stderr when they open and close."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Anything to keep with the run: hyper-parameters, a commit, notes. Must be JSON."""

@@ -22,11 +22,12 @@ from gradvitals import notices
 from gradvitals.arguments import check_arguments
 from gradvitals.config import Config
 from gradvitals.errors import RunError
+from gradvitals.judge import Judge, say
 from gradvitals.measure import Interpreter, RawStep, Tap
 from gradvitals.measure.budget import Budget
-from gradvitals.measure.moments import unavailable_reason
 from gradvitals.measure.sentinel import is_distributed
-from gradvitals.store import THREAD_NAME, BackgroundWriter, free_run_path, open_run
+from gradvitals.measure.sources import missing_sources
+from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, next_step, run_id
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, json_ready
 
 Record = Reading | Finding | Action | Layout
@@ -103,10 +104,10 @@ class Monitor:
         self._closed = True  # nothing to close before all of this has worked
         optimizers = check_arguments(model, optimizer, config, batch_size)
         self.config = config if config is not None else Config()
-        self.findings: list[Finding] = []
+        self._notices: list[Finding] = []
         path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
         # Each process keeps a run of its own until there is one record for all of them.
-        rank = dist.get_rank() if is_distributed() else 0
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path
         self._resume = resume
         self._on_reading = on_reading
@@ -114,6 +115,9 @@ class Monitor:
         self._layout: Layout | None = None
         self._latest: dict[Source | None, dict[str, float]] = {}
         self._interpreter = Interpreter(self.config, self._on_error)
+        self._judge: Judge | None = None
+        if self.config.diagnose:
+            self._judge = Judge(model, optimizers, self.config, world_size=world_size, on_error=self._on_error)
         share = self.config.overhead_budget
         self._budget = Budget(share, self.config.tensor_every) if share is not None else None
         self._single_batch_readings = 0
@@ -124,8 +128,9 @@ class Monitor:
         )
         self._closed = False
         if resume:
-            self._tap.start(_next_step(self._path))
-        self._tell_unavailable(optimizers)
+            self._tap.start(next_step(self._path))
+        for source, reason in missing_sources(self.config, optimizers):
+            self._report(notices.source_unavailable(source, reason, self._now()))
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
@@ -157,6 +162,11 @@ class Monitor:
         return merged
 
     @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, about the training and about the monitoring. Those without a last step go on."""
+        return [*self._notices, *(self._judge.findings if self._judge is not None else ())]
+
+    @property
     def run_path(self) -> Path:
         """Where the run is kept."""
         return self._writer.path if self._writer is not None else self._path
@@ -168,12 +178,21 @@ class Monitor:
         self._tap.flush()
         return self._writer.flush(timeout) if self._writer is not None else True
 
-    def close(self) -> None:
-        """Stop watching: hooks go, what is on its way is written, the run is marked finished."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop watching: hooks go, what is on its way is written, the run is marked finished.
+
+        An error that ended training before its time is kept with the run; a ``with`` block tells it by itself.
+        """
         if self._closed:
             return
         self._closed = True
+        if error is not None:
+            self._report(notices.training_stopped(error, self._now()))
         self._tap.close()
+        if self._judge is not None:
+            self._judge.close()
+            if self._writer is not None:
+                self._writer.put(self._judge.finish)  # after the last step has been judged
         if self._writer is not None:
             self._writer.close(30.0)
 
@@ -188,7 +207,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(error)
 
     def __repr__(self) -> str:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
@@ -206,6 +225,7 @@ class Monitor:
             "run_id": self._writer.run_id if self._writer is not None else None,
             "tap": self._tap.state_dict(),
             "interpreter": self._interpreter.state_dict(),
+            "diagnosis": self._judge.state_dict() if self._judge is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,8 +240,10 @@ class Monitor:
             raise RunError(f"load_state_dict was called after {self.step} steps; call it before the first one")
         self._tap.load_state_dict(state["tap"])
         self._interpreter.load_state_dict(state["interpreter"])
+        if self._judge is not None and state["diagnosis"] is not None:
+            self._judge.load_state_dict(state["diagnosis"])
         saved = Path(state["run"])
-        if _run_id(saved) == state["run_id"] and state["run_id"] is not None:
+        if run_id(saved) == state["run_id"] and state["run_id"] is not None:
             self._path, self._resume = saved, True
 
     # -- on the training thread ---------------------------------------------------------------------------------
@@ -234,19 +256,21 @@ class Monitor:
 
     def _open(self, first_step: int) -> None:
         path = self._path if self._resume else free_run_path(self._path)
-        if path != self._path and not self.config.quiet:
-            print(f"gradvitals: {self._path} holds a run already; this one is kept in {path}", file=sys.stderr)
+        if path != self._path:
+            say(f"{self._path} holds a run already; this one is kept in {path}", self.config.quiet)
         meta = {"config": json_ready(asdict(self.config)), "extra": json_ready(dict(self.config.extra))}
         meta["torch"] = torch.__version__
+        if self._judge is not None:
+            meta["facts"] = self._judge.diagnosis.facts.to_json()
         self._writer = BackgroundWriter(
             path,
             meta=meta,
             resume=self._resume,
             first_step=first_step,
             queue_size=self.config.queue_size,
-            on_error=_weakly(self._on_store_error),
+            on_error=call_weakly(self._on_store_error),
         )
-        for finding in self.findings:
+        for finding in self._notices:
             self._writer.put(finding)
         # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
         # weak reference, so that a Monitor that is dropped can go, and its model with it.
@@ -288,9 +312,18 @@ class Monitor:
         self._clean_steps = 0 if broken else self._clean_steps + 1
         self._tap.count_nonfinite = self._clean_steps < CLEAN_STEPS
         remarkable = broken or general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        records += self._judged(readings, raw.layout)
         if not raw.full and not remarkable:
             readings[0] = replace(general, tensors={})
         return [*records, *readings]
+
+    def _judged(self, readings: Sequence[Reading], layout: Layout) -> Sequence[Finding]:
+        try:
+            return self._judge.read(readings, layout) if self._judge is not None else ()
+        except Exception as error:
+            self._judge = None
+            self._on_error("diagnosis", error)
+            return ()
 
     def _show(self, reading: Reading) -> None:
         if self._on_reading is not None:
@@ -326,9 +359,9 @@ class Monitor:
     # -- findings of our own ------------------------------------------------------------------------------------
 
     def _report(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        if not self.config.quiet and finding.severity != "info":
-            print(f"gradvitals: {finding}", file=sys.stderr)
+        self._notices.append(finding)
+        if finding.severity != "info":
+            say(str(finding), self.config.quiet)
         if self._aside is not None and threading.current_thread().name == THREAD_NAME:
             self._aside.append(finding)
         elif self._writer is not None:
@@ -342,16 +375,6 @@ class Monitor:
 
     def _now(self) -> int:
         return self._tap.step if hasattr(self, "_tap") else 0
-
-    def _tell_unavailable(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if "gsnr" not in self.config.metrics:
-            return
-        if "adam" in self.config.sources:
-            for reason in dict.fromkeys(filter(None, map(unavailable_reason, optimizers))):
-                self._report(notices.source_unavailable("the optimizer's moments", reason, self._now()))
-        if "microbatch" in self.config.sources and is_distributed():
-            reason = "gradients are shared between processes, which this version does not tell apart"
-            self._report(notices.source_unavailable("micro-batches", reason, self._now()))
 
 
 class _Job:
@@ -369,31 +392,8 @@ class _Job:
         return self._complete(self._steps)
 
 
-def _weakly(method: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """Call a method as long as its object lives, without keeping it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(error: BaseException) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(error)
-
-    return call
-
-
 def _close(reference: weakref.ref[Monitor]) -> None:
     monitor = reference()
     if monitor is not None:
-        monitor.close()
-
-
-def _run_id(path: Path) -> str | None:
-    with contextlib.suppress(RunError), open_run(path) as run:
-        return str(run.meta.get("run_id"))
-    return None
-
-
-def _next_step(path: Path) -> int:
-    with contextlib.suppress(RunError), open_run(path) as run:
-        return 0 if run.last_step is None else int(run.last_step) + 1
-    return 0
+        # Set where an exception nobody caught has ended the program; at a prompt it may be any earlier one.
+        monitor.close(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))

@@ -1,0 +1,24 @@
+"""From readings to findings: what is wrong, where, since when, why probably, what to do. No torch."""
+
+# Importing a family registers its rules; this is the order in which findings of one step are told.
+from gradvitals.diagnose import (
+    batch,
+    clipping,
+    gradients,
+    loss,
+    precision,
+    presets,
+    ranks,
+    schedule,
+    signal,
+    swings,
+    updates,
+)
+from gradvitals.diagnose.engine import Diagnosis
+from gradvitals.diagnose.facts import Facts
+from gradvitals.diagnose.rule import RULES, Rule, Sign, build_rules, register
+from gradvitals.diagnose.step import Step
+
+FAMILIES = (loss, gradients, swings, updates, signal, batch, schedule, clipping, precision, ranks, presets)
+
+__all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "build_rules", "register"]

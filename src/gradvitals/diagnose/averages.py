@@ -1,0 +1,122 @@
+"""Live GSNRs as what they are: averages over readings, which tell something new only where they share none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradvitals.types import SOURCES, Reading, Source
+
+KEPT = 100
+"""Averages that are remembered."""
+
+OUTLIER_RATIO = 5.0
+"""A step whose norm is this far over its moving average is left out of the averages by the monitor."""
+
+SAME_SIZE = 1.25
+"""Batches whose sizes differ by less than this factor count as of one size."""
+
+ODD_SIZES = 3
+"""Readings in a row at another batch size after which it is the new one. The last batch of an epoch is a single one."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """The GSNR of the whole model at one step, over the last readings of one source."""
+
+    step: int
+    begins: int
+    """Step of the oldest reading in it."""
+    count: int
+    """Readings in it."""
+    value: float
+    low: float
+    high: float
+    batch_size: float
+    """Samples that it stands for; nan where not told."""
+    step_size: float
+    """Samples of one optimizer step; nan where not told."""
+
+    @property
+    def middle(self) -> float:
+        """Where in the run it stands."""
+        return (self.begins + self.step) / 2
+
+    @property
+    def established(self) -> bool:
+        """Whether the signal is beyond doubt: four standard errors, as many averages are looked at in a run."""
+        return 2 * self.low > self.value > 0
+
+    @property
+    def per_step(self) -> float:
+        """What a GSNR has to be multiplied by to stand for the batch of one optimizer step; 1 where not known."""
+        return self.step_size / self.batch_size if self.step_size > self.batch_size else 1.0
+
+
+@dataclass
+class Averages:
+    """The averages of one source at one batch size.
+
+    Values of another source or batch size are other quantities: those of a better source, or of a batch size that
+    stays, begin anew.
+    """
+
+    window: int = 20
+    """Readings in an average at most, as the monitor takes them."""
+    source: Source | Literal[""] = ""
+    steps: list[int] = field(default_factory=list)
+    kept: list[list[float]] = field(default_factory=list)
+    """The numbers of each `Average` so far."""
+    sizes: list[float] = field(default_factory=list)
+    """Samples of a reading and of a step, as they are now."""
+    odd: list[int] = field(default_factory=list)
+    """Steps of the last readings that were of another size."""
+    begins: int = 0
+    """Step of the first reading at this size."""
+
+    @property
+    def at_one_point(self) -> bool:
+        """Whether the samples of a reading were all taken with the same weights."""
+        return self.source in ("microbatch", "ranks")
+
+    def take(self, reading: Reading, general: Reading) -> Average | None:
+        """Remember what the best source of a step says. None where it is not of the source or size that is followed.
+
+        Args:
+            reading: The reading of the source.
+            general: The reading of the same step that has no source.
+        """
+        if reading.source is None or reading.source == "window":
+            return None
+        if self.source and SOURCES.index(reading.source) > SOURCES.index(self.source):
+            return None
+        if reading.source != self.source:
+            self.source, self.steps, self.kept, self.sizes, self.odd = reading.source, [], [], [], []
+        value, low, high = (reading.values.get(name, math.nan) for name in ("gsnr", "gsnr_low", "gsnr_high"))
+        size, whole = (math.nan if found is None else found for found in (reading.batch_size, general.batch_size))
+        if not OUTLIER_RATIO <= general.values.get("grad/spike_ratio", math.nan) < math.inf:
+            self.steps.append(reading.step)
+        if self.sizes and not all(map(_alike, self.sizes, (size, whole))):
+            self.odd.append(reading.step)
+            if len(self.odd) < ODD_SIZES:
+                return None
+            # Until they have left the average, readings at the old size are still in it.
+            self.kept, self.begins = [], self.odd[0]
+        self.sizes, self.odd = [size, whole], []
+        recent = [number for number in self.steps[-self.window :] if number >= reading.step / 2]
+        if not recent or recent[0] < self.begins:
+            return None
+        numbers = (reading.step, recent[0], len(recent), value, low, high, size, whole)
+        self.kept.append(list(numbers))
+        del self.steps[:-KEPT], self.kept[:-KEPT]
+        return Average(*numbers)
+
+    def before(self, step: float) -> Average | None:
+        """The newest average of readings that are all from before a step."""
+        found = next((kept for kept in reversed(self.kept) if kept[0] < step), None)
+        return None if found is None else Average(*found)  # type: ignore[arg-type]
+
+
+def _alike(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or max(a, b) < SAME_SIZE * min(a, b)

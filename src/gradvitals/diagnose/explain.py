@@ -1,0 +1,102 @@
+"""The words of a finding: the one place where what a rule saw becomes what every surface says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradvitals.diagnose.rule import Sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What there is to say about one pattern. Names in braces are filled in with the numbers that were seen.
+
+    ``{first}`` is the first tensor named, ``{where}`` says how many there are, ``{step}`` is the step, and
+    ``{expected_name}`` is what the number of that name was expected to be.
+    """
+
+    name: str
+    """The pattern in two or three words."""
+    pattern: str
+    """When it fires, for the documentation."""
+    title: str
+    """What is said of a run that has it."""
+    causes: Mapping[str, str]
+    """By key, the commonest first, each with why."""
+    cures: Mapping[str, str]
+    """By key, the first thing to try first. The first one names the numbers of this run."""
+    fine: str = ""
+    """What is said of a run that was looked at and does not have it."""
+    reference: str = ""
+    """Where the pattern comes from."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The words for one run."""
+
+    title: str
+    causes: tuple[str, ...] = ()
+    cures: tuple[str, ...] = field(default=())
+
+
+def explain(words: Words | None, sign: Sign, step: int) -> Explained:
+    """Fill in the words with what was seen, likeliest causes and best cures first."""
+    if words is None:
+        return Explained(sign.title or "a pattern without a description")
+    blanks = _Blanks({name: number(value) for name, value in sign.seen.items()})
+    blanks |= {f"expected_{name}": number(value) for name, value in sign.expected.items()}
+    blanks |= {"step": str(step), "first": sign.tensors[0] if sign.tensors else "the model"}
+    blanks["where"] = where(sign.tensors)
+    return Explained(
+        title=words.title.format_map(blanks),
+        causes=tuple(_filled_in(words.causes, sign.causes, blanks)),
+        cures=tuple(_filled_in(words.cures, sign.cures, blanks)),
+    )
+
+
+def _filled_in(texts: Mapping[str, str], chosen: tuple[str, ...], blanks: _Blanks) -> Iterator[str]:
+    """Those that were chosen, then the others as far as they speak of nothing that was not seen."""
+    for key in dict.fromkeys((*chosen, *texts)):
+        blanks.missing = False
+        text = texts[key].format_map(blanks)
+        if key in chosen or not blanks.missing:
+            yield text
+
+
+def where(tensors: tuple[str, ...]) -> str:
+    """Where something is: the first tensor, and how many more."""
+    if not tensors:
+        return "the whole model"
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+
+
+def number(value: Any) -> str:
+    """A number as people write it: three significant digits, no needless zeros.
+
+    >>> [number(value) for value in (0.000123, 41.26, 12345.6, 3, True)]
+    ['1.23e-04', '41.3', '12,346', '3', 'True']
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+class _Blanks(dict[str, str]):
+    """A number that was not seen leaves a question mark, not an error: words must never break a run."""
+
+    missing = False
+    """Whether one was asked for since this was last reset."""
+
+    def __missing__(self, key: str) -> str:
+        self.missing = True
+        return "?"

@@ -1,0 +1,376 @@
+"""Rules that look at gradients and their norms: broken, too large, too small, or all over the place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
+from gradvitals.diagnose.rule import Rule, Sign, register
+from gradvitals.diagnose.step import Step
+from gradvitals.types import Layout, Severity
+
+Floats = NDArray[np.float64]
+
+NAMED = 50
+"""Tensors a finding names at most."""
+
+
+def usual_limit(step: Step) -> float:
+    """A norm to clip to that leaves nine in ten of the run's recent steps alone."""
+    norms = step.history["grad/norm"].last(200)
+    return float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
+
+
+@register
+@dataclass
+class Nonfinite(Rule):
+    """NaN or Inf in a gradient."""
+
+    id = "nonfinite"
+    needs = ("grad/nonfinite",)
+
+    skips: int = 10
+    """Steps in a row that a GradScaler may skip. It looks for its scale that way, a few steps at a time."""
+
+    bad_for: int = field(default=0, init=False)
+    """Steps in a row."""
+    last: int = field(default=-1, init=False)
+    since: int = field(default=-1, init=False)
+    first: list[str] = field(default_factory=list, init=False)
+    """Where it was when it began: a step later it is everywhere."""
+    seen: dict[str, Any] = field(default_factory=dict, init=False)
+    cause: str = field(default="", init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires at every step with a gradient that is not finite."""
+        if not step.value("grad/nonfinite") > 0:
+            self.bad_for = 0
+            return None
+        if self.last < 0 or step.number - self.last > self.closes_after:
+            self._begin(step)
+        self.bad_for, self.last = self.bad_for + 1, step.number
+        skipped = step.value("step/skipped") == 1
+        ordinary = skipped and self.bad_for <= self.skips
+        return Sign(
+            severity="info" if ordinary else "critical",
+            seen={**self.seen, "steps": self.bad_for},
+            expected={"share": 0.0},
+            tensors=tuple(self.first),
+            since=self.since,
+            causes=("scaler", self.cause) if ordinary else (self.cause,),
+            cures=("scaler",) if ordinary else ("skipping", self.cause) if skipped else (self.cause,),
+        )
+
+    def _begin(self, step: Step) -> None:
+        counts, infos = step.tensors("grad/nonfinite"), step.layout.tensors
+        bad = [] if counts is None else [infos[i] for i in np.flatnonzero(counts > 0)]
+        bad.sort(key=lambda info: (-info.depth, -info.index))  # as backward comes to them
+        loss = step.general.values.get("loss", 0.0)
+        everywhere = len(bad) == len(infos)
+        self.cause = "forward" if not math.isfinite(loss) else "batch" if everywhere else "backward"
+        if everywhere and infos and infos[0].dtype == "float16":
+            self.cause = "float16"
+        self.since, self.bad_for = step.number, 0
+        self.first = [info.name for info in bad[:NAMED]]
+        elements = float(np.nansum(counts)) if counts is not None else math.nan
+        share = elements / (sum(info.numel for info in bad) or 1)
+        where = "all tensors" if everywhere else f"{len(bad)} of {len(infos)} tensors"
+        self.seen = {"affected": where, "tensors": len(bad), "of": len(infos), "elements": elements, "share": share}
+        self.seen |= {"loss": loss, "at": step.number, "eps": step.facts.eps or 1e-8}
+
+
+@register
+@dataclass
+class Explosion(Rule):
+    """The gradient is far larger than usual, of the whole model or of one tensor; or far too large from the start."""
+
+    id = "explosion"
+
+    ratio: float = 2.0
+    """The norm over what is usual."""
+    z: float = 6.0
+    """Standard deviations of its logarithm over what is usual, so that ordinary noise does not count."""
+    tensor_ratio: float = 4.0
+    """The same of one tensor, one of many, whose spike the norm of all hides."""
+    tensor_z: float = 8.0
+    """Standard deviations of its logarithm, likewise."""
+    tensor_share: float = 0.02
+    """A tensor counts from this share of the whole norm on."""
+    extreme_ratio: float = 5.0
+    """A spike of one step that the loss does not show is a warning from here on; below, it is told without alarm."""
+    extreme_z: float = 10.0
+    """Standard deviations that go with it."""
+    first_steps: int = 15
+    """Steps before anything is unusual."""
+    sensitivity: float = 1.0
+    """At the start there is nothing to compare with. If every weight changed at random by its own size, the loss would
+    change by |g| |W| / sqrt(number of weights), to first order. Healthy models begin under 0.2 of their loss."""
+    scale: float = 1e4
+    """Gradient norm over weight norm, at the start, that only a loss on the wrong scale has."""
+    growth: float = 10.0
+    """The usual norm over its lowest level so far, where the loss has risen since as well."""
+    lr_check: bool = False
+    """Fire also where the norm is over 1 / learning rate, whatever is usual."""
+    recovers: int = 5
+    """Steps after which a spike that did not come back was that of one batch."""
+
+    since: int = field(default=-1, init=False)
+    last: int = field(default=-1, init=False)
+    """The last step it was seen at."""
+    times: int = field(default=0, init=False)
+    """Steps it was seen at."""
+    hot_updates: int = field(default=0, init=False)
+    """Steps after a spike at which the gradient was as usual again and the weights still moved too far."""
+    told: str = field(default="", init=False)
+    lr_rose: bool = field(default=False, init=False)
+    harmless: bool = field(default=True, init=False)
+    calm_loss: float = field(default=math.nan, init=False)
+    seen: dict[str, Any] = field(default_factory=dict, init=False)
+    names: list[str] = field(default_factory=list, init=False)
+    pushed: int = field(default=-10, init=False)
+    """The last step at which the weights moved too far on a gradient that was as usual."""
+    lowest: float = field(default=math.inf, init=False)
+    lowest_loss: float = field(default=math.nan, init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires at every step whose gradient is too large, and says more once it is known how it went on."""
+        sign = self._spike(step) or self._grown(step) or self._from_the_start(step)
+        if sign is None:
+            return self._afterwards(step)
+        if self.since < 0 or step.number - self.last > self.closes_after:
+            losses = step.history["loss"].last(20)
+            self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
+            self.since, self.times, self.hot_updates, self.told, self.seen, self.names = step.number, 0, 0, "", {}, []
+            rates, self.harmless = step.history["lr"].last(20), True
+            self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
+        self.last, self.times = step.number, self.times + 1
+        if not sign.seen["ratio"] <= self.seen.get("ratio", 0.0):
+            self.seen, self.names = dict(sign.seen), list(sign.tensors)
+        severity = self._severity(step, sign)
+        self.harmless &= severity == "info"
+        causes = sign.causes or self._causes()
+        seen = {**sign.seen, "began": self.since}
+        return replace(sign, severity=severity, seen=seen, since=self.since, causes=causes, cures=causes)
+
+    def _spike(self, step: Step) -> Sign | None:
+        if step.history.steps_seen < self.first_steps:
+            return None
+        ratio, z = step.norm_judged
+        norm, lr = step.value("grad/norm"), step.value("lr")
+        known = step.history.norm.count[0] >= self.first_steps
+        whole = (known and ratio > self.ratio and z > self.z) or (self.lr_check and norm * lr > 1)
+        ratios, zs = step.norms_judged or (np.zeros(0), np.zeros(0))
+        hot = np.flatnonzero((ratios > self.tensor_ratio) & (zs > self.tensor_z))
+        if len(hot):
+            own = np.asarray(step.tensors("grad/norm"))[hot]
+            hot = hot[(step.history.norms.count[hot] >= self.first_steps) & (own > self.tensor_share * norm)]
+            hot = hot[np.argsort(-ratios[hot])]
+        if not (whole or len(hot)):
+            return None
+        what = "the gradient norm"
+        expected = {"ratio": self.ratio, "z": self.z, "norm": float(np.exp(step.history.norm.level[0]))}
+        if not whole:
+            worst = int(hot[0])
+            ratio, z = float(ratios[worst]), float(zs[worst])
+            what = f"the gradient norm of {step.layout.tensors[worst].name}"
+            expected = {"ratio": self.tensor_ratio, "z": self.tensor_z}
+        seen = _numbers(step, ratio, f"{what} rose to {ratio:.3g}× its usual size") | {"z": z}
+        return Sign(severity="warning", seen=seen, expected=expected, tensors=step.names(hot[:NAMED]))
+
+    def _grown(self, step: Step) -> Sign | None:
+        """What grows slowly is never far from what was usual just before."""
+        usual = step.history.norm
+        if not len(usual.count) or usual.count[0] < usual.window or step.number % 10:
+            return None
+        losses = step.history["loss"].last(20)
+        level, loss = float(np.exp(usual.level[0])), float(np.median(losses)) if len(losses) else math.nan
+        if level < self.lowest:
+            self.lowest, self.lowest_loss = level, loss
+        ratio = level / self.lowest
+        if not (ratio > self.growth and loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)):
+            return None
+        seen = _numbers(step, ratio, f"the gradient norm has grown to {ratio:.3g}× what it was")
+        expected = {"ratio": self.growth, "norm": self.lowest}
+        return Sign(severity="warning", seen=seen, expected=expected, causes=("learning_rate",))
+
+    def _from_the_start(self, step: Step) -> Sign | None:
+        loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
+        norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
+        if (
+            step.number > 4
+            or self.since >= 0
+            or norms is None
+            or weights is None
+            or not (norm < math.inf and whole > 0)
+        ):
+            return None
+        sizes = np.array([info.numel for info in step.layout.tensors], dtype=np.float64)
+        own = np.nan_to_num(norms * weights / np.sqrt(sizes) / abs(loss)) if loss else np.zeros(1)
+        share = max(norm * whole / math.sqrt(sizes.sum()) / abs(loss) if loss else 0.0, float(own.max()))
+        what = f"the gradient norm is {norm:.3g} from the start"
+        # Weights of a layer begin near 1 / sqrt(inputs), so that each row of them has a norm near 1.
+        rows = [
+            w / math.sqrt(info.shape[0]) for w, info in zip(weights, step.layout.tensors, strict=True) if info.shape[1:]
+        ]
+        causes: tuple[str, ...] = (
+            ("initialisation", "loss_scale") if rows and np.median(rows) > 10 else ("loss_scale", "initialisation")
+        )
+        if norm > self.scale * whole:
+            seen = _numbers(step, norm / whole, what) | {"scale": norm / whole}
+            return Sign(severity="warning", seen=seen, expected={"scale": 1.0}, causes=causes)
+        if share > self.sensitivity:
+            worst = np.flatnonzero(own > max(0.5 * own.max(), 0.5 * self.sensitivity))
+            seen = _numbers(step, share, what) | {"sensitivity": share}
+            expected, names = {"sensitivity": 0.2}, step.names(worst[np.argsort(-own[worst])])
+            # Weights are read after the step: where it was as large as they are, it is they that it shows.
+            causes = ("loss_scale", "learning_rate") if step.value("update/ratio") > 0.3 else ("initialisation",)
+            return Sign(severity="warning", seen=seen, expected=expected, tensors=names, causes=causes)
+        return None
+
+    def _causes(self) -> tuple[str, ...]:
+        if self.lr_rose:
+            return ("learning_rate",)
+        if self.since - self.pushed <= 3 or self.told == "momentum":
+            return ("momentum",)
+        if self.times > 3 and self.last - self.since < 2 * self.times:
+            return ("learning_rate",)
+        return ("harmless", "dirty_batch") if self.harmless else ("dirty_batch",)
+
+    def _severity(self, step: Step, sign: Sign) -> Severity:
+        """Critical where it goes on and the loss goes with it; no cause to worry where one step alone did no harm."""
+        loss, losses = step.value("loss"), step.history["loss"].last(50)
+        if self.times >= 5 and loss > 2 * self.calm_loss > 0:
+            return "critical"
+        if "z" not in sign.seen:
+            return "warning"
+        extreme = bool(sign.seen["ratio"] > self.extreme_ratio and sign.seen["z"] > self.extreme_z)
+        if len(losses) < 10 or not math.isfinite(loss):
+            return "warning" if extreme else "info"
+        middle = float(np.median(losses))
+        harm = loss > middle + 3 * MEAN_ABS_TO_STD * float(np.mean(np.abs(losses - middle)))
+        lasts = self.times >= 3 and self.last - self.since < 2 * self.times
+        clipped = step.value("grad/norm") > step.value("clip/max_norm")
+        return "warning" if harm or ((extreme or lasts) and not clipped) else "info"
+
+    def _afterwards(self, step: Step) -> Sign | None:
+        judged = step.updates_judged
+        hot = judged is not None and bool(judged[0][0] > 2 and judged[1][0] > 3)
+        if hot and step.norm_judged[1] < 3:
+            self.pushed = step.number
+        passed = step.number - self.last
+        if self.since < 0 or self.told or passed > 20 or "z" not in self.seen:
+            return None
+        self.hot_updates += hot
+        if self.hot_updates >= 3 or (self.since - self.pushed <= 3 and passed >= self.recovers):
+            self.told = "learning_rate" if self.lr_rose else "momentum"
+        elif passed >= self.recovers and self.times <= 3 and not self.hot_updates:
+            self.told = "harmless" if self.harmless else "dirty_batch"
+        else:
+            return None
+        seen, causes = {**self.seen, "began": self.since}, (self.told,)
+        return Sign(severity="info", seen=seen, tensors=tuple(self.names), causes=causes, cures=causes, active=False)
+
+
+def _numbers(step: Step, ratio: float, what: str) -> dict[str, Any]:
+    lr, norm = step.value("lr"), step.value("grad/norm")
+    seen = {"ratio": ratio, "norm": norm, "at": step.number, "lr": lr, "lr_proposed": lr / 3}
+    return {**seen, "max_norm": usual_limit(step), "what": what}
+
+
+@register
+@dataclass
+class Vanishing(Rule):
+    """No signal reaches part of the model, or all of it."""
+
+    id = "vanishing"
+
+    scale: float = 1e-5
+    """A layer's gradient under this share of the largest layer's, or the norm of all under this share of what it was,
+    is next to nothing. Layers are compared by the root mean square of an element."""
+    layers: int = 2
+    """Layers in a row, from the input on, that must be so."""
+    patience: int = 20
+    """Steps in a row."""
+    absolute: float = 0.0
+    """Fire also where the norm of all is under this figure, e.g. 1e-5."""
+    lr_factor: float = 0.0
+    """Fire also where the norm of all is under this over the learning rate, e.g. 1e-10."""
+    fallen: float = 0.5
+    """The loss counts as high until it has fallen to this share of what it was at the start."""
+
+    low_for: int = field(default=0, init=False)
+    highest: float = field(default=0.0, init=False)
+    """Of the usual norms so far."""
+    first_losses: list[float] = field(default_factory=list, init=False)
+    earlier: float = field(default=0.0, init=False)
+    """The weakest layer's share when it began: what grows by itself is not dead."""
+
+    def __post_init__(self) -> None:
+        self._layout: Layout | None = None
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires while the gradient is next to nothing for many steps."""
+        loss, norm, lr = step.value("loss"), step.value("grad/norm"), step.value("lr")
+        if len(self.first_losses) < 10 and math.isfinite(loss):
+            self.first_losses.append(loss)
+        usual = step.history.norm
+        if len(usual.count) and usual.count[0] >= 5:
+            self.highest = max(self.highest, float(np.exp(usual.level[0])))
+        limit = max(self.scale * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
+        gone, shares = norm < limit, self._shares(step)
+        weak = np.zeros(1, dtype=bool) if shares is None or gone else shares < self.scale
+        below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak
+        weakest = float(np.nanmin(shares[: below or None])) if shares is not None else math.nan
+        if not gone and below < self.layers:
+            self.low_for = 0
+            return None
+        self.low_for += 1
+        if self.low_for == 1 or (not gone and self.low_for >= self.patience and weakest > 3 * self.earlier):
+            self.low_for, self.earlier = 1, weakest
+        return self._sign(step, gone, below, weakest) if self.low_for >= self.patience else None
+
+    def _sign(self, step: Step, gone: bool, below: int, weakest: float) -> Sign:
+        recent, start = step.history["loss"].last(10), float(np.mean(self.first_losses or [math.nan]))
+        loss = float(np.median(recent)) if len(recent) else math.nan
+        names = () if gone else tuple(info.name for info in step.layout.tensors if info.depth < below)
+        norm = step.value("grad/norm")
+        what = f"the gradient is gone: its norm is {norm:.2g}"
+        if not gone:
+            layer = step.layout.layers[below - 1]
+            what = f"the gradient dies at {layer}: layers before it get {weakest:.1g} of the largest layer's"
+        seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "loss": loss, "what": what}
+        seen |= {"layer": "every layer" if gone else layer, "at": step.number - self.low_for + 1}
+        lr, decay = step.value("lr"), step.facts.weight_decay or 0.0
+        seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
+        half = step.facts.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
+        cause = "decay" if lr * decay > 0.01 else "gone" if gone or weakest == 0 else "depth"
+        cause = "precision" if half else cause
+        return Sign(
+            severity="info" if loss < self.fallen * start else "warning",
+            seen=seen,
+            expected={"norm": self.highest, "share": f"over {self.scale:g}", "loss": self.fallen * start},
+            tensors=names[:NAMED],
+            since=step.number - self.low_for + 1,
+            causes=(cause,),
+            cures=(cause,),
+        )
+
+    def _shares(self, step: Step) -> Floats | None:
+        """Root mean square gradient of each layer over that of the largest; None where it cannot be told."""
+        norms = step.tensors("grad/norm")
+        if norms is None or not step.layout.layers:
+            return None
+        if step.layout is not self._layout:
+            self._layout = step.layout
+            self._depths = np.array([info.depth for info in step.layout.tensors])
+            self._sizes = np.array([float(info.numel) for info in step.layout.tensors])
+        known, count = np.isfinite(norms), len(step.layout.layers)
+        total = np.bincount(self._depths, np.where(known, norms, 0.0) ** 2, minlength=count)
+        size = np.bincount(self._depths, np.where(known, self._sizes, 0.0), minlength=count)
+        rms = np.sqrt(total / np.maximum(size, 1.0))
+        return rms / rms.max() if rms.max() > 0 else None

@@ -1,0 +1,74 @@
+"""What rules remember together: the recent past of every global value, and what is usual for norms."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.diagnose.averages import Averages
+from gradvitals.diagnose.baseline import Baseline
+
+Floats = NDArray[np.float64]
+
+LENGTH = 1024
+"""Values of each series that are kept."""
+
+
+@dataclass
+class Series:
+    """The last values of one global number, oldest first, with their steps. Values that are not finite are not kept."""
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def push(self, step: int, value: float) -> None:
+        """Add the value of a step."""
+        if not math.isfinite(value):
+            return
+        self.steps.append(float(step))
+        self.values.append(value)
+        if len(self.values) > 2 * LENGTH:
+            del self.steps[:-LENGTH], self.values[:-LENGTH]
+
+    def last(self, count: int) -> Floats:
+        """The newest values, at most so many."""
+        return np.array(self.values[-count:])
+
+    def since(self, step: float) -> tuple[Floats, Floats]:
+        """Steps and values from a step on."""
+        first = bisect_left(self.steps, step)
+        return np.array(self.steps[first:]), np.array(self.values[first:])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass
+class History:
+    """The past of a run, up to but not including the step that is being judged."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    """Recent global values by metric; those of a GSNR source as ``source:metric``."""
+    norm: Baseline = field(default_factory=Baseline)
+    """What is usual for the global gradient norm."""
+    norms: Baseline = field(default_factory=Baseline)
+    """What is usual for the gradient norm of every tensor."""
+    updates: Baseline = field(default_factory=Baseline)
+    """What is usual for the change of every tensor in one step, `update/rms`; the whole model comes first."""
+    averages: Averages = field(default_factory=Averages)
+    """The GSNR of the whole model, from the best source that the run has."""
+    steps_seen: int = 0
+
+    def __getitem__(self, metric: str) -> Series:
+        """The series of a metric; an empty one where there is none."""
+        return self.series.get(metric, Series())
+
+    def push_values(self, step: int, values: Mapping[str, float], prefix: str = "") -> None:
+        """Remember global values."""
+        for metric, value in values.items():
+            self.series.setdefault(prefix + metric, Series()).push(step, value)

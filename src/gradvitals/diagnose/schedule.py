@@ -1,0 +1,116 @@
+"""Rules about the learning rate's schedule: a warmup that is missing, a decay that is due."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.rule import Rule, Sign, register
+from gradvitals.diagnose.signal import losses_since
+from gradvitals.diagnose.step import Step
+
+
+@register
+@dataclass
+class WarmupNeeded(Rule):
+    """The learning rate was at its full height from the first step, and the first steps were a shock."""
+
+    id = "warmup_needed"
+    needs = ("lr", "loss", "grad/norm")
+    closes_after = 200
+
+    within: int = 200
+    """Steps from the start that it looks at."""
+    full: float = 0.5
+    """Share of the highest learning rate so far that the first one had at least."""
+    rise: float = 1.5
+    """Loss over the first one, as the median of three, within the first `after` steps."""
+    shock: float = 20.0
+    """Largest of the first three gradient norms over the median from the tenth step on."""
+    after: int = 20
+    """Steps before the first norms are compared with those that follow."""
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires when the loss rose in the first steps, or when the first gradients were far over all that follow."""
+        rates, losses = step.history["lr"].values, step.history["loss"].values
+        if step.number > self.within or len(losses) < 3 or not rates or rates[0] < self.full * max(rates):
+            return None
+        if step.number < self.after:
+            now = float(np.median([*losses[-2:], step.value("loss")]))
+            seen = {"loss": now, "harm": f"the loss went from {losses[0]:.3g} to {now:.3g}"}
+            return self._sign(step, "rose", seen, losses[0]) if now > self.rise * losses[0] > 0 else None
+        norms = step.history["grad/norm"].values
+        if step.number % 10 or len(norms) < self.after:
+            return None
+        first, usual = max(norms[:3]), float(np.median(norms[10:]))
+        if not first > self.shock * usual:
+            return None
+        recent = losses_since(step, step.number / 2)
+        fell, error = fall(recent)
+        stays = f", and the loss stays at {recent.mean():.3g}" if fell < 2 * error else ""
+        harm = f"the first gradients were {first / usual:.0f} times the usual{stays}"
+        seen = {"loss": float(recent.mean()), "norm": first, "usual_norm": usual, "harm": harm}
+        return self._sign(step, "shock", seen, losses[0])
+
+    def _sign(self, step: Step, cause: str, seen: dict[str, Any], first_loss: float) -> Sign:
+        lr = step.value("lr")
+        told = {**seen, "first_loss": first_loss, "lr": lr, "lr_first": lr / 100, "warmup": 200}
+        return Sign(severity="warning", seen=told, expected={"lr_first": "near 0"}, since=0, causes=(cause,))
+
+
+@register
+@dataclass
+class DecayDue(Rule):
+    """The signal has faded and the loss has levelled out, while the learning rate is still what it was."""
+
+    id = "decay_due"
+    every_step = False
+    needs = ("lr", "loss", "gsnr")
+    closes_after = 500
+
+    after: int = 200
+    """Steps before it says anything."""
+    factor: float = 4.0
+    """How far the GSNR has fallen, by the intervals."""
+    constant: float = 0.05
+    """Share by which the learning rate may differ over the second half of the run so far."""
+    in_a_row: int = 3
+    """Readings at which it must be so."""
+
+    best: dict[str, float] = field(default_factory=dict, init=False)
+    """The highest lower end so far, and where."""
+    seen_for: int = field(default=0, init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires at readings where all three come together."""
+        average = step.average
+        if average is None or average.count < 5 or math.isnan(average.low):
+            return None
+        self._note_best(average)
+        rates = step.history["lr"].since(step.number / 2)[1]
+        losses = losses_since(step, step.number / 2)
+        if step.number < self.after or len(rates) < 50 or len(losses) < 50:
+            return None
+        steady = float(rates.max()) <= (1 + self.constant) * float(rates.min())
+        fell, error = fall(losses)
+        level = fell < max(2 * error, 0.01 * abs(float(losses.mean())))
+        faded = self.best["step"] < average.begins and average.high * self.factor < self.best["low"]
+        self.seen_for = self.seen_for + 1 if steady and level and faded else 0
+        if self.seen_for < self.in_a_row:
+            return None
+        lr = step.value("lr")
+        seen = dict[str, Any](gsnr=average.value, high=average.high, best=self.best["low"], lr=lr)
+        seen |= {"at": int(self.best["step"]), "loss": float(losses.mean()), "lr_proposed": lr / 3}
+        seen |= {"steps": len(losses), "batch_size": average.batch_size}
+        return Sign(severity="info", seen=seen, expected={"gsnr": self.best["low"]}, since=average.begins)
+
+    def _note_best(self, average: Average) -> None:
+        if self.best and self.best["batch_size"] != average.batch_size:
+            self.best = {}
+        if not self.best or average.low > self.best["low"]:
+            self.best = {"low": average.low, "step": float(average.step), "batch_size": average.batch_size}

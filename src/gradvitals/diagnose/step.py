@@ -1,0 +1,115 @@
+"""Step: everything a rule may look at when it judges one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.facts import Facts
+from gradvitals.diagnose.history import History
+from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Step:
+    """One step's readings, beside the run they are part of."""
+
+    readings: Sequence[Reading]
+    """All of this step: the general one (no source) and one for each GSNR source that was read."""
+    layout: Layout
+    facts: Facts
+    history: History
+    """The past: this step is not in it yet."""
+    general: Reading = field(init=False)
+    """Loss, norms, weights and updates."""
+
+    def __post_init__(self) -> None:
+        by_source = {reading.source: reading for reading in self.readings}
+        first = self.readings[0]
+        self.general = by_source.get(None, Reading(step=first.step, time=first.time))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more was read than what every step has."""
+        return len(self.readings) > 1 or "weight/norm" in self.general.values
+
+    @property
+    def number(self) -> int:
+        """The optimizer step, counted from 0."""
+        return self.general.step
+
+    def value(self, metric: str) -> float:
+        """A global value of this step; nan where it was not read."""
+        return self.general.values.get(metric, math.nan)
+
+    def tensors(self, metric: str) -> FloatArray | None:
+        """One number a tensor, in the order of `layout.tensors`; None where it was not read at this step."""
+        return self.general.tensors.get(metric)
+
+    def reading(self, source: Source) -> Reading | None:
+        """The reading of one GSNR source, where this step has one."""
+        return next((reading for reading in self.readings if reading.source == source), None)
+
+    @cached_property
+    def gsnr(self) -> Reading | None:
+        """The reading of the most trustworthy GSNR source of this step that has a global value."""
+        for source in SOURCES:
+            reading = self.reading(source)
+            if reading is not None and math.isfinite(reading.values.get("gsnr", math.nan)):
+                return reading
+        return None
+
+    @cached_property
+    def average(self) -> Average | None:
+        """The GSNR of the whole model, where this step has news of it. In the history as soon as it is asked for."""
+        return None if self.gsnr is None else self.history.averages.take(self.gsnr, self.general)
+
+    @cached_property
+    def norm_judged(self) -> tuple[float, float]:
+        """The global norm against what is usual: ratio and z-score."""
+        ratio, z = self.history.norm.judge(np.array([self.value("grad/norm")]))
+        return float(ratio[0]), float(z[0])
+
+    @cached_property
+    def norms_judged(self) -> tuple[Floats, Floats] | None:
+        """Every tensor's norm against what is usual for it."""
+        norms = self.tensors("grad/norm")
+        return None if norms is None else self.history.norms.judge(np.asarray(norms))
+
+    @cached_property
+    def updates_judged(self) -> tuple[Floats, Floats] | None:
+        """The change of the whole model, then of every tensor, against what is usual."""
+        changes = self.changes
+        return None if changes is None else self.history.updates.judge(changes)
+
+    @cached_property
+    def changes(self) -> Floats | None:
+        """`update/rms` of every tensor, the whole model first; None where it was not read."""
+        rms = self.tensors("update/rms")
+        return None if rms is None else np.append(self.value("update/rms"), rms)
+
+    def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:
+        """Names of tensors by their index."""
+        return tuple(self.layout.tensors[int(index)].name for index in chosen)
+
+    def remember(self) -> None:
+        """Put this step into the history, once every rule has looked at it."""
+        history, _ = self.history, self.average
+        for reading in self.readings:
+            prefix = "" if reading.source is None else f"{reading.source}:"
+            history.push_values(reading.step, reading.values, prefix)
+        history.norm.push(np.array([self.value("grad/norm")]))
+        norms = self.tensors("grad/norm")
+        if norms is not None:
+            history.norms.push(np.asarray(norms))
+        if self.changes is not None:
+            history.updates.push(self.changes)
+        history.steps_seen += 1

@@ -1,0 +1,31 @@
+"""The words of every rule, one file for each family of symptoms."""
+
+from __future__ import annotations
+
+from gradvitals.diagnose.explain import Words
+from gradvitals.diagnose.words.batch import WORDS as BATCH
+from gradvitals.diagnose.words.clipping import WORDS as CLIPPING
+from gradvitals.diagnose.words.gradients import WORDS as GRADIENTS
+from gradvitals.diagnose.words.loss import WORDS as LOSS
+from gradvitals.diagnose.words.precision import WORDS as PRECISION
+from gradvitals.diagnose.words.presets import WORDS as PRESETS
+from gradvitals.diagnose.words.ranks import WORDS as RANKS
+from gradvitals.diagnose.words.schedule import WORDS as SCHEDULE
+from gradvitals.diagnose.words.signal import WORDS as SIGNAL
+from gradvitals.diagnose.words.swings import WORDS as SWINGS
+from gradvitals.diagnose.words.updates import WORDS as UPDATES
+
+WORDS: dict[str, Words] = {
+    **LOSS,
+    **GRADIENTS,
+    **SWINGS,
+    **UPDATES,
+    **SIGNAL,
+    **BATCH,
+    **SCHEDULE,
+    **CLIPPING,
+    **PRECISION,
+    **RANKS,
+    **PRESETS,
+}
+"""By rule id."""

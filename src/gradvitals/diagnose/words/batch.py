@@ -1,0 +1,99 @@
+"""What is said about the rules of `gradvitals.diagnose.batch`."""
+
+from __future__ import annotations
+
+from gradvitals.diagnose.explain import Words
+
+WORDS: dict[str, Words] = {
+    "batch_too_small": Words(
+        name="Batch too small",
+        pattern=(
+            "The lower end of the noise scale is ten times the batch or more, or a batch of a few samples makes "
+            "the loss swing."
+        ),
+        title="a batch of {batch_size} is small for this run: {grounds}",
+        causes={
+            "noise": "the few samples of a batch disagree: where a step goes is decided by which of them it got",
+            "tiny": "{batch_size} samples cannot average out what is special about each of them",
+            "late": "the noise scale grows while a run goes on: what was enough at first may not be later",
+        },
+        cures={
+            "accumulate": (
+                "accumulate gradients to about {proposed} samples a step; or lower the learning rate of {lr}, "
+                "which averages over steps instead"
+            ),
+            "nothing": (
+                "nothing needs to be done while the loss falls: small batches use samples well, and only take "
+                "more steps"
+            ),
+        },
+        fine="the batch is not far below the noise scale",
+        reference="arXiv 1812.06162 (noise scale), arXiv 2505.23971 (it may be far below the critical batch size)",
+    ),
+    "batch_too_large": Words(
+        name="Batch too large",
+        pattern=(
+            "The batch is over twice the upper end of the noise scale at many readings in a row, five times for a "
+            "warning, and not only while the learning rate is being raised."
+        ),
+        title=(
+            "a batch of {batch_size} is {ratio} times the noise scale or more, which is about {noise_scale}: up "
+            "to {wasted} of the samples buy no progress"
+        ),
+        causes={
+            "early": "early in a run gradients agree, and a small batch would do; the noise scale grows later",
+            "large": "the samples of a batch agree so much that fewer of them would point the same way",
+        },
+        cures={
+            "smaller": "about {proposed} samples a step would do nearly as well at this stage; grow the batch later",
+            "faster": "or keep the batch and raise the learning rate, if training stays stable",
+        },
+        fine="the batch is not far over the noise scale",
+        reference="arXiv 1812.06162 (noise scale), arXiv 2505.23971 (it may be far below the critical batch size)",
+    ),
+    "estimator_unreliable": Words(
+        name="GSNR not well known",
+        pattern="The interval of the GSNR spans more than a decade, or holds 0, however many readings it averages.",
+        title=(
+            "the GSNR is not well known: between {low} and {high} at a batch of {batch_size}, after {readings} readings"
+        ),
+        causes={
+            "few": (
+                "it is measured between {count} micro-batches, and between fewer than 6 the ratio of a single "
+                "coordinate has no finite variance"
+            ),
+            "weak": "the signal is weak beside the noise, so that it takes many samples to see it",
+        },
+        cures={
+            "split": "split the same batch into more micro-batches: {needed} instead of {count} would do",
+            "accumulate": "accumulate gradients over micro-batches, which can be compared with each other",
+            "longer": (
+                "read more often (Config(tensor_every=...)) or average over more readings (Config(gsnr_window=...))"
+            ),
+            "nothing": "nothing needs to be done if the GSNR is not used to decide anything",
+        },
+        fine="the GSNR is known within a factor of ten",
+        reference="arXiv 2309.13681 for the number of micro-batches",
+    ),
+    "identical_microbatches": Words(
+        name="Identical micro-batches",
+        pattern="The micro-batches of a step have no noise between them: the same samples in each.",
+        title="all {count} micro-batches of a step give the same gradient",
+        causes={
+            "same_data": (
+                "the loop puts the same samples into every micro-batch: the loader is asked once a step, not once"
+                " a micro-batch"
+            ),
+            "seed": "each micro-batch is drawn with the same seed or from the same position",
+            "one_batch": "the data is a single batch, as in a test of whether the model can learn it by heart",
+        },
+        cures={
+            "next": (
+                "fetch a new batch for each of the {count} micro-batches; now {step_size} samples a step have the"
+                " worth of {batch_size}"
+            ),
+            "shuffle": "check that the loader shuffles, and that workers have different seeds",
+        },
+        fine="micro-batches differ",
+    ),
+}

@@ -1,0 +1,49 @@
+"""What is said about the rules of `gradvitals.diagnose.schedule`."""
+
+from __future__ import annotations
+
+from gradvitals.diagnose.explain import Words
+
+WORDS: dict[str, Words] = {
+    "warmup_needed": Words(
+        name="Warmup needed",
+        pattern=(
+            "The learning rate is at its full height from the first step, and the loss rises in the first steps, or "
+            "the first gradients are ten times all that follow."
+        ),
+        title="training began at the full learning rate of {lr}, and its first steps were a shock: {harm}",
+        causes={
+            "rose": "the first steps were too long for weights that have learnt nothing yet",
+            "shock": (
+                "the first gradients were far larger than all that follow, and at the full learning rate they throw "
+                "the weights far from where they began"
+            ),
+            "moments": "an adaptive optimizer knows little of the size of gradients in its first steps",
+        },
+        cures={
+            "warmup": "start again with a warmup over about {warmup} steps, from {lr_first} to {lr}",
+            "clip": "clip the gradient norm, so that the first gradients do not count for more than others",
+            "pre_ln": "in a transformer, normalise before each layer (pre-LN), which makes warmup less needed",
+        },
+        fine="the start was smooth",
+        reference="arXiv 1706.02677, arXiv 2002.04745",
+    ),
+    "decay_due": Words(
+        name="Decay due",
+        pattern="The GSNR has fallen far below its best and the loss has levelled out, at a constant learning rate.",
+        title=(
+            "the signal has faded and the loss is level at {loss}: the GSNR is {high} at most where it was "
+            "{best}, and the learning rate still {lr}"
+        ),
+        causes={
+            "too_long": "steps of this length only move the weights around in the noise; shorter ones average it out",
+            "learnt": "the model has learnt what this data and this size of model allow",
+        },
+        cures={
+            "decay": "lower the learning rate from {lr} to about {lr_proposed}, or let it decay from here to the end",
+            "batch": "or raise the batch over {batch_size}, which does to the noise what a decay does",
+        },
+        fine="the learning rate suits the signal there is",
+        reference="arXiv 1711.00489",
+    ),
+}

@@ -1,0 +1,118 @@
+"""The diagnosis of a run while it goes on: what it is told about the run, and what it says aloud."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradvitals.config import Config
+from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.types import SEVERITIES, Finding, Layout, Reading, Severity
+
+
+class Judge:
+    """Shows the readings of a live run to the rules and tells findings when they open, get worse and close."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Config,
+        *,
+        world_size: int,
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
+        self._quiet = config.quiet
+        self._told: dict[str, Severity] = {}
+        facts = replace(facts_of(optimizers), world_size=world_size)
+        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
+        self._ask_for_autocast(model)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything found so far."""
+        return self.diagnosis.findings
+
+    def read(self, readings: Sequence[Reading], layout: Layout) -> list[Finding]:
+        """Judge one step; returns the findings that are new or have changed."""
+        self.diagnosis.describe(layout)
+        changed = self.diagnosis.read(readings)
+        for finding in changed:
+            self._tell(finding)
+        return changed
+
+    def _tell(self, finding: Finding) -> None:
+        told = self._told.get(finding.id)
+        if finding.last_step is not None:
+            if self._told.pop(finding.id, None) is not None:
+                say(f"over since step {finding.last_step + 1}: {finding.title} ({finding.id})", self._quiet)
+        elif finding.severity != "info" and (told is None or _worse(finding.severity, told)):
+            self._told[finding.id] = finding.severity
+            cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
+            say(f"{finding}{cure}", self._quiet)
+
+    def _ask_for_autocast(self, model: nn.Module) -> None:
+        """Learn at the first forward pass whether it runs in lower precision; nothing stays behind."""
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            return  # a hook would become part of what is compiled
+
+        def look(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+            if torch.is_autocast_enabled(device):
+                kind = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+                self.diagnosis.facts = replace(self.diagnosis.facts, autocast=kind)
+
+        handle = model.register_forward_pre_hook(look)
+        self._handle = handle
+
+    def finish(self) -> list[Finding]:
+        """The run is over: what was not seen any more at its end closes."""
+        return self.diagnosis.finish()
+
+    def close(self) -> None:
+        """Take the hook away, where no forward pass has come."""
+        if hasattr(self, "_handle"):
+            self._handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rules remember."""
+        return self.diagnosis.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what the rules remembered."""
+        self.diagnosis.load_state_dict(state)
+        self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
+
+
+def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
+    """What the first optimizer tells about a run."""
+    group = optimizers[0].param_groups[0]
+    betas: Any = group.get("betas") or ()
+    plain = len(betas) >= 2 and all(isinstance(beta, float) for beta in betas)
+    return Facts(
+        optimizer=type(optimizers[0]).__name__,
+        betas=(betas[0], betas[1]) if plain else None,
+        momentum=_number(group.get("momentum")),
+        weight_decay=_number(group.get("weight_decay")),
+        eps=_number(group.get("eps")),
+    )
+
+
+def say(line: str, quiet: bool) -> None:
+    """Tell the user, unless they asked for silence."""
+    if not quiet:
+        print(f"gradvitals: {line}", file=sys.stderr)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _worse(severity: Severity, than: Severity) -> bool:
+    return SEVERITIES.index(severity) > SEVERITIES.index(than)

@@ -1,0 +1,164 @@
+"""Every rule is described, and the page about findings says what the rules say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gradvitals.cli import main
+from gradvitals.diagnose import RULES, Diagnosis, Rule, Sign, Step
+from gradvitals.diagnose.words import WORDS
+from gradvitals.show import catalogue
+from gradvitals.types import METRICS, SOURCES, Reading
+
+PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")
+OURS = sorted(name for name, rule in RULES.items() if rule.__module__.startswith("gradvitals."))
+
+
+def doctor(*args: str) -> str:
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(main, ["doctor", *args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_rule_has_all_its_words(name: str) -> None:
+    words = WORDS[name]
+    for part in (words.name, words.pattern, words.title, words.fine):
+        assert part.strip(), words
+    assert words.causes
+    assert words.cures
+    texts = (words.title, *words.causes.values(), *words.cures.values())
+    assert not [text for text in texts if text != text.strip() or "!" in text or text.endswith(".")]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_rule_says_what_it_needs_and_how_severe_it_is(name: str) -> None:
+    entry = catalogue.entry(name)
+    assert entry.severities
+    for metric in entry.needs:
+        *of, plain = metric.split(":")
+        assert plain in METRICS or plain.startswith("ranks/")  # what compares workers is yet to be measured
+        assert set(of) <= {*SOURCES, "tensors", "layers", "heads"}
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if RULES[name].default])
+def test_every_setting_says_what_it_is(name: str) -> None:
+    assert [setting.name for setting in catalogue.entry(name).settings if not setting.text] == []
+
+
+def test_words_are_only_of_rules_that_there_are() -> None:
+    assert set(WORDS) - set(RULES) == set()
+
+
+def test_the_page_holds_exactly_what_the_command_prints() -> None:
+    printed = doctor("--rules", "--markdown")
+    made = PAGE.split("<!-- catalogue -->\n", 1)[1].split("<!-- end of catalogue -->", 1)[0]
+    assert made == printed, "docs/findings.md is not what the rules say; run: make docs"
+    assert max(len(line) for line in PAGE.splitlines() if not line.startswith("|")) <= 120
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_page_names_every_rule_and_every_setting(name: str) -> None:
+    _, _, section = PAGE.partition(f"#### `{name}`: ")
+    section = section.split("####")[0]
+    assert WORDS[name].name in section
+    assert all(f"| `{f.name}` | `{f.default!r}` |" in section for f in fields(RULES[name]) if f.init)  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_page_is_a_rule() -> None:
+    example = re.search(r"## A rule of your own.*?```python\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    assert len(example[1].splitlines()) <= 16
+    before = set(RULES)
+    exec(compile(example[1], "findings.md", "exec", dont_inherit=True), {"__name__": "mine"})
+    [name] = set(RULES) - before
+    try:
+        diagnosis = Diagnosis()
+        diagnosis.read([Reading(step=0, time=0.0, values={"loss": 1e9})])
+        assert name in [finding.id for finding in diagnosis.findings]
+        assert catalogue.entry(name).family == catalogue.OTHERS
+        assert name not in catalogue.markdown()
+        assert name in doctor("--rules")
+    finally:
+        del RULES[name]
+
+
+@dataclass
+class Base(Rule):
+    """Has a setting of its own."""
+
+    shared: int = 3
+    """From the base."""
+
+    def look(self, step: Step) -> Sign | None:
+        return None
+
+
+@dataclass
+class Described(Base):
+    """A rule for this test."""
+
+    id = "described"
+    needs = ("loss", "microbatch:gsnr")
+    min_steps = 1200
+    closes_after = 1
+
+    limit: float = 10.0
+    """How much is too much,
+    over two lines."""
+    bare: bool = False
+    kinds: list[int] = field(default_factory=lambda: [1, 2])
+    """A list."""
+    memory: float = field(default=0.0, init=False)
+    """Not a setting."""
+
+    def look(self, step: Step) -> Sign | None:
+        severity = "critical" if step.number else "info"
+        return Sign(severity=severity, seen={})  # type: ignore[arg-type]
+
+
+def test_an_entry_is_read_off_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "described", Described)
+    entry = catalogue.entry("described")
+    assert [(s.name, s.default, s.text) for s in entry.settings] == [
+        ("shared", 3, "From the base."),
+        ("limit", 10.0, "How much is too much, over two lines."),
+        ("bare", False, ""),
+        ("kinds", [1, 2], "A list."),
+    ]
+    assert entry.severities == ("info", "critical")
+    assert entry.decided == (
+        "Severity: info or critical. Needs `loss` and `gsnr` of microbatch. Silent for the first 1,200 steps. "
+        "Over after 1 step without a sign."
+    )
+    assert entry.words.pattern == "A rule for this test."
+
+
+def test_explain_prints_one_rule_in_full() -> None:
+    text = doctor("--explain", "loss_nonfinite")
+    words = WORDS["loss_nonfinite"]
+    assert text.startswith(f"{words.name}  [loss_nonfinite]\n")
+    assert all(part in text for part in ("Likely causes", "What to do", "Severity: critical"))
+    assert re.search(r"\{\w+\}", text) is None
+    data = json.loads(doctor("--explain", "loss_nonfinite", "--json"))
+    assert (data["id"], data["name"]) == ("loss_nonfinite", words.name)
+    assert len(data["causes"]) == len(words.causes)
+
+
+def test_rules_lists_every_one_with_its_pattern() -> None:
+    text = doctor("--rules")
+    assert all(re.search(rf"^{name}  +\S", text, re.MULTILINE) for name in OURS)
+    listed = json.loads(doctor("--rules", "--json"))["rules"]
+    assert sorted(rule["id"] for rule in listed if rule["family"] != catalogue.OTHERS) == OURS
+
+
+def test_a_rule_that_there_is_not() -> None:
+    result = CliRunner().invoke(main, ["doctor", "--explain", "nope"])
+    assert result.exit_code == 2
+    assert "--rules" in result.stderr

@@ -1,0 +1,212 @@
+"""Losses that break, jump, rise or stand still, in runs where it is known which."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from by_hand import Run, healthy_run, only
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradvitals.diagnose import Facts
+from gradvitals.diagnose.loss import fall
+
+ALL = ("loss_nonfinite", "loss_spike", "loss_rising", "loss_plateau")
+
+
+# -- loss_nonfinite ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_first_loss_that_is_not_finite(value: float) -> None:
+    run = healthy_run(250)
+    run.values["loss"][150] = value
+    finding = only(run.findings("loss_nonfinite"))
+    assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 150, 150)
+    assert "forward pass overflows" in finding.causes[0]
+    assert "step 150" in finding.cures[0]
+
+
+def test_weights_that_broke_earlier_are_to_blame() -> None:
+    run = healthy_run(200)
+    run.values["grad/nonfinite"][140] = 1
+    run.values["loss"][141:] = np.nan
+    finding = only(run.findings("loss_nonfinite"))
+    assert "since step 140" in finding.causes[0]
+    assert "before step 140" in finding.cures[0]
+
+
+def test_a_skipped_step_does_not_break_weights() -> None:
+    run = healthy_run(200)
+    run.values["step/skipped"] = np.zeros(200)
+    run.values["step/skipped"][140] = run.values["grad/nonfinite"][140] = 1
+    run.values["loss"][150:] = np.nan
+    assert "since step" not in only(run.findings("loss_nonfinite")).causes[0]
+
+
+def test_a_run_that_diverges_until_numbers_end() -> None:
+    run = healthy_run(200)
+    run.scale_gradient(slice(145, 200), 10.0 ** np.arange(55))
+    run.values["loss"][150:] = np.nan
+    finding = only(run.findings("loss_nonfinite"))
+    assert "diverged" in finding.causes[0]
+    assert "lower the learning rate" in finding.cures[0]
+
+
+# -- loss_spike -------------------------------------------------------------------------------------------------------
+
+
+def test_one_high_loss_is_a_spike_of_its_batch() -> None:
+    run = healthy_run()
+    run.values["loss"][250] = 2.2
+    finding = only(run.findings(*ALL))
+    assert (finding.id, finding.severity, finding.first_step, finding.last_step) == ("loss_spike", "warning", 250, 250)
+    assert "batch of step 250" in finding.causes[0]
+    assert finding.evidence["expected"]["loss"] == pytest.approx(0.58, rel=0.1)
+
+
+def test_a_spike_after_a_large_update_is_not_the_batchs_doing() -> None:
+    run = healthy_run()
+    run.values["loss"][250] = 2.2
+    run.values["update/rms"][249] *= 20
+    assert "step 249 moved the weights" in only(run.findings("loss_spike")).causes[0]
+
+
+def test_losses_below_zero_are_judged_too() -> None:
+    run = healthy_run()
+    run.values["loss"] -= 5.0
+    run.values["loss"][250] += 2.0
+    assert only(run.findings("loss_spike")).first_step == 250
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_tails_of_small_losses_do_not_fire(seed: int) -> None:
+    run = healthy_run(1500, seed, floor=0.01)
+    rng = np.random.default_rng(seed)
+    tail = np.where(rng.random(1500) < 0.05, 10.0, 1.0)  # one hard sample in a batch
+    run.values["loss"] *= np.exp(0.6 * rng.standard_normal(1500)) * np.where(np.arange(1500) > 300, tail, 1.0)
+    assert run.findings("loss_spike", "loss_rising") == []
+
+
+# -- loss_rising ------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_steps_up_and_stays_is_rising() -> None:
+    run = healthy_run()
+    run.values["loss"][250:] += 1.2
+    finding = only(run.findings("loss_rising"))
+    assert finding.severity == "warning"
+    assert 250 <= finding.found_step <= 262
+    assert "data changed" in finding.causes[0]
+
+
+def test_a_learning_rate_that_rose_is_to_blame() -> None:
+    run = healthy_run()
+    run.values["lr"][245:] *= 10
+    run.values["loss"][250:] += 1.2
+    finding = only(run.findings("loss_rising"))
+    assert "learning rate rose" in finding.causes[0]
+
+
+def test_a_loss_over_where_it_began_is_critical() -> None:
+    run = healthy_run()
+    run.values["loss"][250:] = np.linspace(0.6, 8, 150)
+    finding = only(run.findings("loss_rising"))
+    assert finding.severity == "critical"
+
+
+def test_a_loss_that_rises_from_the_first_steps_on() -> None:
+    run = healthy_run(100)
+    run.values["loss"][:30] = np.minimum(2.3 * 1.4 ** np.arange(30), 13.0)
+    finding = run.findings("loss_rising")[0]
+    assert finding.found_step <= 10
+    assert "learning rate" in finding.causes[0]
+
+
+def test_one_broken_batch_is_no_rise() -> None:
+    run = healthy_run()
+    run.values["loss"][250] = 500.0
+    assert run.findings("loss_rising") == []
+
+
+# -- loss_plateau -----------------------------------------------------------------------------------------------------
+
+
+def flat_run(steps: int = 200, level: float = 2.3, first: float = 2.5) -> Run:
+    run = healthy_run(steps)
+    noise = 0.02 * np.random.default_rng(3).standard_normal(steps)
+    run.values["loss"] = level + (first - level) * np.exp(-np.arange(steps) / 8) + noise
+    return run
+
+
+def test_a_loss_that_never_falls() -> None:
+    finding = only(flat_run().findings("loss_plateau"))
+    assert (finding.severity, finding.found_step) == ("warning", 80)
+    assert "may not belong together" in finding.causes[0]
+
+
+def test_a_learning_rate_too_small_is_named_and_a_larger_one_proposed() -> None:
+    run = flat_run()
+    run.values["update/ratio"] *= 1e-4
+    run.values["lr"] *= 1e-4
+    finding = only(run.findings("loss_plateau"))
+    assert "so small" in finding.causes[0]
+    assert "raise the learning rate" in finding.cures[0]
+
+
+def test_weight_decay_is_named_where_it_takes_the_weights() -> None:
+    run = flat_run()
+    run.facts = Facts(weight_decay=100.0)
+    assert "weight decay" in only(run.findings("loss_plateau")).causes[0]
+
+
+def test_nothing_is_said_in_a_warmup() -> None:
+    run = flat_run(300)
+    run.values["lr"] = np.linspace(1e-6, 1e-3, 300)
+    assert run.findings("loss_plateau") == []
+
+
+def test_a_run_whose_begin_was_not_seen_is_not_said_to_have_never_learned() -> None:
+    run = flat_run(300)
+    for name in (run.values, run.tensors):
+        name["update/ratio"] *= 1e-2
+    diagnosis = run.diagnosis("loss_plateau", "update_ratio")
+    for step in run.readings(100):
+        diagnosis.read(step)
+    assert diagnosis.findings == []
+
+
+def test_a_noisy_loss_may_take_its_time() -> None:
+    run = healthy_run(300, loss_spread=0.3, floor=0.9)
+    assert run.findings("loss_plateau") == []
+
+
+def test_a_late_plateau_is_advice() -> None:
+    run = healthy_run(2000, loss_spread=0.02)
+    finding = only(run.findings("loss_plateau"))
+    assert finding.severity == "info"
+    assert 1000 < finding.found_step < 1600
+    assert "no longer falls" in finding.title
+
+
+# -- what they rest on ------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(-10, 10), st.floats(-1, 1), st.integers(20, 200))
+@settings(max_examples=50, deadline=None)
+def test_fall_of_a_line_is_its_height(level: float, slope: float, count: int) -> None:
+    fell, error = fall(level - slope * np.arange(count))
+    assert fell == pytest.approx(slope * (count - 1), abs=1e-6)
+    assert error < 1e-6
+
+
+def test_the_error_of_a_fall_is_right() -> None:
+    rng = np.random.default_rng(0)
+    found = np.array([fall(rng.standard_normal(100)) for _ in range(500)])
+    assert found[:, 0].std() == pytest.approx(found[:, 1].mean(), rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_losses_are_no_alarm(seed: int) -> None:
+    run = healthy_run(1500, seed, loss_spread=(0.02, 0.1, 0.3)[seed], warmup=(10, 100, 300)[seed], floor=0.3)
+    assert [f for f in run.findings(*ALL) if f.severity != "info"] == []

@@ -1,0 +1,91 @@
+"""Rules about the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings, words_of
+
+from gradvitals.diagnose.schedule import DecayDue, WarmupNeeded
+
+
+def cold(**options: object) -> Run:
+    """A run that begins at its full learning rate."""
+    return make_run(lr=lambda step: 0.01, **options)  # type: ignore[arg-type]
+
+
+# -- warmup_needed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_rises_in_the_first_steps() -> None:
+    run = cold(loss=lambda step: 2.3 + 8 * math.exp(-((step - 8) ** 2) / 8))
+    [finding] = diagnose(run, WarmupNeeded())
+    assert (finding.severity, finding.first_step) == ("warning", 0)
+    assert finding.found_step is not None
+    assert 3 <= finding.found_step <= 8
+    assert "the loss went from" in finding.title
+    assert "0.01" in finding.cures[0]
+    assert "?" not in words_of(finding)
+
+
+def test_first_gradients_far_over_all_that_follow() -> None:
+    run = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)
+    [finding] = diagnose(run, WarmupNeeded())
+    assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 20)
+    assert finding.title.endswith("times the usual, and the loss stays at 2.98")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(cold(), id="a smooth cold start"),
+        pytest.param(cold(norm=lambda step: 4 * math.exp(-step / 5) + 1), id="norms that fall as they usually do"),
+        pytest.param(
+            make_run(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0), id="there was a warmup"
+        ),
+        pytest.param(cold(loss=lambda step: 2.0 + (6.0 if step == 7 else 0.0)), id="a single bad batch"),
+        pytest.param(cold(loss=lambda step: 2.0 + step / 100), id="a loss that rises later"),
+    ],
+)
+def test_what_needs_no_warmup(run: Run) -> None:
+    assert diagnose(run, WarmupNeeded()) == []
+
+
+# -- decay_due -------------------------------------------------------------------------------------------------------
+
+
+def fading(*, gsnr: float = 0.02, loss: float = 1.0, decays: bool = False) -> Run:
+    """The GSNR falls from 2 to this, the loss to this, over the first 200 steps."""
+
+    def fall(step: int, begin: float, end: float) -> float:
+        return end + (begin - end) * math.exp(-step / 40)
+
+    return make_run(
+        steps=1200,
+        gsnr=lambda step: fall(step, 2.0, gsnr),
+        loss=lambda step: fall(step, 4.0, 1.0) if loss == 1.0 else 4.0 - loss * step / 1200,
+        lr=lambda step: 0.01 * (1 - step / 1300) if decays else 0.01,
+        spread=0.03,
+    )
+
+
+def test_no_signal_left_and_a_level_loss_at_a_constant_rate() -> None:
+    [finding] = diagnose(fading(), DecayDue())
+    assert finding.severity == "info"
+    assert finding.found_step is not None
+    assert finding.found_step > 200
+    assert "from 0.01 to about 0.00333" in finding.cures[0]
+    assert "?" not in words_of(finding)
+
+
+@pytest.mark.parametrize("change", [{"gsnr": 2.0}, {"loss": 3.0}, {"decays": True}])
+def test_two_of_the_three_are_not_enough(change: dict[str, float]) -> None:
+    assert diagnose(fading(**change), DecayDue()) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", [WarmupNeeded, DecayDue])
+def test_resuming_changes_nothing(rule: type[WarmupNeeded] | type[DecayDue]) -> None:
+    shock = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)
+    for run in (fading(), shock):
+        assert same_findings(diagnose_with_breaks(run, rule, (1, 15, 21, 230, 600)), diagnose(run, rule()))

@@ -1,0 +1,63 @@
+"""A run says how it ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradvitals as gv
+
+SCRIPT = """
+import sys, torch, gradvitals as gv
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = gv.watch(model, optimizer, run=sys.argv[1], config=gv.Config(quiet=True))
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 3:
+        {ending}
+"""
+
+
+def endings(path: Path) -> list[tuple[str, str]]:
+    with gv.open_run(path) as run:
+        assert run.last_step is not None
+        return [(f.severity, f.title) for f in run.findings() if f.id == "training_stopped"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("pass", []),
+        (
+            "raise RuntimeError('out of luck\\nand more')",
+            [("critical", "training stopped with RuntimeError: out of luck")],
+        ),
+        ("raise KeyboardInterrupt", [("info", "training was stopped by hand")]),
+    ],
+)
+def test_a_program_that_ends(tmp_path: Path, ending: str, expected: list[tuple[str, str]]) -> None:
+    script = SCRIPT.format(ending=ending)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, timeout=100)
+    assert endings(tmp_path / "run") == expected
+
+
+def test_a_with_block_that_is_left_by_an_error(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            raise ValueError("no more data")
+
+    with pytest.raises(ValueError, match="no more data"):
+        train()
+    assert endings(tmp_path / "run") == [("critical", "training stopped with ValueError: no more data")]
