@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench build clean
+.PHONY: help setup demo test lint format docs bench build clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,11 @@ lint: $(READY)  ## check style, types and layers
 format: $(READY)  ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## write the catalogue of rules into docs/findings.md
+	$(BIN)/gradvitals doctor --rules --markdown | sed -i \
+	  -e '/^<!-- catalogue -->$$/,/^<!-- end of catalogue -->$$/{//!d}' \
+	  -e '/^<!-- catalogue -->$$/r /dev/stdin' docs/findings.md
 
 bench: $(READY)  ## measure what monitoring costs on this machine
 	$(BIN)/gradvitals bench overhead

@@ -19,6 +19,13 @@ STORE_LABELS = {
     "dropped": ("readings dropped", ""),
 }
 
+DIAGNOSIS_LABELS = {
+    "plain_ms_median": "a plain step (norms of every tensor), median",
+    "plain_ms_p99": "a plain step, 99th percentile",
+    "full_ms_median": "a step with both GSNR sources, median",
+    "mean_ms": "the mean step at the default cadence",
+}
+
 
 @click.group()
 def bench() -> None:
@@ -28,6 +35,7 @@ def bench() -> None:
     Example:
       gradvitals bench overhead
       gradvitals bench store --json
+      gradvitals bench diagnosis
     """
 
 
@@ -90,3 +98,25 @@ def store(as_json: bool) -> None:
     click.echo("500 tensors x 10 metrics a step; the series is one of 20,000 steps")
     for name, (label, unit) in STORE_LABELS.items():
         click.echo(f"  {label:<52} {result[name]:8.4g} {unit}")
+
+
+@bench.command()
+@click.option("--tensors", type=click.IntRange(min=1), default=500, show_default=True, help="Parameters of the model.")
+@json_option
+def diagnosis(tensors: int, as_json: bool) -> None:
+    """Time the diagnosis of one step on one core, with made-up readings of a healthy run.
+
+    \b
+    Example:
+      gradvitals bench diagnosis
+      gradvitals bench diagnosis --tensors 2000 --json
+    """
+    from gradvitals.lab.diagnosis import time_diagnosis
+
+    result = time_diagnosis(tensors)
+    if as_json:
+        print_json(result)
+        return
+    click.echo(f"{result['rules']} rules, {tensors} tensors; {result['false_alarms']} false alarms in the made-up run")
+    for name, label in DIAGNOSIS_LABELS.items():
+        click.echo(f"  {label:<52} {result[name]:8.4g} ms")

@@ -11,6 +11,8 @@ import click
 from gradvitals.cli.output import console, json_option, print_json
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gradvitals.lab.demo import DemoResult
     from gradvitals.show.summary import Summary
 
@@ -63,11 +65,12 @@ def demo(steps: int, fault: bool, out: Path, seed: int, as_json: bool) -> None:
         print_json({**result.to_json(), "report": summary.to_json()})
     else:
         for line in _closing(result, summary):
-            screen.print(line, soft_wrap=True)
+            screen.print(line, soft_wrap=isinstance(line, str))
 
 
-def _closing(result: DemoResult, summary: Summary) -> Iterator[str]:
-    from gradvitals.show.text import clean, duration, number
+def _closing(result: DemoResult, summary: Summary) -> Iterator[RenderableType]:
+    from gradvitals.show.terminal import findings_section
+    from gradvitals.show.text import duration, number
 
     early = " (stopped early)" if result.interrupted else ""
     yield ""
@@ -87,9 +90,11 @@ def _closing(result: DemoResult, summary: Summary) -> Iterator[str]:
         yield f"Noise scale: {number(scale.value)} samples (95 %: {number(scale.low)} to {number(scale.high)})."
     else:
         yield "Noise scale: not identifiable from these readings."
-    yield from (f"Finding: {clean(str(finding))}" for finding in summary.findings)
+    yield ""
+    yield from findings_section(summary)
     yield ""
     yield f"Kept in {result.path}. Next:"
+    yield f"  gradvitals doctor {result.path}"
     yield f"  gradvitals report {result.path}"
     yield f"  gradvitals export {result.path} --csv -"
 

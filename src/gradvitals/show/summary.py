@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.show.again import was_diagnosed
+from gradvitals.show.checkup import judge_run
 from gradvitals.show.standouts import (
     LayerRow,
     Worst,
@@ -17,9 +19,10 @@ from gradvitals.show.standouts import (
     layer_rows,
     layers_hit,
 )
+from gradvitals.show.verdict import Verdict, about_itself
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
-from gradvitals.types import SEVERITIES, Finding, FloatArray
+from gradvitals.types import Finding, FloatArray
 
 NAN = float("nan")
 
@@ -98,7 +101,17 @@ class Summary:
     largest_spikes: tuple[Worst, ...]
     largest_updates: tuple[Worst, ...]
     nonfinite: tuple[Worst, ...]
-    findings: tuple[Finding, ...]
+    diagnosed: bool
+    """Whether the training was judged while it was recorded."""
+    verdict: Verdict
+    """How the run is, with what was found about the training, worst first."""
+    monitoring: tuple[Finding, ...]
+    """What gradvitals says about itself."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found about the training, worst first."""
+        return tuple(item.finding for item in self.verdict.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values but for NaN, which the printer deals with."""
@@ -108,7 +121,9 @@ class Summary:
         data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
         for name in ("layers", "lowest_gsnr", "largest_spikes", "largest_updates", "nonfinite"):
             data[name] = [asdict(item) for item in data[name]]
-        data["findings"] = [finding.to_json() for finding in self.findings]
+        data["verdict"] = self.verdict.to_json()
+        data["findings"] = [item.to_json() for item in self.verdict.findings]
+        data["monitoring"] = [finding.to_json() for finding in self.monitoring]
         return data
 
     def trend(self, metric: str) -> Trend | None:
@@ -118,7 +133,7 @@ class Summary:
 
 def summarize(run: Run) -> Summary:
     """Read from a run what `gradvitals report` shows."""
-    meta = run.meta
+    meta, findings = run.meta, run.findings()
     source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
     layers_step, layers = layer_rows(run, source)
     trends = (_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr"))
@@ -141,7 +156,9 @@ def summarize(run: Run) -> Summary:
         largest_spikes=extremes(run, "grad/spike_ratio"),
         largest_updates=latest_extremes(run, "update/ratio"),
         nonfinite=first_nonzero(run, "grad/nonfinite"),
-        findings=tuple(sorted(run.findings(), key=lambda f: (-SEVERITIES.index(f.severity), f.first_step))),
+        diagnosed=was_diagnosed(meta),
+        verdict=judge_run(run, findings),
+        monitoring=about_itself(findings),
     )
 
 

@@ -13,17 +13,17 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from gradvitals.show.findings import Hanging, about_monitoring, in_short, verdict_line
 from gradvitals.show.sparkline import ASCII, BLOCKS, sparkline
 from gradvitals.show.standouts import LayerRow, Worst
 from gradvitals.show.summary import Summary, Trend, summarize
 from gradvitals.show.text import clean, duration, number
 from gradvitals.store.reader import Run
-from gradvitals.types import Finding, FloatArray
+from gradvitals.types import FloatArray
 
-__all__ = ["Spark", "render_report", "render_summary", "sparkline"]
+__all__ = ["Spark", "findings_section", "render_report", "render_summary", "sparkline"]
 
 LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR"}
-STYLES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 STATES = {"running": "still running", "finished": "finished", "stopped": "stopped without being closed"}
 WIDE = 76
 """Columns of screen from which the layer table shows intervals."""
@@ -56,6 +56,19 @@ def render_summary(summary: Summary) -> RenderableType:
     return Group(*_sections(summary))
 
 
+def findings_section(summary: Summary) -> Iterator[RenderableType]:
+    """The verdict, the findings in short, and what gradvitals says about itself."""
+    verdict = summary.verdict
+    if summary.diagnosed and summary.last_step is not None:
+        yield verdict_line(verdict)
+    elif not summary.diagnosed:
+        yield Hanging("", "This run was recorded without diagnosis; `gradvitals doctor` judges what it kept.")
+    yield from (in_short(item, live=verdict.live) for item in verdict.findings)
+    if verdict.findings:
+        yield Hanging("", Text("`gradvitals doctor` has the evidence, the causes, and what is fine.", style="dim"))
+    yield from about_monitoring(summary.monitoring)
+
+
 def _sections(summary: Summary) -> Iterator[RenderableType]:
     yield _header(summary)
     if summary.last_step is None:
@@ -67,11 +80,7 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
         yield _Layers(summary)
     for table in _worst_tensors(summary):
         yield from (table, Text())
-    if summary.findings:
-        yield Text("Findings, worst first", style="bold")
-        yield from (_finding(finding) for finding in summary.findings)
-    else:
-        yield Text("No findings. (This version does not judge the training itself yet.)")
+    yield from findings_section(summary)
     if summary.dropped:
         yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
@@ -172,19 +181,3 @@ def _worst_tensors(summary: Summary) -> Iterator[RenderableType]:
         for item in worst:
             table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
         yield Group(Text(title, style="bold"), table)
-
-
-def _finding(finding: Finding) -> Text:
-    text = Text(f"{finding.severity:<9}", style=STYLES[finding.severity])
-    text.append(clean(finding.title), style="default")
-    steps = f"since step {finding.first_step}"
-    if finding.last_step == finding.first_step:
-        steps = f"step {finding.first_step}"
-    elif finding.last_step is not None:
-        steps = f"steps {finding.first_step} to {finding.last_step}"
-    text.append(f" ({steps}", style="default")
-    if finding.tensors:
-        more = f" and {len(finding.tensors) - 3} more" if len(finding.tensors) > 3 else ""
-        text.append(f"; {', '.join(clean(name) for name in finding.tensors[:3])}{more}", style="default")
-    text.append(")", style="default")
-    return text

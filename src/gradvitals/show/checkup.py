@@ -1,0 +1,202 @@
+"""What `gradvitals doctor` has to say about a run: the verdict, findings, what is fine, what was not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose import RULES, Rule
+from gradvitals.diagnose.words import WORDS
+from gradvitals.errors import RunError
+from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
+from gradvitals.show.verdict import Verdict, about_itself, judge
+from gradvitals.store.frames import KINDS
+from gradvitals.store.reader import Run
+from gradvitals.types import SOURCES, Finding
+
+MISSING = {
+    "loss": "no loss was observed: call monitor.observe(loss) after backward",
+    "lr": "no learning rate was read",
+    "gsnr": "no GSNR was measured: it needs two or more backward passes a step, or an Adam-like optimizer",
+    "noise_scale": "no noise scale: it needs two or more backward passes a step, and watch(..., batch_size=...)",
+    "clip/max_norm": "the loop does not clip gradients by norm",
+    "step/skipped": "the loop has no GradScaler",
+}
+"""Why a metric may not be there, and what to do about it."""
+
+NOT_A_NUMBER = {
+    "gsnr": "GSNR could not be told from these readings",
+    "noise_scale": "the noise scale could not be told from these readings: its interval is too wide",
+}
+"""What is said where a metric was read and was never a number."""
+
+MISSING_FROM = {
+    "microbatch": "no micro-batches: it needs gradient accumulation, two or more backward passes a step",
+    "ranks": "no workers to compare: it takes several processes",
+    "adam": "the optimizer keeps no averages of the kind Adam keeps",
+    "window": "no embedding or output head was followed",
+    "heads": "no attention heads were found: Config.heads sets them",
+}
+"""The same for a source of samples, or a kind of row, that a rule needs a metric of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fine:
+    """A pattern that was looked for and not found."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotJudged:
+    """Patterns that could not be looked for, and why."""
+
+    reason: str
+    ids: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The patterns in words."""
+        return tuple(name_of(rule) for rule in self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkup:
+    """Everything `gradvitals doctor` has to say."""
+
+    run: str
+    replayed: str
+    """Why the run was judged again by the rules of today; empty where the findings are those kept with it."""
+    verdict: Verdict
+    fine: tuple[Fine, ...]
+    not_judged: tuple[NotJudged, ...]
+    monitoring: tuple[Finding, ...]
+    """What gradvitals says about itself."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values but for NaN, which the printer deals with."""
+        return {
+            "run": self.run,
+            "replayed": bool(self.replayed),
+            "verdict": self.verdict.to_json(),
+            "findings": [item.to_json() for item in self.verdict.findings],
+            "fine": [{"id": item.id, "text": item.text} for item in self.fine],
+            "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.not_judged],
+            "monitoring": [finding.to_json() for finding in self.monitoring],
+        }
+
+
+def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> Checkup:
+    """Judge a run, by the findings kept with it or, where there were none to keep, by its readings.
+
+    Args:
+        run: The run.
+        again: Judge the readings by the rules of today, whatever was found when they were recorded.
+        on_step: Called for each step that is judged again.
+
+    Raises:
+        RunError: If the run has no readings, so that there is nothing to judge.
+    """
+    if run.last_step is None:
+        raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
+    meta, kept = run.meta, run.findings()
+    replayed = "as asked" if again else "" if was_diagnosed(meta) else "it was recorded without diagnosis"
+    failed = {str(finding.evidence.get("about")) for finding in kept if finding.id == "monitor_error"}
+    found: Iterable[Finding] = kept
+    if replayed:
+        result = diagnose_again(run, on_step)
+        found, failed = result.findings, set(result.failed)
+    verdict = judge_run(run, found)
+    fine, not_judged = _looked_for(_Record(run, verdict.steps), verdict, recorded_settings(meta), failed)
+    return Checkup(
+        run=str(run.path),
+        replayed=replayed,
+        verdict=verdict,
+        fine=fine,
+        not_judged=not_judged,
+        monitoring=about_itself(kept),
+    )
+
+
+def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
+    """The verdict on a run as far as it has come."""
+    last_step = run.last_step
+    if last_step is None:
+        return judge(findings, last_step=0, steps=0, live=run.is_live)
+    values = run.metrics("values")
+    counted = next((metric for metric in ("grad/norm", "loss") if metric in values), None)
+    steps = last_step + 1 if counted is None else len(run.times(counted)[0])
+    return judge(findings, last_step=last_step, steps=steps, live=run.is_live)
+
+
+def name_of(rule: str) -> str:
+    """A pattern in two or three words; its id where it has none."""
+    return WORDS[rule].name if rule in WORDS else rule
+
+
+class _Record:
+    """What a run has of each metric, looked up once."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        self.steps = steps
+        self._run = run
+        self._lacks: dict[str, str] = {}
+
+    def lacks(self, metric: str) -> str:
+        """Why a rule that needs this metric cannot judge; empty where it can."""
+        if metric not in self._lacks:
+            self._lacks[metric] = self._look(metric)
+        return self._lacks[metric]
+
+    def _look(self, needed: str) -> str:
+        """A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``."""
+        *of, metric = needed.split(":")
+        kinds = [kind for kind in KINDS if kind in of]
+        # GSNR and noise scale count where the whole model has them; of single tensors alone they judge little.
+        kind = kinds[0] if kinds else "values" if metric in NOT_A_NUMBER else None
+        sources = self._run.sources(metric, kind)
+        if metric not in self._run.metrics(kind):
+            reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
+            return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
+        lacking = next((part for part in of if part in SOURCES and part not in sources), None)
+        if lacking is not None:
+            return MISSING_FROM.get(lacking, f"{metric} has no source {lacking}")
+        if kind == "values" and not self._any_number(metric, [name for name in sources if name in of] or sources):
+            return NOT_A_NUMBER.get(metric, "")
+        return ""
+
+    def _any_number(self, metric: str, sources: Sequence[str | None]) -> bool:
+        return any(np.isfinite(self._run.series(metric, source=name)[1]).any() for name in sources or (None,))
+
+
+def _looked_for(
+    record: _Record, verdict: Verdict, settings: Mapping[str, Any], failed: set[str]
+) -> tuple[tuple[Fine, ...], tuple[NotJudged, ...]]:
+    found = {item.finding.id for item in verdict.findings}
+    fine: list[Fine] = []
+    reasons: dict[str, list[str]] = {}
+    for name, rule in RULES.items():
+        if name in found or not (rule.default or settings.get(name, False) is not False):
+            continue
+        reason = _why_not(name, rule, record, settings, failed)
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+        else:
+            text = WORDS[name].fine if name in WORDS else ""
+            fine.append(Fine(id=name, text=text or f"no sign of: {name_of(name)}"))
+    return tuple(fine), tuple(NotJudged(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
+
+
+def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str, Any], failed: set[str]) -> str:
+    if settings.get(name) is False:
+        return "turned off in Config.rules"
+    if failed & {name, "diagnosis"}:
+        return "ended in an error of its own"
+    lacking = next(filter(None, map(record.lacks, rule.needs)), "")
+    if not lacking and record.steps <= rule.min_steps:
+        return f"too early: it needs more than {rule.min_steps:,} steps"
+    return lacking

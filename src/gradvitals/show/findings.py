@@ -1,0 +1,144 @@
+"""Verdict and findings for the terminal: in full for `gradvitals doctor`, in short for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from gradvitals.diagnose.explain import number
+from gradvitals.show.text import clean
+from gradvitals.show.verdict import Level, Verdict, Weighed, when
+from gradvitals.types import Finding, Severity
+
+STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "watch": "bold yellow", "unhealthy": "bold red"}
+LABEL = 8
+"""Columns for the label of each part of a finding."""
+NAMED = 4
+"""Tensors that are named; the others are counted."""
+SHORT_NAMED = 2
+LIKELIEST = 3
+"""Causes and cures that are told of a finding; of a note, and of what is over and done with, one of each."""
+LONGEST = 60
+"""Characters of one value of the evidence."""
+BULLET = "  - "
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """A paragraph behind a label or a bullet; its further lines line up with the first."""
+
+    head: str
+    text: str | Text
+    style: str = ""
+    """Of the head."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Wrap at the width at hand, without blanks at the ends of lines."""
+        text = self.text if isinstance(self.text, Text) else Text(self.text)
+        lines = text.wrap(console, max(1, options.max_width - len(self.head)))
+        for i, line in enumerate(lines):
+            head = (" " * len(self.head), "") if i else (self.head, self.style)
+            whole = Text.assemble(head, line)
+            whole.rstrip()
+            yield whole
+
+
+def verdict_line(verdict: Verdict) -> RenderableType:
+    """The verdict, its first words in colour."""
+    head, colon, rest = clean(verdict.line).partition(":")
+    return Hanging("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+
+
+def in_full(item: Weighed, *, live: bool) -> RenderableType:
+    """Everything about a finding: where, when, on what evidence, why probably and what to do."""
+    finding = item.finding
+    found = finding.found_step
+    later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
+    most = LIKELIEST if item.weight != "info" else 1
+    parts: list[tuple[str, Sequence[str]]] = [
+        ("where", [where(finding)] if finding.tensors else []),
+        ("when", [when(item, live=live) + later]),
+        ("seen", list(evidence(finding.evidence))),
+        ("why", finding.causes[:most]),
+        ("to do", finding.cures[:most]),
+    ]
+    lines = [line for label, texts in parts for line in _labelled(label, texts)]
+    return Group(_heading(item), *lines)
+
+
+def in_short(item: Weighed, *, live: bool) -> RenderableType:
+    """A finding in a few lines: what, where and when, and the first thing to do."""
+    finding = item.finding
+    place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors else ""
+    lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.cures[:1])]
+    return Group(_heading(item), *(Hanging("  ", clean(line)) for line in lines))
+
+
+def about_monitoring(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """What gradvitals says about itself, a line or two each."""
+    if findings:
+        yield Text("About the monitoring", style="bold")
+    for finding in findings:
+        todo = f"; to do: {finding.cures[0]}" if finding.cures else ""
+        yield Hanging(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){todo}"))
+
+
+def where(finding: Finding, most: int = NAMED) -> str:
+    """The tensors by name, and how many more there are; which rank where there are several."""
+    names = finding.tensors[: most if len(finding.tensors) > most + 1 else most + 1]
+    rest = len(finding.tensors) - len(names)
+    text = ", ".join(names) + (f" and {rest:,} more" if rest else "")
+    return text if finding.rank is None else f"{text} (rank {finding.rank})"
+
+
+def evidence(content: Mapping[str, Any]) -> Iterator[str]:
+    """The numbers that were seen, each beside what was expected."""
+    seen, expected = content.get("seen"), content.get("expected")
+    if not isinstance(seen, Mapping):
+        return
+    usual: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
+    beside = [f"{_named(name, seen[name])} (expected {_value(usual[name])})" for name in seen if name in usual]
+    yield from beside
+    # What is left was seen along with it. Words, steps and proposals among it are for the title and the cures.
+    rest = {name: value for name, value in seen.items() if name not in usual and _is_number(value)}
+    others = [_named(name, value) for name, value in rest.items() if name != "at" and not name.endswith("proposed")]
+    if others:
+        yield ("with " if beside else "") + ", ".join(others)
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{name.replace('_', ' ')} {_value(value)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        text = ", ".join(number(part) for part in value)
+    elif isinstance(value, Mapping):
+        text = ", ".join(f"{key} {number(part)}" for key, part in value.items())
+    else:
+        text = number(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _heading(item: Weighed) -> RenderableType:
+    finding = item.finding
+    severity = f"{finding.severity}, over" if item.clear is not None else finding.severity
+    style = STYLES[finding.severity] if item.clear is None else "dim"
+    text = Text.assemble((clean(finding.title), "bold"), (f" [{clean(finding.id)}]", "dim"))
+    return Hanging(f"{severity}: ", text, style)
+
+
+def _labelled(label: str, texts: Sequence[str]) -> Iterator[Hanging]:
+    several = label in ("why", "to do") and len(texts) > 1
+    for i, text in enumerate(texts):
+        head = f"  {'' if i else label}".ljust(LABEL)
+        yield Hanging(f"{head}{i + 1}. " if several else head, clean(text), "bold")

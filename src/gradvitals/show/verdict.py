@@ -1,0 +1,188 @@
+"""The verdict on a run: healthy, worth watching or unhealthy, from what was found and from what is over by now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from gradvitals.types import SEVERITIES, Finding, Severity
+
+Level = Literal["healthy", "watch", "unhealthy"]
+
+ABOUT_ITSELF = ("source_unavailable", "readings_thinned", "monitor_error", "store_error")
+"""Ids of what gradvitals says about itself (`gradvitals.notices`). They say nothing about the training."""
+
+CLEAR_STEPS = 20
+"""Steps without the pattern before anything counts as over and done with."""
+CLEAR_SHARE = 0.1
+"""Share of the run, at its end, that has to be clear of what was critical."""
+EPISODES = 3
+"""How often a pattern has to come before it is expected to come again."""
+EARLY_STEPS = 50
+"""Below so many steps, that nothing was found says little."""
+
+LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "watch", "critical": "unhealthy"}
+SAID: dict[Level, str] = {"healthy": "Healthy", "watch": "Watch it", "unhealthy": "Unhealthy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A finding, and how much it matters at the end of what was read."""
+
+    finding: Finding
+    weight: Severity
+    """Its severity while it goes on; less once it is over."""
+    clear: int | None
+    """Steps since it was over; None while it goes on."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain JSON values, with `weight`, `open` and `clear_steps` beside them."""
+        own = {"weight": self.weight, "open": self.clear is None, "clear_steps": self.clear}
+        return {**self.finding.to_json(), **own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a run is, in one word and in one line."""
+
+    level: Level
+    line: str
+    steps: int
+    live: bool
+    """Whether the run goes on."""
+    num_open: int
+    num_over: int
+    findings: tuple[Weighed, ...]
+    """What was found about the training, worst first."""
+
+    @property
+    def worst(self) -> Weighed | None:
+        """What the verdict rests on; None where nothing was found."""
+        return self.findings[0] if self.findings else None
+
+    def reaches(self, severity: Severity) -> bool:
+        """Whether anything found weighs this much by now, or more."""
+        return self.worst is not None and _rank(self.worst.weight) >= _rank(severity)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain JSON values, without the findings."""
+        worst = self.worst.finding.id if self.worst else None
+        counts = {"steps": self.steps, "open": self.num_open, "over": self.num_over}
+        return {"level": self.level, "line": self.line, **counts, "worst": worst, "live": self.live}
+
+
+def judge(findings: Iterable[Finding], *, last_step: int, steps: int, live: bool = False) -> Verdict:
+    """The verdict on a run.
+
+    Args:
+        findings: All of them; those of gradvitals about itself are left aside.
+        last_step: The last step that was read.
+        steps: How many steps were read.
+        live: Whether the run goes on.
+    """
+    weighed = weigh(findings, last_step=last_step, steps=steps)
+    level = LEVELS[weighed[0].weight] if weighed else "healthy"
+    num_open = sum(item.clear is None for item in weighed)
+    return Verdict(
+        level=level,
+        line=_line(level, weighed, steps=steps, live=live),
+        steps=steps,
+        live=live,
+        num_open=num_open,
+        num_over=len(weighed) - num_open,
+        findings=weighed,
+    )
+
+
+def weigh(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[Weighed, ...]:
+    """Every finding about the training with its weight by now, the heaviest first.
+
+    What goes on weighs as much as its severity. What is over weighs less:
+
+    - a warning becomes info once it has been over for as long as it lasted, and for 20 steps;
+    - what was critical becomes a warning at once, and info once that and a tenth of the run are clear of it;
+    - what came three times or more stays a warning until the run has been clear of it for longer than ever between.
+    """
+    ours = [finding for finding in findings if finding.id not in ABOUT_ITSELF]
+    by_id: dict[str, list[Finding]] = {}
+    for finding in ours:
+        by_id.setdefault(finding.id, []).append(finding)
+    items = (_weighed(finding, by_id[finding.id], last_step, steps) for finding in ours)
+    return tuple(sorted(items, key=_order))
+
+
+def about_itself(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What gradvitals says about itself, in the order it was said."""
+    return tuple(finding for finding in findings if finding.id in ABOUT_ITSELF)
+
+
+def _weighed(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> Weighed:
+    if finding.last_step is None:
+        return Weighed(finding=finding, weight=finding.severity, clear=None)
+    clear = max(0, last_step - finding.last_step)
+    lasted = finding.last_step - finding.first_step + 1
+    share = CLEAR_SHARE * steps if finding.severity == "critical" else 0.0
+    enough = max(lasted, CLEAR_STEPS, share)
+    done = finding.severity == "info" or (clear >= enough and not _comes_again(finding, episodes, clear))
+    return Weighed(finding=finding, weight="info" if done else "warning", clear=clear)
+
+
+def _comes_again(finding: Finding, episodes: Sequence[Finding], clear: int) -> bool:
+    """Whether this is the latest of several episodes, and the next one may just not be due yet."""
+    starts = sorted(episode.first_step for episode in episodes if episode.severity != "info")
+    if len(starts) < EPISODES or finding.first_step != starts[-1]:
+        return False
+    return clear <= max(later - earlier for earlier, later in pairwise(starts))
+
+
+def _order(item: Weighed) -> tuple[int, int, bool, int]:
+    finding = item.finding
+    return -_rank(item.weight), -_rank(finding.severity), item.clear is not None, finding.first_step
+
+
+def _rank(severity: Severity) -> int:
+    return SEVERITIES.index(severity)
+
+
+def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, live: bool) -> str:
+    counted = f"{_plural(steps, 'step')}{' so far' if live else ''}"
+    if weighed:
+        return f"{SAID[level]}: {counted}, {_counts(weighed)}. {_worst(weighed[0], live=live)}"
+    if steps < EARLY_STEPS:
+        return f"Nothing wrong yet, but it is early: {counted}."
+    return f"Healthy: {counted}, nothing found."
+
+
+def _counts(weighed: Sequence[Weighed]) -> str:
+    """How many go on, how many of these are notes, and how many are over."""
+    still = [item.finding for item in weighed if item.clear is None]
+    notes = sum(finding.severity == "info" for finding in still)
+    over = len(weighed) - len(still)
+    if not still:
+        return f"{_plural(over, 'finding')}, {'now' if over == 1 else 'all'} over"
+    parts = [f"{_plural(len(still) - notes, 'finding')} open"] if len(still) > notes else []
+    parts += [_plural(notes, "note")] if notes else []
+    parts += [f"{_plural(over, 'finding') if len(still) == notes else over} over"] if over else []
+    return ", ".join(parts)
+
+
+def _worst(item: Weighed, *, live: bool) -> str:
+    finding = item.finding
+    if finding.severity == "info":
+        return f"Worth knowing: {finding.title}."
+    return f"Worst ({finding.severity}): {finding.title}; {when(item, live=live)}."
+
+
+def when(item: Weighed, *, live: bool) -> str:
+    """Since which step until when, and whether it goes on."""
+    first, last = item.finding.first_step, item.finding.last_step
+    if last is None:
+        return f"since step {first:,}" + ("" if live else ", still open at the end")
+    steps = f"step {first:,} only" if last <= first else f"steps {first:,} to {last:,}"
+    return f"{steps}, over for {_plural(item.clear or 0, 'step')}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

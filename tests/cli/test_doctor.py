@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from gradvitals import notices
+from gradvitals.cli import main
+from gradvitals.diagnose import RULES, Rule, Sign, Step
+from gradvitals.store.writer import RunWriter
+from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
+
+NAMES = tuple(f"blocks.{i}.attn.qkv.weight" for i in range(9))
+LAYOUT = Layout(
+    tensors=tuple(
+        TensorInfo(index=i, name=name, shape=(4, 4), dtype="float32", layer=f"blocks.{i}", depth=i)
+        for i, name in enumerate(NAMES)
+    ),
+    layers=tuple(f"blocks.{i}" for i in range(9)),
+)
+SPIKE = Finding(
+    id="explosion",
+    severity="critical",
+    title="the gradient norm rose to 41× its usual size",
+    tensors=NAMES,
+    first_step=300,
+    found_step=302,
+    evidence={"seen": {"ratio": 41.26, "lr": 0.003, "what": "the norm"}, "expected": {"ratio": 2.0}},
+    causes=("one bad batch: it came and went", "the learning rate", "the start", "a cause nobody thinks of"),
+    cures=("skip the batch of step 300", "lower the learning rate from 0.003 to 0.001"),
+)
+OVER = Finding(**{**SPIKE.__dict__, "last_step": 300})
+Write = Callable[..., Path]
+
+
+def calm(step: int, *, loss: bool = True) -> Reading:
+    norm = 1.0 + 0.05 * np.sin(step)
+    values = {"grad/norm": norm, "grad/nonfinite": 0.0, "lr": 1e-3}
+    if loss:
+        values["loss"] = 1.0 + 3.0 / (1 + 0.02 * step) + 0.01 * np.cos(step)
+    norms = np.full(len(NAMES), norm / 3)
+    return Reading(step=step, time=float(step), values=values, tensors={"grad/norm": norms})
+
+
+def broken(step: int) -> Reading:
+    reading = calm(step)
+    return reading if step < 350 else Reading(step=step, time=float(step), values={**reading.values, "loss": np.nan})
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(
+        *findings: Finding,
+        steps: int = 400,
+        reading: Callable[[int], Reading] = calm,
+        meta: Mapping[str, Any] | None = None,
+        layout: Layout = LAYOUT,
+    ) -> Path:
+        with RunWriter(tmp_path / "run", meta={"facts": {}} if meta is None else meta) as writer:
+            writer.write(layout)
+            for step in range(steps):
+                writer.write(reading(step))
+            for finding in findings:
+                writer.write(finding)
+            writer.commit()
+        return tmp_path / "run"
+
+    return write
+
+
+def doctor(*args: object, width: int = 100) -> Result:
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(main, ["doctor", *map(str, args)])
+
+
+def in_order(text: str, parts: Iterable[str]) -> bool:
+    at = [text.find(part) for part in parts]
+    return -1 not in at and at == sorted(at)
+
+
+def test_a_healthy_run_is_one_line_and_what_is_fine(write: Write) -> None:
+    result = doctor(write())
+    assert result.exit_code == 0
+    assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
+    assert in_order(result.output, ["What is fine\n", "- the loss was finite at every step"])
+    assert "About the monitoring" not in result.output
+
+
+def test_a_finding_is_told_with_place_time_evidence_causes_and_cures(write: Write) -> None:
+    result = doctor(write(SPIKE))
+    assert result.exit_code == 1
+    parts = (
+        "Unhealthy: 400 steps, 1 finding open.",
+        "critical: the gradient norm rose to 41× its usual size [explosion]",
+        "where blocks.0.attn.qkv.weight, ",
+        "and 5 more",
+        "when  since step 300, still open at the end; found at step 302",
+        "seen  ratio 41.3 (expected 2)",
+        "with lr 0.003\n",
+        "why   1. one bad batch: it came and went",
+        "2. the learning rate",
+        "to do 1. skip the batch of step 300",
+        "2. lower the learning rate from 0.003 to 0.001",
+        "--explain",
+        "What is fine otherwise",
+    )
+    assert in_order(result.output, parts)
+    assert "nobody thinks of" not in result.output
+
+
+def test_what_is_over_is_told_as_that_and_shorter(write: Write) -> None:
+    result = doctor(write(OVER))
+    assert result.exit_code == 0
+    assert result.output.startswith("Healthy: 400 steps, 1 finding, now over.")
+    assert "critical, over: the gradient norm rose" in result.output
+    assert "when  step 300 only, over for 99 steps" in result.output
+    assert "lower the learning rate" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("finding", "fail_on", "code"),
+    [
+        (SPIKE, "critical", 1),
+        (OVER, "warning", 0),
+        (OVER, "info", 1),
+        (Finding(id="explosion", severity="warning", title="x", first_step=1), "critical", 0),
+        (Finding(id="clip_idle", severity="info", title="x", first_step=1), "warning", 0),
+        (notices.source_unavailable("adam", "no averages", 0), "info", 0),
+    ],
+)
+def test_the_exit_status_tells_whether_it_weighs_as_much(
+    write: Write, finding: Finding, fail_on: str, code: int
+) -> None:
+    run = write(finding)
+    assert doctor(run, "--fail-on", fail_on).exit_code == code
+    as_json = doctor(run, "--fail-on", fail_on, "--json")
+    assert as_json.exit_code == code
+    assert json.loads(as_json.output)["failed"] is bool(code)
+
+
+def test_json_holds_everything(write: Write) -> None:
+    unavailable = notices.source_unavailable("adam", "no averages", 0)
+    data = json.loads(doctor(write(SPIKE, unavailable), "--json").output)
+    assert data["verdict"]["level"] == "unhealthy"
+    assert data["verdict"]["worst"] == "explosion"
+    assert data["replayed"] is False
+    [finding] = data["findings"]
+    assert (finding["open"], finding["weight"], len(finding["tensors"])) == (True, "critical", 9)
+    assert len(finding["causes"]) == 4
+    assert "loss_nonfinite" in [item["id"] for item in data["fine"]]
+    assert [item["id"] for item in data["monitoring"]] == ["source_unavailable"]
+    judged = {item["id"] for item in data["fine"]} | {name for item in data["not_judged"] for name in item["ids"]}
+    assert judged == {name for name, rule in RULES.items() if rule.default} - {"explosion"}
+
+
+def test_what_could_not_be_judged_says_why_once_for_all(write: Write) -> None:
+    output = doctor(write(reading=lambda step: calm(step, loss=False)), width=300).output
+    [line] = [line for line in output.splitlines() if "monitor.observe(loss)" in line]
+    assert "Loss not finite" in line
+    assert "the loss was finite" not in output
+
+
+@dataclass
+class Slow(Rule):
+    """Looks from step 50 on."""
+
+    id = "slow"
+    needs = ("loss",)
+    min_steps = 50
+
+    def look(self, step: Step) -> Sign | None:
+        return None
+
+
+@pytest.mark.parametrize(("steps", "enough"), [(50, False), (51, True)])
+def test_a_rule_is_fine_only_once_it_has_seen_enough(
+    write: Write, monkeypatch: pytest.MonkeyPatch, steps: int, enough: bool
+) -> None:
+    monkeypatch.setitem(RULES, "slow", Slow)
+    data = json.loads(doctor(write(steps=steps), "--json").output)
+    assert ("slow" in [item["id"] for item in data["fine"]]) is enough
+    too_early = [item["ids"] for item in data["not_judged"] if item["reason"].endswith("more than 50 steps")]
+    assert any("slow" in ids for ids in too_early) is not enough
+
+
+def test_a_rule_that_was_turned_off_or_broke_is_not_fine(write: Write) -> None:
+    error = notices.monitor_error("explosion", ValueError("oops"), 3)
+    meta = {"facts": {}, "config": {"rules": {"loss_nonfinite": False}}}
+    data = json.loads(doctor(write(error, meta=meta), "--json").output)
+    reasons = {name: item["reason"] for item in data["not_judged"] for name in item["ids"]}
+    assert "turned off" in reasons["loss_nonfinite"]
+    assert "error" in reasons["explosion"]
+
+
+@dataclass
+class Broken(Slow):
+    """Has an error."""
+
+    id = "broken"
+    min_steps = 0
+
+    def look(self, step: Step) -> Sign | None:
+        raise ValueError("oops")
+
+
+def test_a_rule_that_breaks_while_judging_again_is_not_fine(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "broken", Broken)
+    data = json.loads(doctor(write(steps=5), "--again", "--json").output)
+    assert any("broken" in item["ids"] for item in data["not_judged"] if "error of its own" in item["reason"])
+
+
+@dataclass
+class Needy(Slow):
+    """Needs what a test says."""
+
+    id = "needy"
+    min_steps = 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "source", "value", "reason"),
+    [
+        ("microbatch:gsnr", None, 1.0, "two or more backward passes a step"),
+        ("microbatch:gsnr", "adam", 1.0, "two or more backward passes a step"),
+        ("microbatch:gsnr", "microbatch", np.nan, "could not be told from these readings"),
+        ("microbatch:gsnr", "microbatch", 1.0, ""),
+        ("gsnr", "adam", 1.0, ""),
+        ("gsnr", "adam", np.nan, "could not be told from these readings"),
+        ("gsnr", "window", None, "no GSNR was measured"),  # it has single tensors only
+        ("tensors:gsnr", "window", None, ""),
+        ("heads:gsnr", "microbatch", 1.0, "no attention heads"),
+        ("ranks/norm_dispersion", "microbatch", 1.0, "several processes"),
+        ("noise_scale", "microbatch", 1.0, "watch(..., batch_size=...)"),
+        ("update/ratio", "microbatch", 1.0, "update/ratio was not measured"),
+    ],
+)
+def test_a_rule_is_fine_only_with_the_source_it_needs(
+    write: Write, monkeypatch: pytest.MonkeyPatch, needs: str, source: Source, value: float | None, reason: str
+) -> None:
+    monkeypatch.setitem(RULES, "needy", Needy)
+    monkeypatch.setattr(Needy, "needs", (needs,))
+    content: dict[str, Any] = {"tensors": {"gsnr": np.ones(len(NAMES))}}
+    if value is not None:
+        content["values"] = {"gsnr": value}
+    data = json.loads(
+        doctor(write(reading=lambda s: Reading(step=s, time=s, source=source, **content)), "--json").output
+    )
+    reasons = [item["reason"] for item in data["not_judged"] if "needy" in item["ids"]]
+    assert ("needy" in [item["id"] for item in data["fine"]]) is not bool(reason)
+    assert bool(reasons) is bool(reason)
+    assert all(reason in said for said in reasons)
+
+
+def test_monitoring_is_told_apart_and_last(write: Write) -> None:
+    result = doctor(write(notices.source_unavailable("micro-batches", "one pass a step", 1)))
+    assert result.output.startswith("Healthy")
+    assert in_order(
+        result.output, ["What is fine", "About the monitoring\n  - GSNR from micro-batches is not available"]
+    )
+
+
+def test_again_judges_the_kept_readings_by_the_rules_of_today(write: Write) -> None:
+    run = write(SPIKE, reading=broken)
+    kept, again = (json.loads(doctor(run, *args, "--json").output) for args in ((), ("--again",)))
+    assert [finding["id"] for finding in kept["findings"]] == ["explosion"]
+    assert "loss_nonfinite" in [finding["id"] for finding in again["findings"]]
+    assert again["replayed"] is True
+    [finding] = [finding for finding in again["findings"] if finding["id"] == "loss_nonfinite"]
+    assert (finding["first_step"], finding["open"]) == (350, True)
+    assert "Single tensors are kept more rarely" in doctor(run, "--again", width=300).output
+
+
+@pytest.mark.parametrize("meta", [{}, {"facts": {}, "config": {"diagnose": False}}])
+def test_a_run_recorded_without_diagnosis_is_judged_all_the_same(write: Write, meta: dict[str, Any]) -> None:
+    result = doctor(write(reading=broken, meta=meta), width=300)
+    assert result.exit_code == 1
+    assert "recorded without diagnosis" in result.output
+    assert "[loss_nonfinite]" in result.output
+
+
+def test_again_keeps_to_the_settings_of_the_run_as_far_as_they_are_known(write: Write) -> None:
+    rules = {"loss_nonfinite": False, "no_such_rule": {"x": 1}, "explosion": {"no_such_setting": 1}}
+    data = json.loads(doctor(write(reading=broken, meta={"config": {"rules": rules}}), "--json").output)
+    assert "loss_nonfinite" not in [finding["id"] for finding in data["findings"]]
+
+
+def test_no_run_or_no_readings_is_one_line_and_exit_2(write: Write, tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "nowhere", "nowhere"), (write(steps=0), "no readings yet")):
+        result = doctor(path)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert says in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("x", "--rules"), ("--rules", "--explain", "x"), ("x", "--markdown"), ("--rules", "--markdown", "--json")],
+)
+def test_one_thing_at_a_time(args: tuple[str, ...]) -> None:
+    result = doctor(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+
+
+HOSTILE = ("[bold red]x[/]", "a\x1b[2Jb", "line\nbreak", "\u202eright to left", "y" * 200)
+
+
+@pytest.mark.parametrize("width", [30, 80, 120])
+def test_lines_fit_names_are_text_and_nothing_trails(write: Write, width: int) -> None:
+    hostile = Finding(
+        id="x\x1b]0;owned\x07",
+        severity="warning",
+        title="[red]\x1b[2J a title that is long enough to need a second line where the screen is narrow",
+        tensors=HOSTILE,
+        first_step=3,
+        evidence={"seen": {"a\x1b[2J": "b\x1b[2J"}, "expected": {"a\x1b[2J": "c"}},
+        causes=("why\x1b[2J " * 20,),
+        cures=("do\x1b[2J " * 20,),
+    )
+    output = doctor(write(hostile, SPIKE), width=width).output
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+    assert all(len(line) <= width and line == line.rstrip() for line in output.splitlines())
+
+
+def test_no_colour_in_a_pipe_and_no_torch() -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom gradvitals.cli import main\nmain(sys.argv[1:])"
+    for args in (["--rules"], ["--explain", "loss_nonfinite"], ["--rules", "--markdown"]):
+        command = [sys.executable, "-c", code, "doctor", *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout
+        assert "loss" in done.stdout
+
+
+def test_the_report_tells_the_verdict_and_the_first_cure(write: Write) -> None:
+    run = write(OVER, notices.source_unavailable("adam", "no averages", 0))
+    output = CliRunner(env={"COLUMNS": "100"}).invoke(main, ["report", str(run)]).output
+    parts = (
+        "Healthy: 400 steps, 1 finding, now over.",
+        "critical, over: the gradient norm rose to 41× its usual size [explosion]",
+        "in blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight and 7 more; step 300 only, over for 99 steps",
+        "to do: skip the batch of step 300",
+        "About the monitoring",
+    )
+    assert in_order(output, parts)
+    data = json.loads(CliRunner().invoke(main, ["report", str(run), "--json"]).output)
+    assert data["verdict"]["level"] == "healthy"
+    assert [finding["id"] for finding in data["findings"]] == ["explosion"]
+    assert [finding["id"] for finding in data["monitoring"]] == ["source_unavailable"]
+
+
+def test_the_report_of_a_run_without_diagnosis_does_not_call_it_healthy(write: Write) -> None:
+    output = CliRunner().invoke(main, ["report", str(write(meta={}))]).output
+    assert "Healthy" not in output
+    assert "recorded without diagnosis" in output

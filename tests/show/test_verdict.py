@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradvitals import notices
+from gradvitals.show.verdict import ABOUT_ITSELF, Verdict, about_itself, judge
+from gradvitals.types import Finding, Severity
+
+
+def found(
+    severity: Severity = "warning", first: int = 100, last: int | None = None, name: str = "explosion"
+) -> Finding:
+    return Finding(id=name, severity=severity, title="the norm jumped", first_step=first, last_step=last)
+
+
+def verdict(*findings: Finding, steps: int = 1000, live: bool = False) -> Verdict:
+    return judge(findings, last_step=steps - 1, steps=steps, live=live)
+
+
+@pytest.mark.parametrize(("severity", "level"), [("info", "healthy"), ("warning", "watch"), ("critical", "unhealthy")])
+def test_what_goes_on_weighs_as_much_as_its_severity(severity: Severity, level: str) -> None:
+    assert verdict(found(severity)).level == level
+
+
+def test_one_spike_that_recovered_reads_differently_from_what_is_broken_now() -> None:
+    recovered, broken = verdict(found("critical", 500, 500)), verdict(found("critical", 500))
+    assert (recovered.level, broken.level) == ("healthy", "unhealthy")
+    assert recovered.line == (
+        "Healthy: 1,000 steps, 1 finding, now over. Worst (critical): the norm jumped; "
+        "step 500 only, over for 499 steps."
+    )
+    assert broken.line == (
+        "Unhealthy: 1,000 steps, 1 finding open. Worst (critical): the norm jumped; "
+        "since step 500, still open at the end."
+    )
+
+
+@pytest.mark.parametrize(
+    ("severity", "first", "last", "level"),
+    [
+        ("warning", 900, 900, "healthy"),  # one step, a hundred steps ago
+        ("warning", 985, 985, "watch"),  # one step, but fourteen steps tell little
+        ("warning", 100, 940, "watch"),  # over for 59 steps after it had lasted 841
+        ("warning", 100, 500, "healthy"),  # over for longer than it lasted
+        ("critical", 950, 950, "watch"),  # what was critical has to stay away for a tenth of the run
+        ("critical", 880, 890, "healthy"),
+        ("critical", 100, 800, "watch"),
+        ("info", 100, 998, "healthy"),
+    ],
+)
+def test_what_is_over_weighs_less_the_longer_it_is_over(severity: Severity, first: int, last: int, level: str) -> None:
+    assert verdict(found(severity, first, last)).level == level
+
+
+def test_how_long_ago_is_measured_by_the_length_of_the_run() -> None:
+    spike = found("critical", 500, 500)
+    assert verdict(spike, steps=540).level == "watch"
+    assert verdict(spike, steps=600).level == "healthy"
+    assert judge([spike], last_step=600, steps=100_000).level == "watch"
+
+
+def test_what_comes_again_and_again_is_not_over_because_the_next_time_is_not_due() -> None:
+    episodes = [found("warning", step, step) for step in (200, 400, 600, 800)]
+    assert verdict(*episodes).level == "watch"
+    assert verdict(*episodes, steps=1100).level == "healthy"  # clear for longer than ever between two
+    assert verdict(*episodes[2:]).level == "healthy"  # twice may be chance
+    advice = [found("info", step, step) for step in (200, 400, 600, 800)]
+    assert verdict(*advice).level == "healthy"
+
+
+def test_findings_come_by_their_weight_then_severity_then_age() -> None:
+    past = found("critical", 100, 100, "past")
+    now, later = found("warning", 300, name="now"), found("warning", 400, name="later")
+    note = found("info", 5, name="note")
+    ordered = verdict(note, past, later, now).findings
+    assert [item.finding.id for item in ordered] == ["now", "later", "past", "note"]
+    assert [item.weight for item in ordered] == ["warning", "warning", "info", "info"]
+    assert [item.clear for item in ordered] == [None, None, 899, None]
+
+
+def test_nothing_found() -> None:
+    assert verdict().line == "Healthy: 1,000 steps, nothing found."
+    assert verdict().worst is None
+    assert not verdict().reaches("info")
+    assert verdict(steps=12).line == "Nothing wrong yet, but it is early: 12 steps."
+    assert verdict(live=True).line == "Healthy: 1,000 steps so far, nothing found."
+
+
+@pytest.mark.parametrize(
+    ("findings", "counts"),
+    [
+        ([found()], "1 finding open."),
+        ([found(), found(name="other"), found(last=200)], "2 findings open, 1 over."),
+        ([found("info"), found(last=200)], "1 note, 1 finding over."),
+        ([found("info"), found("critical"), found("info", last=300)], "1 finding open, 1 note, 1 over."),
+        ([found(last=200), found(last=300)], "2 findings, all over."),
+    ],
+)
+def test_the_line_counts_what_is_open_and_what_is_over(findings: list[Finding], counts: str) -> None:
+    assert f"1,000 steps, {counts}" in verdict(*findings).line
+
+
+def test_reaches_compares_by_weight() -> None:
+    recovered = verdict(found("critical", 100, 100))
+    assert recovered.reaches("info")
+    assert not recovered.reaches("warning")
+    assert verdict(found("warning")).reaches("warning")
+    assert not verdict(found("warning")).reaches("critical")
+
+
+def test_a_finding_later_than_the_last_reading_is_not_over_for_less_than_nothing() -> None:
+    item = judge([found(first=90, last=120)], last_step=100, steps=101).findings[0]
+    assert item.clear == 0
+
+
+def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
+    error = RuntimeError("full")
+    own = [
+        notices.source_unavailable("adam", "no averages", 0),
+        notices.readings_thinned(5, spent=0.1, budget=0.01, before=1, after=2),
+        notices.monitor_error("stats", error, 7),
+        notices.store_error(OSError("full"), Path("run"), 8),
+    ]
+    assert {finding.id for finding in own} == set(ABOUT_ITSELF)
+    judged = verdict(*own, found())
+    assert [item.finding.id for item in judged.findings] == ["explosion"]
+    assert verdict(*own).level == "healthy"
+    assert list(about_itself([found(), *own])) == own
+
+
+def test_json_says_what_is_open_and_what_it_weighs() -> None:
+    judged = verdict(found("critical", 100, 100), found("warning", 200, name="other"))
+    assert judged.to_json() == {
+        "level": "watch", "line": judged.line, "steps": 1000, "open": 1, "over": 1, "worst": "other", "live": False,
+    }  # fmt: skip
+    past = judged.findings[1].to_json()
+    assert (past["weight"], past["open"], past["clear_steps"], past["severity"]) == ("info", False, 899, "critical")
