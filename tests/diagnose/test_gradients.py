@@ -202,3 +202,13 @@ def test_the_manuals_figures_are_options(setting: dict[str, float]) -> None:
 def test_ordinary_noise_is_no_alarm(seed: int) -> None:
     run = healthy_run(1500, seed, spread=(0.1, 0.3, 0.6, 1.0)[seed], correlation=(0.0, 0.3, 0.6, 0.9)[seed], warmup=200)
     assert [f for f in run.findings("nonfinite", "explosion", "vanishing") if f.severity != "info"] == []
+
+
+@pytest.mark.slow
+def test_ten_thousand_ordinary_steps_are_no_alarm_to_any_rule() -> None:
+    run = healthy_run(10_000, 9, spread=0.4, loss_spread=0.15, warmup=500, correlation=0.5)
+    run.every = 50
+    diagnosis = run.diagnosis()
+    for step in run.readings():
+        diagnosis.read(step)
+    assert [str(f) for f in diagnosis.findings if f.severity != "info"] == []

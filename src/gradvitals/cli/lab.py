@@ -51,7 +51,7 @@ def lab() -> None:
 @click.option(
     "--every",
     type=click.IntRange(min=1),
-    default=1,
+    default=50,
     show_default=True,
     help="Steps from one per-tensor reading to the next, as tensor_every in Config.",
 )

@@ -48,7 +48,8 @@ class Baseline:
     """Values outside in a row."""
 
     def __post_init__(self) -> None:
-        self._judged: tuple[Floats, Floats] | None = None  # what is judged is pushed next: not worked out twice
+        self._judged: tuple[Floats, NDArray[np.bool_], Floats, Floats] | None = None
+        """Values, which of them are usable, their logarithms and z-scores: what is judged is pushed next."""
 
     def align(self, size: int) -> None:
         """Have at least this many series; new ones come after the others."""
@@ -66,32 +67,34 @@ class Baseline:
 
         Both are nan where a value is not finite or not positive, or where fewer than two were remembered.
         """
+        _, usable, logs, z = self._judge(values)
+        return np.exp(np.where(usable & (self.count >= 2), logs - self.level, np.nan)), z
+
+    def _judge(self, values: Floats) -> tuple[Floats, NDArray[np.bool_], Floats, Floats]:
+        if self._judged is not None and self._judged[0] is values:
+            return self._judged
         self.align(len(values))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            distance = np.where((values > 0) & np.isfinite(values), np.log(values), np.nan) - self.level
-        distance = np.where(self.count >= 2, distance, np.nan)
-        z = distance / self._std()
-        self._judged = (values, z)
-        return np.exp(distance), z
+        usable = (values > 0) & (values < math.inf)
+        logs = np.log(np.where(usable, values, 1.0))
+        z = np.where(usable & (self.count >= 2), (logs - self.level) / self._std(), np.nan)
+        self._judged = (values, usable, logs, z)
+        return self._judged
 
     def push(self, values: Floats) -> None:
         """Remember new values, except those far outside."""
-        z = self._judged[1] if self._judged is not None and self._judged[0] is values else self.judge(values)[1]
+        _, take, logs, z = self._judge(values)
         self._judged = None
-        usable = (values > 0) & np.isfinite(values)
-        young = self.count < 5
-        outlier = usable & ~young & (np.abs(z) > self.outlier_z)
-        self.outside = np.where(outlier, self.outside + 1, np.where(usable, 0.0, self.outside))
-        settled = outlier & (self.outside > self.patience)
-        take = usable & (~outlier | settled)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.where(usable, np.log(values), 0.0)
-        self.count = np.where(settled, np.minimum(self.count, 1.0), self.count) + take
-        deviation = np.abs(logs - self.level)
-        first, rate = self.count <= 1, 1 / np.clip(self.count, 1, self.window)
-        self.spread = np.where(take & ~first, self.spread + rate * (deviation - self.spread), self.spread)
-        rate = 1 / np.clip(self.count, 1, self.level_window)
-        self.level = np.where(take, self.level + rate * (logs - self.level), self.level)
+        outlier = (np.abs(z) > self.outlier_z) & (self.count >= 5)
+        self.outside = np.where(outlier, self.outside + 1, np.where(take, 0.0, self.outside))
+        if outlier.any():
+            settled = outlier & (self.outside > self.patience)
+            take = take & (~outlier | settled)
+            self.count = np.where(settled, np.minimum(self.count, 1.0), self.count)
+        self.count = self.count + take
+        away = np.where(take, logs - self.level, 0.0)
+        rate = np.where(take & (self.count > 1), 1 / np.clip(self.count, 1, self.window), 0.0)
+        self.spread = self.spread + rate * (np.abs(away) - self.spread)
+        self.level = self.level + away / np.clip(self.count, 1, self.level_window)
 
     def _std(self) -> Floats:
         # Of few values the spread is poorly known, and more likely too small than too large.

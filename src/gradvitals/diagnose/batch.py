@@ -29,8 +29,10 @@ class BatchTooLarge(Rule):
     """Batch over the upper end of the noise scale from which it is worth knowing."""
     far: float = 5.0
     """The same for a warning: five of six samples are spent on nothing."""
-    in_a_row: int = 16
-    """Readings at which it must be so, most of an average. Every run begins with a small noise scale."""
+    in_a_row: int = 5
+    """Readings at which it must be so."""
+    lasting: int = 20
+    """Steps over which it must be so: every run begins with a small noise scale."""
     settled: int = 10
     """Steps since the learning rate last rose: a warmup keeps the noise scale small."""
     readings: int = 5
@@ -39,8 +41,12 @@ class BatchTooLarge(Rule):
     since: int = field(default=-1, init=False)
     """Since when it is so; -1 where it is not."""
     seen_for: int = field(default=0, init=False)
+    far_since: int = field(default=-1, init=False)
+    """Since which reading it is so far; -1 where it is not."""
     far_for: int = field(default=0, init=False)
     """Readings at which it was so far."""
+    begun: int = field(default=-1, init=False)
+    """The first reading at which it was so; -1 where it is not."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires once it has lasted. The batch over the noise scale is the GSNR at that batch."""
@@ -51,14 +57,18 @@ class BatchTooLarge(Rule):
         self.since = _begun(self.since, ratio > self.factor, average.begins)
         self.seen_for = self.seen_for + 1 if ratio > self.factor else 0
         self.far_for = self.far_for + 1 if ratio > self.far else 0
-        if self.seen_for < self.in_a_row or lr_rises(step, self.settled):
+        self.begun = _begun(self.begun, ratio > self.factor, step.number)
+        self.far_since = _begun(self.far_since, ratio > self.far, step.number)
+        lasted = self.seen_for >= self.in_a_row and step.number - self.begun >= self.lasting
+        if not lasted or lr_rises(step, self.settled):
             return None
+        far = self.far_for >= self.in_a_row and step.number - self.far_since >= self.lasting
         noise_scale = average.batch_size / average.value
         seen = dict[str, Any](batch_size=average.step_size, noise_scale=noise_scale, ratio=ratio)
         seen |= {"noise_scale_high": average.batch_size / average.low, "proposed": math.ceil(2 * noise_scale)}
         seen |= {"wasted": f"{100 * ratio / (1 + ratio):.0f} %", "source": step.history.averages.source}
         return Sign(
-            severity="warning" if self.far_for >= self.in_a_row else "info",
+            severity="warning" if far else "info",
             seen=seen,
             expected={"batch_size": average.batch_size / average.low},
             since=self.since,

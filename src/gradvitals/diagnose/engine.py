@@ -80,24 +80,21 @@ class Diagnosis:
             return []
         step = Step(readings=readings, layout=self.layout, facts=self.facts, history=self.history)
         changed: list[Finding] = []
-        for rule in list(self.rules):
-            try:
-                # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
-                with np.errstate(all="ignore"):
-                    sign = rule.look(step) if self._is_shown(rule, step) else None
-                changed += self._note(rule, sign, step.number)
-            except Exception as error:
-                self.rules.remove(rule)
-                if self._on_error is None:
-                    raise
-                self._on_error(rule.id, error)
+        seen, is_full = self.history.steps_seen, step.is_full
+        # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
         with np.errstate(all="ignore"):
+            for rule in list(self.rules):
+                is_shown = seen >= rule.min_steps and (rule.every_step or is_full)
+                try:
+                    changed += self._note(rule, rule.look(step) if is_shown else None, step.number)
+                except Exception as error:
+                    self.rules.remove(rule)
+                    if self._on_error is None:
+                        raise
+                    self._on_error(rule.id, error)
             step.remember()
         self._last = step.number
         return changed
-
-    def _is_shown(self, rule: Rule, step: Step) -> bool:
-        return self.history.steps_seen >= rule.min_steps and (rule.every_step or step.is_full)
 
     def _note(self, rule: Rule, sign: Sign | None, step: int) -> list[Finding]:
         entry = self._open.get(rule.id)

@@ -321,6 +321,8 @@ class Vanishing(Rule):
         usual = step.history.norm
         if len(usual.count) and usual.count[0] >= 5:
             self.highest = max(self.highest, float(np.exp(usual.level[0])))
+        if self.low_for == 0 and step.number % 5 and norm > 0:
+            return None
         limit = max(self.scale * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
         gone, shares = norm < limit, self._shares(step)
         weak = np.zeros(1, dtype=bool) if shares is None or gone else shares < self.scale

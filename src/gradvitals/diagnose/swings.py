@@ -41,7 +41,7 @@ class Oscillation(Rule):
 
     window: int = 40
     """Steps looked back on."""
-    every: int = 5
+    every: int = 10
     """Steps from one look to the next."""
     turn: float = 0.5
     """The mean cosine between one update and the next, below what momentum alone gives, from which they turn round."""
@@ -129,6 +129,8 @@ class UnstableNorm(Rule):
     """Standard deviation of the norm over its mean, from one step to the next: a norm that falls is no sign."""
     window: int = 50
     """Steps the moving average reaches back over."""
+    every: int = 10
+    """Steps from one look to the next."""
     patience: int = 20
     """Steps in a row."""
     high: float = 0.1
@@ -155,7 +157,7 @@ class UnstableNorm(Rule):
             self.change, self.count, self.high_for = (
                 np.append(kept, np.zeros(more)) for kept in (self.change, self.count, self.high_for)
             )
-        logs = np.where((norms > 0) & np.isfinite(norms), np.log(norms), np.nan)
+        logs = np.log(np.where((norms > 0) & (norms < math.inf), norms, np.nan))
         change = np.abs(logs - self.last)
         self.last = np.where(np.isnan(logs), self.last, logs)
         known = np.isfinite(change)
@@ -164,9 +166,11 @@ class UnstableNorm(Rule):
         least = np.minimum(change, 3 * self.change + 1)
         rate = 1 / np.clip(self.count, 1, self.window)
         self.change = np.where(known, self.change + rate * (least - self.change), self.change)
+        if step.number % self.every:
+            return None
         spread = MEAN_ABS_TO_STD / math.sqrt(2) * self.change
         variation = np.sqrt(np.expm1(np.minimum(spread**2, 50.0)))
-        self.high_for = np.where((variation > self.cv) & (self.count >= self.window), self.high_for + 1, 0.0)
+        self.high_for = np.where((variation > self.cv) & (self.count >= self.window), self.high_for + self.every, 0.0)
         chosen = np.flatnonzero(self.high_for >= self.patience)
         if not len(chosen):
             return None

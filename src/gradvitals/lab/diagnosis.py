@@ -104,12 +104,12 @@ def _healthy_run(layout: Layout, steps: int) -> Iterator[list[Reading]]:
 
 def _gsnr(layout: Layout, step: int, source: Any, random: np.random.Generator) -> Reading:
     def estimate(size: int) -> dict[str, NDArray[np.float64]]:
-        value = 2.0 * np.exp(0.1 * random.normal(size=size))
+        value = 0.2 * np.exp(0.1 * random.normal(size=size))
         return {"gsnr": value, "gsnr_low": 0.7 * value, "gsnr_high": 1.4 * value}
 
-    values = {"gsnr": 2.0, "gsnr_low": 1.5, "gsnr_high": 2.6}
+    values = {"gsnr": 0.2, "gsnr_low": 0.15, "gsnr_high": 0.26}
     if source == "microbatch":
-        values |= {"noise_scale": 256.0, "noise_scale_low": 200.0, "noise_scale_high": 340.0}
+        values |= {"noise_scale": 320.0, "noise_scale_low": 246.0, "noise_scale_high": 427.0}
     return Reading(
         step=step,
         time=float(step),

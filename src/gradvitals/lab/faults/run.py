@@ -95,7 +95,7 @@ def run_zoo(
     wanted: Sequence[Case],
     *,
     keep: Path | None = None,
-    tensor_every: int = 1,
+    tensor_every: int = 50,
     workers: int = WORKERS,
     progress: Progress | None = None,
 ) -> list[Outcome]:
