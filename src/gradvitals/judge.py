@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ class Judge:
         self._told: dict[str, Severity] = {}
         facts = replace(facts_of(optimizers), world_size=world_size)
         self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
-        self._ask_for_autocast(model)
+        self._probe = _AutocastProbe(model, self)
 
     @property
     def findings(self) -> list[Finding]:
@@ -56,29 +57,13 @@ class Judge:
             cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
             say(f"{finding}{cure}", self._quiet)
 
-    def _ask_for_autocast(self, model: nn.Module) -> None:
-        """Learn at the first forward pass whether it runs in lower precision; nothing stays behind."""
-        if getattr(model, "_compiled_call_impl", None) is not None:
-            return  # a hook would become part of what is compiled
-
-        def look(module: nn.Module, args: Any) -> None:
-            handle.remove()
-            device = next((parameter.device.type for parameter in module.parameters()), "cpu")
-            if torch.is_autocast_enabled(device):
-                kind = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-                self.diagnosis.facts = replace(self.diagnosis.facts, autocast=kind)
-
-        handle = model.register_forward_pre_hook(look)
-        self._handle = handle
-
     def finish(self) -> list[Finding]:
         """The run is over: what was not seen any more at its end closes."""
         return self.diagnosis.finish()
 
     def close(self) -> None:
         """Take the hook away, where no forward pass has come."""
-        if hasattr(self, "_handle"):
-            self._handle.remove()
+        self._probe.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules remember."""
@@ -88,6 +73,44 @@ class Judge:
         """Go on from what the rules remembered."""
         self.diagnosis.load_state_dict(state)
         self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
+
+
+class _AutocastProbe:
+    """Learns at the first forward pass whether it runs in lower precision, and then goes.
+
+    It belongs to no copy of the model: copied or pickled with it, it turns into nothing.
+    """
+
+    def __init__(self, model: nn.Module, judge: Judge) -> None:
+        self._judge = weakref.ref(judge)
+        self._handle: Any = None
+        if getattr(model, "_compiled_call_impl", None) is None:  # else a hook would become part of what is compiled
+            self._handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.remove()
+        judge = self._judge()
+        device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        if judge is not None and torch.is_autocast_enabled(device):
+            kind = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            judge.diagnosis.facts = replace(judge.diagnosis.facts, autocast=kind)
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> _Nothing:
+    return _Nothing()
+
+
+class _Nothing:
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
 
 
 def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:

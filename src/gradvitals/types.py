@@ -91,6 +91,8 @@ class TensorInfo:
     """Position of that layer from the input (0) to the output."""
     heads: int = 0
     """Attention heads this tensor was split into, 0 for none."""
+    frozen: bool = False
+    """Whether it is not to be trained: an optimizer has it, but it does not require a gradient."""
 
     @property
     def numel(self) -> int:
@@ -107,6 +109,7 @@ class TensorInfo:
             "layer": self.layer,
             "depth": self.depth,
             "heads": self.heads,
+            "frozen": self.frozen,
         }
 
     @classmethod

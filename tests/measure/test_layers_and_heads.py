@@ -283,3 +283,21 @@ def test_all_tensors_of_the_run_are_those_of_the_model(tmp_path: Path) -> None:
         assert [(i.name, i.shape, i.dtype) for i in run.tensors] == [
             (name, tuple(p.shape), "float32") for name, p in model.named_parameters()
         ]
+
+
+def test_what_is_frozen_is_said_and_followed(tmp_path: Path) -> None:
+    """Handing all parameters to the optimizer and freezing some is how fine-tuning is written."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for step in range(60):
+            if step == 40:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        assert monitor.flush()
+        with gv.open_run(monitor.run_path) as run:
+            assert not any(info.frozen for info in run.tensors)
+    assert not [finding for finding in monitor.findings if finding.id in ("dead_tensor", "monitor_error")]

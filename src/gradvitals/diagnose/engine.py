@@ -59,6 +59,7 @@ class Diagnosis:
         self.facts = facts if facts is not None else Facts()
         self.rules = list(rules) if rules is not None else build_rules(settings or {})
         self.layout = Layout()
+        self._frozen: list[int] = []
         self.history = History()
         self.findings: list[Finding] = []
         """All so far; those without a `last_step` go on."""
@@ -68,7 +69,9 @@ class Diagnosis:
 
     def describe(self, layout: Layout) -> None:
         """What the rows of per-tensor arrays stand for, from here on. Rows are only ever added."""
-        self.layout = layout
+        if layout is not self.layout:
+            self.layout = layout
+            self._frozen = [info.index for info in layout.tensors if info.frozen]
 
     def read(self, readings: Sequence[Reading]) -> list[Finding]:
         """Look at all readings of one step.
@@ -78,7 +81,7 @@ class Diagnosis:
         """
         if not readings:
             return []
-        step = Step(readings=readings, layout=self.layout, facts=self.facts, history=self.history)
+        step = Step(readings=readings, layout=self.layout, facts=self.facts, history=self.history, frozen=self._frozen)
         changed: list[Finding] = []
         seen, is_full = self.history.steps_seen, step.is_full
         # Zero over zero is an answer in a rule's arithmetic: nothing to tell.

@@ -28,6 +28,8 @@ class Step:
     facts: Facts
     history: History
     """The past: this step is not in it yet."""
+    frozen: Sequence[int] = ()
+    """Tensors that are not to be trained, by their index."""
     general: Reading = field(init=False)
     """Loss, norms, weights and updates."""
 

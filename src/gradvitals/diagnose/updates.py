@@ -56,6 +56,7 @@ class DeadTensor(Rule):
         counts = step.tensors("grad/nonfinite")
         missing = np.isnan(norms if counts is None else counts)
         zero = missing | (norms == 0)
+        zero[step.frozen] = False
         self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
         self.alive += ~zero
         if not zero.any():

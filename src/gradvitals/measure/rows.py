@@ -34,6 +34,7 @@ class Rows:
         self.looked_up: set[int] = set()
         """Rows of embeddings: most of their coordinates do not change at most steps, and need not."""
         self.layout = Layout()
+        self._trainable: list[bool] = []
         self.windows: dict[int, SlidingWindow] = {}
         self.refresh()
 
@@ -75,7 +76,13 @@ class Rows:
         self.order = [*reversed(self.arrivals), *(row for row in self.order if row not in reached)]
         self._describe()
 
+    def note_frozen(self) -> None:
+        """Describe the rows anew where one was frozen or thawed since."""
+        if [parameter.requires_grad for parameter in self.parameters] != self._trainable:
+            self._describe()
+
     def _describe(self) -> None:
+        self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order)
 
     def _open_windows(self) -> None:

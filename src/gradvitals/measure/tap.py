@@ -151,6 +151,7 @@ class Tap:
         if self._draft.full and station.has_changed():
             self.rows.refresh()
             self._assign_rows()
+        self.rows.note_frozen()
         if station.windowed:
             station.spoil_windows(self.rows)
         instruments = station.instruments(

@@ -140,6 +140,7 @@ def build_layout(
             layer=layer_of(name),
             depth=depth[layer_of(name)],
             heads=heads_of.get(row, 0),
+            frozen=not parameter.requires_grad,
         )
         for row, (name, parameter) in enumerate(parameters.items())
     )

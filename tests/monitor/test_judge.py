@@ -1,0 +1,100 @@
+"""The diagnosis of a live run: what it learns about the run, what it says, what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+from gradvitals.errors import ConfigError
+from gradvitals.judge import facts_of
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.99), weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gv.Monitor, steps: int, bad: int = -1) -> None:
+    torch.manual_seed(1)
+    for step in range(steps):
+        inputs = torch.randn(32, 4)
+        targets = inputs.sum(1, keepdim=True) * (1e4 if step == bad else 1.0)
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        monitor.observe(loss)
+        optimizer.step()
+
+
+def test_a_bad_batch_is_said_when_it_comes_and_when_it_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = make()
+    with gv.watch(model, optimizer, run=tmp_path / "run") as monitor:
+        train(model, optimizer, monitor, 260, bad=150)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "explosion" in line]
+    assert "step 150" in lines[0]
+    assert "to do:" in lines[0]
+    assert lines[-1].startswith("gradvitals: over since step 151")
+    with gv.open_run(tmp_path / "run") as run:
+        kept = {finding.id: finding for finding in run.findings()}
+    assert kept["explosion"].first_step == kept["explosion"].last_step == 150
+    assert kept["explosion"].to_json() == next(f for f in monitor.findings if f.id == "explosion").to_json()
+
+
+def test_quiet_and_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config in {"quiet": gv.Config(quiet=True), "off": gv.Config(diagnose=False)}.items():
+        model, optimizer = make()
+        with gv.watch(model, optimizer, run=tmp_path / name, config=config) as monitor:
+            train(model, optimizer, monitor, 170, bad=150)
+        assert capsys.readouterr().err == ""
+        assert ("explosion" in {f.id for f in monitor.findings}) == (name == "quiet")
+
+
+def test_settings_reach_the_rules(tmp_path: Path) -> None:
+    model, optimizer = make()
+    config = gv.Config(quiet=True, rules={"explosion": False})
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        train(model, optimizer, monitor, 170, bad=150)
+    assert "explosion" not in {f.id for f in monitor.findings}
+    with pytest.raises(ConfigError, match="no rule 'explosoin'"):
+        gv.watch(*make(), run=tmp_path / "other", config=gv.Config(rules={"explosoin": False}))
+
+
+def test_facts() -> None:
+    _, optimizer = make()
+    facts = facts_of([optimizer])
+    assert (facts.optimizer, facts.betas, facts.weight_decay) == ("AdamW", (0.8, 0.99), 0.1)
+    assert gv.diagnose.Facts.from_json(facts.to_json()) == facts
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    assert facts_of([sgd]).momentum == 0.9
+
+
+def test_autocast_is_noticed_at_the_first_forward_pass(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(2, 4)).mean()
+            loss.backward()
+            optimizer.step()
+        assert not model._forward_pre_hooks
+        monitor.flush()
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.meta["facts"]["autocast"] == "bfloat16"
+
+
+def test_a_model_can_be_copied_and_pickled_before_its_first_forward_pass(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert other(torch.ones(2, 4)).shape == (2, 1)
+            assert model._forward_pre_hooks, "the copy must not use up what belongs to the original"
+    assert not model._forward_pre_hooks
