@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradvitals.config import Config
 from gradvitals.diagnose import Diagnosis, Facts
@@ -21,7 +19,6 @@ class Judge:
 
     def __init__(
         self,
-        model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         config: Config,
         *,
@@ -30,9 +27,10 @@ class Judge:
     ) -> None:
         self._quiet = config.quiet
         self._told: dict[str, Severity] = {}
+        self.failed = False
+        """Whether it has met an error of its own, and looks no more."""
         facts = replace(facts_of(optimizers), world_size=world_size)
         self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
-        self._probe = _AutocastProbe(model, self)
 
     @property
     def findings(self) -> list[Finding]:
@@ -61,9 +59,10 @@ class Judge:
         """The run is over: what was not seen any more at its end closes."""
         return self.diagnosis.finish()
 
-    def close(self) -> None:
-        """Take the hook away, where no forward pass has come."""
-        self._probe.remove()
+    def note_autocast(self, dtype: str) -> None:
+        """The forward pass was seen to run in lower precision."""
+        if self.diagnosis.facts.autocast != dtype:
+            self.diagnosis.facts = replace(self.diagnosis.facts, autocast=dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules remember."""
@@ -73,44 +72,6 @@ class Judge:
         """Go on from what the rules remembered."""
         self.diagnosis.load_state_dict(state)
         self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
-
-
-class _AutocastProbe:
-    """Learns at the first forward pass whether it runs in lower precision, and then goes.
-
-    It belongs to no copy of the model: copied or pickled with it, it turns into nothing.
-    """
-
-    def __init__(self, model: nn.Module, judge: Judge) -> None:
-        self._judge = weakref.ref(judge)
-        self._handle: Any = None
-        if getattr(model, "_compiled_call_impl", None) is None:  # else a hook would become part of what is compiled
-            self._handle = model.register_forward_pre_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.remove()
-        judge = self._judge()
-        device = next((parameter.device.type for parameter in module.parameters()), "cpu")
-        if judge is not None and torch.is_autocast_enabled(device):
-            kind = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-            judge.diagnosis.facts = replace(judge.diagnosis.facts, autocast=kind)
-
-    def remove(self) -> None:
-        """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> _Nothing:
-    return _Nothing()
-
-
-class _Nothing:
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        return None
 
 
 def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:

@@ -25,6 +25,7 @@ from gradvitals.errors import RunError
 from gradvitals.judge import Judge, say
 from gradvitals.measure import Interpreter, RawStep, Tap
 from gradvitals.measure.budget import Budget
+from gradvitals.measure.outbox import Job
 from gradvitals.measure.sentinel import is_distributed
 from gradvitals.measure.sources import missing_sources
 from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, next_step, run_id
@@ -117,7 +118,7 @@ class Monitor:
         self._interpreter = Interpreter(self.config, self._on_error)
         self._judge: Judge | None = None
         if self.config.diagnose:
-            self._judge = Judge(model, optimizers, self.config, world_size=world_size, on_error=self._on_error)
+            self._judge = Judge(optimizers, self.config, world_size=world_size, on_error=self._on_rule_error)
         share = self.config.overhead_budget
         self._budget = Budget(share, self.config.tensor_every) if share is not None else None
         self._single_batch_readings = 0
@@ -189,11 +190,9 @@ class Monitor:
         if error is not None:
             self._report(notices.training_stopped(error, self._now()))
         self._tap.close()
-        if self._judge is not None:
-            self._judge.close()
-            if self._writer is not None:
-                self._writer.put(self._judge.finish)  # after the last step has been judged
         if self._writer is not None:
+            if self._judge is not None:
+                self._writer.put(self._judge.finish)  # after the last step has been judged
             self._writer.close(30.0)
 
     def __del__(self) -> None:
@@ -252,7 +251,7 @@ class Monitor:
         if self._writer is None:
             self._open(steps[0].step)
         assert self._writer is not None
-        self._writer.put(_Job(steps, self._complete))
+        self._writer.put(Job(steps, self._complete))
 
     def _open(self, first_step: int) -> None:
         path = self._path if self._resume else free_run_path(self._path)
@@ -261,6 +260,8 @@ class Monitor:
         meta = {"config": json_ready(asdict(self.config)), "extra": json_ready(dict(self.config.extra))}
         meta["torch"] = torch.__version__
         if self._judge is not None:
+            if self._tap.autocast is not None:
+                self._judge.note_autocast(self._tap.autocast)
             meta["facts"] = self._judge.diagnosis.facts.to_json()
         self._writer = BackgroundWriter(
             path,
@@ -319,9 +320,10 @@ class Monitor:
 
     def _judged(self, readings: Sequence[Reading], layout: Layout) -> Sequence[Finding]:
         try:
-            return self._judge.read(readings, layout) if self._judge is not None else ()
+            return self._judge.read(readings, layout) if self._judge is not None and not self._judge.failed else ()
         except Exception as error:
-            self._judge = None
+            assert self._judge is not None
+            self._judge.failed = True  # what it has found stays
             self._on_error("diagnosis", error)
             return ()
 
@@ -370,26 +372,14 @@ class Monitor:
     def _on_error(self, part: str, error: Exception) -> None:
         self._report(notices.monitor_error(part, error, self._now()))
 
+    def _on_rule_error(self, rule: str, error: Exception) -> None:
+        self._report(notices.rule_error(rule, error, self._now()))
+
     def _on_store_error(self, error: BaseException) -> None:
         self._report(notices.store_error(error, self.run_path, self._now()))
 
     def _now(self) -> int:
         return self._tap.step if hasattr(self, "_tap") else 0
-
-
-class _Job:
-    """Some steps on their way to the host: called on the writer's thread, once they are there."""
-
-    def __init__(self, steps: Sequence[RawStep], complete: Callable[[Sequence[RawStep]], Iterable[Record]]) -> None:
-        self._steps = steps
-        self._complete = complete
-
-    def ready(self) -> bool:
-        """Whether the device has sent everything."""
-        return all(raw.shipment.ready() for raw in self._steps)
-
-    def __call__(self) -> Iterable[Record]:
-        return self._complete(self._steps)
 
 
 def _close(reference: weakref.ref[Monitor]) -> None:

@@ -49,6 +49,20 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
     )
 
 
+def rule_error(rule: str, error: BaseException, step: int) -> Finding:
+    """A rule failed and is left out from here on."""
+    trace = "".join(traceback.format_exception(error))
+    return Finding(
+        id="monitor_error",
+        severity="warning",
+        title=f"the rule '{rule}' is left out after an error: {error!r}",
+        first_step=step,
+        evidence={"about": rule, "error": repr(error), "traceback": trace[-4000:]},
+        causes=("a bug in the rule, your own or one of gradvitals; training is not affected",),
+        cures=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
+    )
+
+
 def training_stopped(error: BaseException, step: int) -> Finding:
     """The training loop did not come to its end."""
     by_hand = isinstance(error, (KeyboardInterrupt, SystemExit))

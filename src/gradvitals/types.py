@@ -50,6 +50,7 @@ METRICS: dict[str, str] = {
     "update/rms": "root mean square change of the weights in one step, from up to 64 coordinates of each tensor",
     "update/cosine": "cosine between this step's change of those coordinates and the one before",
     "clip/max_norm": "the norm that the training loop clips gradients to",
+    "grad/carried": "1 where backward added to gradients that the step before had left: they were not zeroed",
     "step/skipped": "1 where a GradScaler skipped the optimizer step",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
 }

@@ -106,10 +106,10 @@ def test_what_the_last_steps_did_not_show_is_over_with_the_run() -> None:
     diagnosis = Diagnosis(rules=[LossOver()])
     LossOver.closes_after, before = 50, LossOver.closes_after
     try:
-        read(diagnosis, [1, 50, *[1] * 12])
+        read(diagnosis, [1, 50, *[1] * 30])
         assert diagnosis.findings[0].last_step is None
         assert [f.last_step for f in diagnosis.finish()] == [1]
-        read(diagnosis, [50, 50], first=14)
+        read(diagnosis, [50, 50], first=32)
         assert diagnosis.finish() == []
     finally:
         LossOver.closes_after = before

@@ -175,10 +175,12 @@ def test_a_nan_is_seen_by_gradvitals_and_trainpulse_and_a_calm_run_by_none() -> 
     calm = calm_recording()
     broken = calm_recording()
     broken.steps[40][0].values["loss"] = math.nan
-    said, milliseconds = judge(calm)
+    said, level, milliseconds = judge(calm)
+    assert level == "healthy"
     assert {name: len(alarms) for name, alarms in said.items() if alarms} == {}
     assert milliseconds > 0
-    said, _ = judge(broken)
+    said, level, _ = judge(broken)
+    assert level == "unhealthy"
     assert [alarm.step for alarm in said["trainpulse"]] == [40]
     assert ("loss_nonfinite", 40) in [(alarm.id, alarm.step) for alarm in said["gradvitals"]]
     assert set(said) >= {"gradvitals", "trainpulse", "olmo", "zclip", "llmfoundry", "lightning", "megatron", "llmc"}
@@ -370,4 +372,6 @@ def test_the_quick_zoo_runs_whole_and_says_the_same_again(tmp_path: Path) -> Non
     assert result["runs"] == len(QUICK)
     ours = next(row for row in result["detectors"] if row["detector"] == "gradvitals")
     assert ours["recall"] >= 0.85
+    assert ours["place"] == 1
+    assert ours["false_alarms"] == 0
     assert all(ours["recall"] > row["recall"] for row in result["detectors"] if row["detector"] != "gradvitals")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
@@ -77,7 +76,7 @@ def test_facts() -> None:
     assert facts_of([sgd]).momentum == 0.9
 
 
-def test_autocast_is_noticed_at_the_first_forward_pass(tmp_path: Path) -> None:
+def test_autocast_is_noticed(tmp_path: Path) -> None:
     model, optimizer = make()
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
         for _ in range(3):
@@ -85,16 +84,48 @@ def test_autocast_is_noticed_at_the_first_forward_pass(tmp_path: Path) -> None:
                 loss = model(torch.ones(2, 4)).mean()
             loss.backward()
             optimizer.step()
-        assert not model._forward_pre_hooks
         monitor.flush()
     with gv.open_run(tmp_path / "run") as run:
         assert run.meta["facts"]["autocast"] == "bfloat16"
+    assert not hasattr(torch.amp.autocast_mode.autocast.__enter__, "__wrapped__"), "torch must be as it was"
 
 
-def test_a_model_can_be_copied_and_pickled_before_its_first_forward_pass(tmp_path: Path) -> None:
+def test_nothing_is_put_on_the_model(tmp_path: Path) -> None:
     model, optimizer = make()
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)):
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert other(torch.ones(2, 4)).shape == (2, 1)
-            assert model._forward_pre_hooks, "the copy must not use up what belongs to the original"
-    assert not model._forward_pre_hooks
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_watched_model_still_compiles_whole(tmp_path: Path, when: str) -> None:
+    model, optimizer = make()
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    if when == "after":
+        compiled(torch.ones(2, 4))
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                compiled(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # One graph for each way it was called: bare before the watch, and in autocast.
+    assert counter.frame_count == (2 if when == "after" else 1)
+
+
+def test_gradients_that_nobody_zeroes_are_told(tmp_path: Path) -> None:
+    for zeroed in (True, False, None):
+        model, optimizer = make()
+        with gv.watch(model, optimizer, run=tmp_path / f"run{zeroed}", config=gv.Config(quiet=True)) as monitor:
+            for _ in range(12):
+                for _ in range(2):  # two micro-batches add up, which is as it should be
+                    model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                if zeroed is not False:
+                    optimizer.zero_grad(set_to_none=zeroed is None)
+        stale = [f for f in monitor.findings if f.id == "stale_gradients"]
+        assert bool(stale) == (zeroed is False)
+        if stale:
+            assert stale[0].first_step == 1
+            assert "zero_grad" in stale[0].cures[0]

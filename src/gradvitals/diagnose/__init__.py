@@ -5,6 +5,7 @@ from gradvitals.diagnose import (
     batch,
     clipping,
     gradients,
+    loop,
     loss,
     precision,
     presets,
@@ -19,6 +20,6 @@ from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.rule import RULES, Rule, Sign, build_rules, register
 from gradvitals.diagnose.step import Step
 
-FAMILIES = (loss, gradients, swings, updates, signal, batch, schedule, clipping, precision, ranks, presets)
+FAMILIES = (loop, loss, gradients, swings, updates, signal, batch, schedule, clipping, precision, ranks, presets)
 
 __all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "build_rules", "register"]

@@ -97,7 +97,7 @@ class Averages:
         size, whole = (math.nan if found is None else found for found in (reading.batch_size, general.batch_size))
         if not OUTLIER_RATIO <= general.values.get("grad/spike_ratio", math.nan) < math.inf:
             self.steps.append(reading.step)
-        if self.sizes and not all(map(_alike, self.sizes, (size, whole))):
+        if self.sizes and not all(map(alike, self.sizes, (size, whole))):
             self.odd.append(reading.step)
             if len(self.odd) < ODD_SIZES:
                 return None
@@ -118,5 +118,6 @@ class Averages:
         return None if found is None else Average(*found)  # type: ignore[arg-type]
 
 
-def _alike(a: float, b: float) -> bool:
+def alike(a: float, b: float) -> bool:
+    """Whether two batch sizes are the same but for a remainder, or neither is known."""
     return (math.isnan(a) and math.isnan(b)) or max(a, b) < SAME_SIZE * min(a, b)

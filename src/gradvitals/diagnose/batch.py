@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.signal import losses_since, lr_rises
+from gradvitals.diagnose.signal import lr_rises
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Severity
 
@@ -21,8 +21,9 @@ class BatchTooLarge(Rule):
     """The batch is far over the noise scale: most of its samples say what the others said."""
 
     id = "batch_too_large"
+    judges_after = 60
     every_step = False
-    needs = ("gsnr",)
+    needs = ("noise_scale",)
     closes_after = 100
 
     factor: float = 2.0
@@ -82,7 +83,8 @@ class BatchTooSmall(Rule):
     """The batch is far below the noise scale: a step goes where its few samples happen to point."""
 
     id = "batch_too_small"
-    needs = ("microbatch:gsnr",)
+    judges_after = 60
+    needs = ("noise_scale",)
     closes_after = 200
 
     factor: float = 10.0
@@ -147,6 +149,7 @@ class EstimatorUnreliable(Rule):
     """The GSNR is asked of too few micro-batches or readings: its interval spans more than a decade."""
 
     id = "estimator_unreliable"
+    judges_after = 200
     every_step = False
     needs = ("gsnr",)
     closes_after = 500

@@ -40,6 +40,7 @@ class ClipSaturated(_Clipping):
     """Nearly every step is clipped."""
 
     id = "clip_saturated"
+    judges_after = 200
 
     window: int = 300
     """Steps looked back on, and two thirds of them there must be."""

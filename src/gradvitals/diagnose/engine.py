@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.explain import explain
+from gradvitals.diagnose.explain import Words, explain
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.history import History, Series
 from gradvitals.diagnose.rule import Rule, Sign, build_rules, plain, restored
 from gradvitals.diagnose.step import Step
 from gradvitals.diagnose.words import WORDS
 from gradvitals.types import SEVERITIES, Finding, Layout, Reading
+
+SILENT_LOOKS = 2
+"""A rule that is shown a step now and then has to be silent this often before its finding is over."""
 
 QUIET_STEPS = 10
 """A pattern that every step can show, and that this many at the end did not, is over when the run is."""
@@ -29,6 +33,8 @@ class _Open:
     last_seen: int
     told: int
     """How long the pattern had lasted when its latest numbers were told."""
+    silent: int
+    """How often its rule has looked since, and seen nothing."""
     sign: Sign
     """What its words are made of: what was seen when it opened, got worse, or was better understood."""
 
@@ -87,11 +93,13 @@ class Diagnosis:
         # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
         with np.errstate(all="ignore"):
             for rule in list(self.rules):
-                is_shown = seen >= rule.min_steps and (rule.every_step or is_full)
+                if seen < rule.min_steps or not (rule.every_step or is_full):
+                    continue
                 try:
-                    changed += self._note(rule, rule.look(step) if is_shown else None, step.number)
+                    changed += self._note(rule, rule.look(step), step.number)
                 except Exception as error:
                     self.rules.remove(rule)
+                    changed += [self._close(rule.id)] if rule.id in self._open else []
                     if self._on_error is None:
                         raise
                     self._on_error(rule.id, error)
@@ -105,8 +113,10 @@ class Diagnosis:
             return [self._begin(rule, sign, step)]
         if sign is not None and entry is not None:
             return self._go_on(rule, entry, sign, step)
-        if entry is not None and step - entry.last_seen > rule.closes_after:
-            return [self._close(rule.id)]
+        if entry is not None:
+            entry.silent += 1
+            if step - entry.last_seen > rule.closes_after and entry.silent >= SILENT_LOOKS:
+                return [self._close(rule.id)]
         return []
 
     def finish(self) -> list[Finding]:
@@ -115,7 +125,7 @@ class Diagnosis:
         return [
             self._close(rule.id)
             for rule in self.rules
-            if rule.every_step and silent.get(rule.id, 0) > max(QUIET_STEPS, rule.closes_after // 5)
+            if rule.every_step and silent.get(rule.id, 0) > max(QUIET_STEPS, rule.closes_after // 2)
         ]
 
     def _close(self, name: str) -> Finding:
@@ -127,15 +137,15 @@ class Diagnosis:
     def _begin(self, rule: Rule, sign: Sign, step: int) -> Finding:
         first = step if sign.since is None else min(step, sign.since)
         blank = Finding(id=rule.id, severity=sign.severity, title="", first_step=first, found_step=step)
-        finding = _worded(blank, sign)
-        self._open[rule.id] = _Open(place=len(self.findings), last_seen=step, told=0, sign=sign)
+        finding = _worded(blank, sign, rule.words)
+        self._open[rule.id] = _Open(place=len(self.findings), last_seen=step, told=0, silent=0, sign=sign)
         self.findings.append(finding)
         return finding
 
     def _go_on(self, rule: Rule, entry: _Open, sign: Sign, step: int) -> list[Finding]:
         old = self.findings[entry.place]
         if sign.active:
-            entry.last_seen = step
+            entry.last_seen, entry.silent = step, 0
         worse = SEVERITIES.index(sign.severity) > SEVERITIES.index(old.severity)
         elsewhere = not set(sign.tensors) <= set(old.tensors)
         lasted = step - old.first_step
@@ -153,7 +163,7 @@ class Diagnosis:
                 cures=sign.cures or known.cures,
             )
         entry.sign = replace(entry.sign, tensors=tuple(dict.fromkeys((*old.tensors, *sign.tensors))))
-        new = _worded(old, entry.sign)
+        new = _worded(old, entry.sign, rule.words)
         if renewed:
             entry.told = lasted
         if renewed or "latest" in old.evidence:
@@ -171,10 +181,12 @@ class Diagnosis:
             "history": plain(self.history),
             "findings": [finding.to_json() for finding in self.findings],
             "open": {name: plain(entry) for name, entry in self._open.items()},
+            "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. A rule that was not there begins anew."""
+        state = deepcopy(dict(state))  # what is loaded may be loaded again
         for rule in self.rules:
             rule.load_state_dict(state["rules"].get(rule.id, {}))
         saved = dict(state["history"])
@@ -182,11 +194,14 @@ class Diagnosis:
         self.history = replace(restored({**saved, "series": {}}, History()), series=series)
         self.findings = [Finding.from_json(finding) for finding in state["findings"]]
         self._open = {name: _Open(**{**entry, "sign": _sign(entry["sign"])}) for name, entry in state["open"].items()}
+        self._last = state["last"]
+        for name in self._open.keys() - {rule.id for rule in self.rules}:
+            self._close(name)  # nobody is left who could
 
 
-def _worded(finding: Finding, sign: Sign) -> Finding:
+def _worded(finding: Finding, sign: Sign, own: Words | None) -> Finding:
     """A finding with its words and evidence; it never becomes less severe than it was."""
-    words = explain(WORDS.get(finding.id), sign, finding.first_step)
+    words = explain(own or WORDS.get(finding.id), sign, finding.first_step)
     return replace(
         finding,
         severity=max(finding.severity, sign.severity, key=SEVERITIES.index),

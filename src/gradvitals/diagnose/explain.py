@@ -51,6 +51,7 @@ def explain(words: Words | None, sign: Sign, step: int) -> Explained:
     blanks |= {f"expected_{name}": number(value) for name, value in sign.expected.items()}
     blanks |= {"step": str(step), "first": sign.tensors[0] if sign.tensors else "the model"}
     blanks["where"] = where(sign.tensors)
+    blanks.asked = set()
     return Explained(
         title=words.title.format_map(blanks),
         causes=tuple(_filled_in(words.causes, sign.causes, blanks)),
@@ -59,11 +60,15 @@ def explain(words: Words | None, sign: Sign, step: int) -> Explained:
 
 
 def _filled_in(texts: Mapping[str, str], chosen: tuple[str, ...], blanks: _Blanks) -> Iterator[str]:
-    """Those that were chosen, then the others as far as they speak of nothing that was not seen."""
+    """Those that were chosen, then the others as far as they claim nothing that may not be so.
+
+    Where a rule has chosen, it has looked: what else names numbers of this run it did not find to be true.
+    """
     for key in dict.fromkeys((*chosen, *texts)):
-        blanks.missing = False
+        blanks.asked = set()
         text = texts[key].format_map(blanks)
-        if key in chosen or not blanks.missing:
+        numbers = blanks.asked - {"first", "where", "step"}
+        if key in chosen or not (numbers if chosen else blanks.asked - blanks.keys()):
             yield text
 
 
@@ -94,9 +99,9 @@ def number(value: Any) -> str:
 class _Blanks(dict[str, str]):
     """A number that was not seen leaves a question mark, not an error: words must never break a run."""
 
-    missing = False
-    """Whether one was asked for since this was last reset."""
+    asked: set[str]
+    """Those that were filled in since this was last emptied."""
 
-    def __missing__(self, key: str) -> str:
-        self.missing = True
-        return "?"
+    def __getitem__(self, key: str) -> str:
+        self.asked.add(key)
+        return super().get(key, "?")

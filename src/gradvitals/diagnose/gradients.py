@@ -116,6 +116,8 @@ class Explosion(Rule):
     """The usual norm over its lowest level so far, where the loss has risen since as well."""
     lr_check: bool = False
     """Fire also where the norm is over 1 / learning rate, whatever is usual."""
+    recovered: float = 0.8
+    """Share of the first loss below which a run has got over what was there from the start."""
     recovers: int = 5
     """Steps after which a spike that did not come back was that of one batch."""
 
@@ -134,12 +136,16 @@ class Explosion(Rule):
     names: list[str] = field(default_factory=list, init=False)
     pushed: int = field(default=-10, init=False)
     """The last step at which the weights moved too far on a gradient that was as usual."""
+    blamed: list[str] = field(default_factory=list, init=False)
+    """Causes of what was there from the start, until it is over."""
+    first_loss: float = field(default=math.nan, init=False)
+    eased: bool = field(default=False, init=False)
     lowest: float = field(default=math.inf, init=False)
     lowest_loss: float = field(default=math.nan, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires at every step whose gradient is too large, and says more once it is known how it went on."""
-        sign = self._spike(step) or self._grown(step) or self._from_the_start(step)
+        sign = self._spike(step) or self._grown(step) or self._from_the_start(step) or self._not_over(step)
         if sign is None:
             return self._afterwards(step)
         if self.since < 0 or step.number - self.last > self.closes_after:
@@ -173,12 +179,13 @@ class Explosion(Rule):
         if not (whole or len(hot)):
             return None
         what = "the gradient norm"
-        expected = {"ratio": self.ratio, "z": self.z, "norm": float(np.exp(step.history.norm.level[0]))}
+        usual = float(np.exp(step.history.norm.level[0]))
+        expected = dict[str, Any](ratio=f"under {self.ratio:g}", z=f"under {self.z:g}", norm=usual)
         if not whole:
             worst = int(hot[0])
             ratio, z = float(ratios[worst]), float(zs[worst])
             what = f"the gradient norm of {step.layout.tensors[worst].name}"
-            expected = {"ratio": self.tensor_ratio, "z": self.tensor_z}
+            expected = {"ratio": f"under {self.tensor_ratio:g}", "z": f"under {self.tensor_z:g}"}
         seen = _numbers(step, ratio, f"{what} rose to {ratio:.3g}× its usual size") | {"z": z}
         return Sign(severity="warning", seen=seen, expected=expected, tensors=step.names(hot[:NAMED]))
 
@@ -195,19 +202,14 @@ class Explosion(Rule):
         if not (ratio > self.growth and loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)):
             return None
         seen = _numbers(step, ratio, f"the gradient norm has grown to {ratio:.3g}× what it was")
-        expected = {"ratio": self.growth, "norm": self.lowest}
+        expected = {"ratio": f"under {self.growth:g}", "norm": self.lowest}
         return Sign(severity="warning", seen=seen, expected=expected, causes=("learning_rate",))
 
     def _from_the_start(self, step: Step) -> Sign | None:
         loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
         norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
-        if (
-            step.number > 4
-            or self.since >= 0
-            or norms is None
-            or weights is None
-            or not (norm < math.inf and whole > 0)
-        ):
+        late = not self.blamed and (step.number > 4 or self.since >= 0)
+        if late or norms is None or weights is None or not (norm < math.inf and whole > 0):
             return None
         sizes = np.array([info.numel for info in step.layout.tensors], dtype=np.float64)
         own = np.nan_to_num(norms * weights / np.sqrt(sizes) / abs(loss)) if loss else np.zeros(1)
@@ -222,15 +224,33 @@ class Explosion(Rule):
         )
         if norm > self.scale * whole:
             seen = _numbers(step, norm / whole, what) | {"scale": norm / whole}
-            return Sign(severity="warning", seen=seen, expected={"scale": 1.0}, causes=causes)
+            return self._begun(Sign(severity="warning", seen=seen, expected={"scale": 1.0}, causes=causes), loss)
         if share > self.sensitivity:
             worst = np.flatnonzero(own > max(0.5 * own.max(), 0.5 * self.sensitivity))
             seen = _numbers(step, share, what) | {"sensitivity": share}
             expected, names = {"sensitivity": 0.2}, step.names(worst[np.argsort(-own[worst])])
             # Weights are read after the step: where it was as large as they are, it is they that it shows.
             causes = ("loss_scale", "learning_rate") if step.value("update/ratio") > 0.3 else ("initialisation",)
-            return Sign(severity="warning", seen=seen, expected=expected, tensors=names, causes=causes)
+            sign = Sign(severity="warning", seen=seen, expected=expected, tensors=names, causes=causes)
+            return self._begun(sign, loss)
+        self.eased = True
         return None
+
+    def _begun(self, sign: Sign, loss: float) -> Sign:
+        self.eased = False
+        if not self.blamed:
+            self.blamed, self.first_loss = list(sign.causes), loss
+        return sign
+
+    def _not_over(self, step: Step) -> Sign | None:
+        """A run that began so has not got over it before it no longer is so, and its loss has fallen."""
+        if not self.blamed or step.number % 5:
+            return None
+        losses = step.history["loss"].last(20)
+        if not len(losses) or float(np.median(losses)) < self.recovered * self.first_loss:
+            self.blamed = [] if self.eased else self.blamed
+            return None
+        return Sign(severity="warning", seen=self.seen, tensors=tuple(self.names), causes=tuple(self.blamed))
 
     def _causes(self) -> tuple[str, ...]:
         if self.lr_rose:
@@ -288,6 +308,7 @@ class Vanishing(Rule):
     """No signal reaches part of the model, or all of it."""
 
     id = "vanishing"
+    judges_after = 30
 
     scale: float = 1e-5
     """A layer's gradient under this share of the largest layer's, or the norm of all under this share of what it was,
@@ -327,7 +348,8 @@ class Vanishing(Rule):
         gone, shares = norm < limit, self._shares(step)
         weak = np.zeros(1, dtype=bool) if shares is None or gone else shares < self.scale
         below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak
-        weakest = float(np.nanmin(shares[: below or None])) if shares is not None else math.nan
+        known = shares[: below or None] if shares is not None else np.zeros(0)
+        weakest = float(np.min(known[known >= 0], initial=math.inf))
         if not gone and below < self.layers:
             self.low_for = 0
             return None

@@ -19,6 +19,23 @@ START = 10
 """Losses whose mean is where a run began."""
 
 
+def losses_since(step: Step, begin: float) -> Floats:
+    """The losses from a step up to now; one far from the others counts as at the edge of them."""
+    now = step.value("loss")
+    losses = np.append(step.history["loss"].since(begin)[1], now if math.isfinite(now) else [])
+    if not len(losses):
+        return losses
+    middle = float(np.median(losses))
+    reach = 6 * float(np.median(np.abs(losses - middle)))
+    return np.asarray(np.clip(losses, middle - reach, middle + reach))
+
+
+def median_of(values: Floats) -> float:
+    """The median of those that are numbers; nan where none is."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
 def fall(values: Floats) -> tuple[float, float]:
     """How far a series fell from its begin to its end along the straight line that fits it best, and the error of that.
 
@@ -138,7 +155,7 @@ class LossSpike(Rule):
         seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
         seen |= {"pushed": step.number - ago, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
         seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
-        expected = {"loss": usual, "z": self.z}
+        expected = {"loss": usual, "z": f"under {self.z:g}"}
         return Sign(severity="warning", seen=seen, expected=expected, causes=(cause,), cures=(cause,))
 
 
@@ -148,6 +165,7 @@ class LossRising(Rule):
     """The loss stays well above the best level it had reached."""
 
     id = "loss_rising"
+    judges_after = 40
     needs = ("loss",)
 
     window: int = 20
@@ -223,8 +241,13 @@ class LossRising(Rule):
             self.cause = "update"
         elif decay * lr > 0.01:
             self.cause = "decay"
-        self.told = {"at": step.number - self.high + 1, "lr": lr, "lr_before": lr / rose, "lr_proposed": lr / 3}
-        self.told |= {"moved": moved, "pushed": step.number - ago, "weight_decay": decay}
+        self.told = {"at": step.number - self.high + 1, "lr": lr, "lr_proposed": lr / 3}
+        self.told |= {
+            "lr_before": lr / rose if rose else math.nan,
+            "moved": moved,
+            "pushed": step.number - ago,
+            "weight_decay": decay,
+        }
 
 
 @register
@@ -233,6 +256,7 @@ class LossPlateau(Rule):
     """The loss does not move: never since the start, or no longer."""
 
     id = "loss_plateau"
+    judges_after = 100
     needs = ("loss",)
     closes_after = 150
 
@@ -333,5 +357,9 @@ class LossPlateau(Rule):
     def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
         lr, decay = step.value("lr"), step.facts.weight_decay or 0.0
         seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
-        seen |= {"weight_decay": decay, "taken": lr * decay, "left": self.last_weight / self.first_weight}
+        seen |= {
+            "weight_decay": decay,
+            "taken": lr * decay,
+            "left": self.last_weight / self.first_weight if self.first_weight else math.nan,
+        }
         return seen

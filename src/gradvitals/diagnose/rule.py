@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from gradvitals.diagnose.step import Step
 from gradvitals.errors import ConfigError
 from gradvitals.types import Severity
+
+if TYPE_CHECKING:
+    from gradvitals.diagnose.explain import Words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,12 @@ class Rule:
     id: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ("grad/norm",)
     """Metrics without which it cannot judge."""
+    words: ClassVar[Words | None] = None
+    """What is said about it; the rules of gradvitals have theirs in `gradvitals.diagnose.words`."""
+    judges_after: ClassVar[int] = 20
+    """Steps of a run before its silence means that all is well."""
     min_steps: ClassVar[int] = 0
-    """Steps it must have seen before it says anything."""
+    """Steps at the start of a run that it is not shown."""
     every_step: ClassVar[bool] = True
     """Whether it looks at what every step has. If not, it is only shown steps that were read in full."""
     closes_after: ClassVar[int] = 50
@@ -89,6 +96,9 @@ def register(rule: R) -> R:
     """Have a rule in every Diagnosis from now on, or at hand if it is off by default. For use above ``@dataclass``."""
     if "__dataclass_fields__" not in vars(rule):
         raise ConfigError(f"{rule.__name__} is not a dataclass; put @dataclass under @register")
+    known = RULES.get(rule.id)
+    if known is not None and known.__qualname__ != rule.__qualname__:
+        raise ConfigError(f"there is a rule {rule.id!r} already; give {rule.__name__} another id")
     RULES[rule.id] = rule
     return rule
 
@@ -107,6 +117,10 @@ def build_rules(settings: Mapping[str, Any]) -> list[Rule]:
         if not isinstance(chosen, bool) and not (isinstance(chosen, Mapping) and known >= set(chosen)):
             expected = f"True, False, or a mapping with any of {', '.join(sorted(known)) or 'no settings at all'}"
             raise ConfigError(f"the settings of rule {name!r} are {chosen!r}; expected {expected}")
+        for f in fields(RULES[name]):  # type: ignore[arg-type]
+            value = chosen.get(f.name, f.default) if isinstance(chosen, Mapping) else f.default
+            if isinstance(f.default, (int, float)) and not isinstance(value, (int, float)):
+                raise ConfigError(f"{f.name} of rule {name!r} is {value!r}; expected a number such as {f.default!r}")
     built = []
     for name, rule in RULES.items():
         chosen = settings.get(name, rule.default)

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.averages import Average
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.averages import Average, alike
+from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.signal import losses_since
 from gradvitals.diagnose.step import Step
 
 
@@ -21,6 +20,7 @@ class WarmupNeeded(Rule):
     """The learning rate was at its full height from the first step, and the first steps were a shock."""
 
     id = "warmup_needed"
+    judges_after = 30
     needs = ("lr", "loss", "grad/norm")
     closes_after = 200
 
@@ -52,9 +52,11 @@ class WarmupNeeded(Rule):
             return None
         recent = losses_since(step, step.number / 2)
         fell, error = fall(recent)
-        stays = f", and the loss stays at {recent.mean():.3g}" if fell < 2 * error else ""
-        harm = f"the first gradients were {first / usual:.0f} times the usual{stays}"
-        seen = {"loss": float(recent.mean()), "norm": first, "usual_norm": usual, "harm": harm}
+        if fell > 2 * error:
+            return None  # the run has got over it
+        loss = float(recent.mean())
+        harm = f"the first gradients were {first / usual:.0f} times the usual, and the loss stays at {loss:.3g}"
+        seen = {"loss": loss, "norm": first, "usual_norm": usual, "harm": harm}
         return self._sign(step, "shock", seen, losses[0])
 
     def _sign(self, step: Step, cause: str, seen: dict[str, Any], first_loss: float) -> Sign:
@@ -69,6 +71,7 @@ class DecayDue(Rule):
     """The signal has faded and the loss has levelled out, while the learning rate is still what it was."""
 
     id = "decay_due"
+    judges_after = 300
     every_step = False
     needs = ("lr", "loss", "gsnr")
     closes_after = 500
@@ -110,7 +113,7 @@ class DecayDue(Rule):
         return Sign(severity="info", seen=seen, expected={"gsnr": self.best["low"]}, since=average.begins)
 
     def _note_best(self, average: Average) -> None:
-        if self.best and self.best["batch_size"] != average.batch_size:
+        if self.best and not alike(self.best["batch_size"], average.batch_size):
             self.best = {}
         if not self.best or average.low > self.best["low"]:
             self.best = {"low": average.low, "step": float(average.step), "batch_size": average.batch_size}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.averages import Average
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.loss import fall, losses_since, median_of
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Reading
@@ -19,15 +19,6 @@ from gradvitals.types import Reading
 Floats = NDArray[np.float64]
 
 INTERVAL = ("gsnr", "gsnr_low", "gsnr_high")
-
-
-def losses_since(step: Step, begin: float) -> Floats:
-    """The losses from a step up to now; one far from the others counts as at the edge of them."""
-    losses = np.append(step.history["loss"].since(begin)[1], step.value("loss"))
-    middle = float(np.nanmedian(losses))
-    reach = 6 * float(np.nanmedian(np.abs(losses - middle)))
-    clipped: Floats = np.clip(losses, middle - reach, middle + reach)
-    return clipped
 
 
 def at_one_point(step: Step) -> Reading | None:
@@ -41,6 +32,7 @@ class NearZeroInitialGsnr(Rule):
     """A young run has no signal in its gradients, and its loss stays where it began."""
 
     id = "near_zero_initial_gsnr"
+    judges_after = 60
     every_step = False
     needs = ("microbatch:gsnr", "loss")
     closes_after = 100
@@ -110,6 +102,7 @@ class DeepLayerCollapse(Rule):
     """The GSNR falls from layer to layer towards one end of the model."""
 
     id = "deep_layer_collapse"
+    judges_after = 60
     every_step = False
     needs = ("microbatch:gsnr",)
     closes_after = 500
@@ -193,6 +186,7 @@ class SuddenGsnrDrop(Rule):
     """The GSNR of one source at one batch size drops, and not as it does by itself while a run goes on."""
 
     id = "sudden_gsnr_drop"
+    judges_after = 150
     every_step = False
     needs = ("gsnr",)
     closes_after = 200
@@ -245,6 +239,7 @@ class SparseFeatureNoise(Rule):
     """Some attention heads of a layer have a signal, and others next to none or no gradient at all."""
 
     id = "sparse_feature_noise"
+    judges_after = 40
     every_step = False
     needs = ("microbatch:gsnr",)
     closes_after = 500
@@ -283,7 +278,7 @@ class SparseFeatureNoise(Rule):
             return None
         found = found[np.lexsort((value[found], ~gone[found]))]
         worst = int(found[0])
-        others = float(np.nanmedian(value[best == best[worst]]))
+        others = median_of(value[best == best[worst]])
         seen = dict[str, Any](heads=len(found), others=others, gsnr=float(value[worst]), batch_size=reading.batch_size)
         return Sign(
             severity="warning" if gone.any() else "info",
@@ -308,6 +303,7 @@ class HighEffortLowProgress(Rule):
     """The gradient is large for this run, mostly noise, and the loss is not getting better."""
 
     id = "high_effort_low_progress"
+    judges_after = 200
     every_step = False
     needs = ("gsnr", "loss", "grad/norm")
     min_steps = 60
@@ -362,6 +358,7 @@ class NoisyGradients(Rule):
     """Most coordinates of the gradient have more noise than signal, at the batch size in use."""
 
     id = "noisy_gradients"
+    judges_after = 150
     every_step = False
     needs = ("gsnr",)
     closes_after = 500
@@ -387,7 +384,7 @@ class NoisyGradients(Rule):
             return None
         reading = step.gsnr
         of_tensors = None if reading is None else reading.tensors.get("gsnr")
-        median = float(np.nanmedian(of_tensors)) * average.per_step if of_tensors is not None else math.nan
+        median = median_of(np.asarray(of_tensors)) * average.per_step if of_tensors is not None else math.nan
         high = average.high * average.per_step
         if not (median < self.threshold and (high < self.threshold or self.share > 0.5)):
             return None

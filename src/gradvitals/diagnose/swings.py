@@ -37,6 +37,7 @@ class Oscillation(Rule):
     """Updates that turn round from step to step, or norms and losses that swing up and down."""
 
     id = "oscillation"
+    judges_after = 60
     needs = ("grad/norm", "loss")
 
     window: int = 40
@@ -123,6 +124,7 @@ class UnstableNorm(Rule):
     """The norm of a tensor varies by more than its own size, step after step."""
 
     id = "unstable_norm"
+    judges_after = 60
     closes_after = 200
 
     cv: float = 1.0

@@ -74,7 +74,7 @@ class DeadTensor(Rule):
         return Sign(
             severity="warning",
             seen={"steps": lasted, "tensors": len(dead), "at": step.number - lasted + 1},
-            expected={"steps": f"fewer than {self.patience}"},
+            expected={"steps": 0},
             tensors=step.names(dead[:NAMED]),
             since=step.number - lasted + 1,
             causes=(cause,),
@@ -155,6 +155,7 @@ class UpdateRatio(Rule):
     """One step changes weights by an unhealthy share of their size, or by next to nothing, again and again."""
 
     id = "update_ratio"
+    judges_after = 30
     needs = ("update/ratio",)
     closes_after = 110
 
@@ -366,7 +367,10 @@ class UpdateSpike(Rule):
         return Sign(
             severity="warning",
             seen=seen | {"gradient_z": step.norm_judged[1]},
-            expected={"ratio": self.ratio if whole else self.tensor_ratio, "gradient_z": self.gradient_z},
+            expected={
+                "ratio": f"under {self.ratio if whole else self.tensor_ratio:g}",
+                "gradient_z": f"under {self.gradient_z:g}",
+            },
             # Where it is everywhere there is no use in naming all.
             tensors=() if whole and len(hot) > 0.5 * len(known) else step.names(hot[:NAMED]),
             causes=(cause,),

@@ -61,10 +61,13 @@ class _HostGroup:
 
     def add(self, packet: Packet) -> None:
         now = np.concatenate(self.views)
-        change = now - self.before
-        packet.add("change_sq", torch.from_numpy(np.add.reduceat(change * change, self._starts)), self.rows)
-        if self.last is not None:
-            packet.add("change_dot", torch.tensor(float(change @ self.last), dtype=torch.float64))
+        with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
+            change = now - self.before
+            squares = np.add.reduceat(change * change, self._starts)
+            agreement = float(change @ self.last) if self.last is not None else None
+        packet.add("change_sq", torch.from_numpy(squares), self.rows)
+        if agreement is not None:
+            packet.add("change_dot", torch.tensor(agreement, dtype=torch.float64))
         self.before, self.last = now, change
 
 
@@ -79,6 +82,7 @@ class Changes:
     def __init__(self) -> None:
         self.lengths: dict[int, int] = {}
         """Coordinates read of each row."""
+        self._rows: list[int] = []
         self._parameters: Sequence[nn.Parameter] = ()
         self._addresses: list[int] = []
         self._groups: list[_Group | _HostGroup] | None = None

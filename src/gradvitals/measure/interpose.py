@@ -34,6 +34,9 @@ class Listener(Protocol):
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A loss was multiplied by this scaler's scale."""
 
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """A block of lower precision was entered."""
+
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` is about to run."""
 
@@ -89,6 +92,7 @@ def _install() -> None:
     _replace(nn_utils, "get_total_norm", _hear_total_norm)
     _replace(nn_utils, "clip_grads_with_norm_", _hear_clip)
     _replace(nn_utils, "clip_grad_value_", _hear_clip)
+    _replace(torch.amp.autocast_mode.autocast, "__enter__", _hear_autocast)
     _replace(torch.amp.GradScaler, "scale", _hear_scale)
     _replace(torch.amp.GradScaler, "step", _hear_scaler_step)
 
@@ -138,6 +142,16 @@ def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(parameters, *args, **kwargs)
 
     return clip
+
+
+def _hear_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: torch.autocast) -> Any:
+        if not torch.compiler.is_compiling() and getattr(self, "_enabled", False) and self.fast_dtype is not None:
+            _tell("on_autocast", str(self.device), self.fast_dtype)
+        return original(self)
+
+    return enter
 
 
 def _hear_scale(original: Callable[..., Any]) -> Callable[..., Any]:

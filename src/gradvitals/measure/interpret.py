@@ -114,6 +114,8 @@ class Interpreter:
                 values["update/ratio"] = values["update/norm"] / values["weight/norm"]
         if step.has("change_sq"):
             values |= self._changes(step, tensors)
+        if step.raw.carried:
+            values["grad/carried"] = 1.0
         if step.raw.max_norm is not None:
             values["clip/max_norm"] = step.raw.max_norm
         if step.under_scaler:

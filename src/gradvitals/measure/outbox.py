@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from gradvitals.measure.packet import ship
 from gradvitals.measure.rawstep import RawStep
@@ -34,3 +35,19 @@ class Outbox:
             raw.shipment = shipment
         if waiting:
             self._deliver(waiting)
+
+
+class Job:
+    """Some steps on their way to the host: called on another thread, once they are there."""
+
+    def __init__(self, steps: Sequence[RawStep], complete: Callable[[Sequence[RawStep]], Iterable[Any]]) -> None:
+        self._steps = steps
+        self._complete = complete
+
+    def ready(self) -> bool:
+        """Whether the device has sent everything."""
+        return all(raw.shipment.ready() for raw in self._steps)
+
+    def __call__(self) -> Iterable[Any]:
+        """What the steps have become."""
+        return self._complete(self._steps)

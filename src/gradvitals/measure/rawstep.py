@@ -54,6 +54,8 @@ class RawStep:
     windows: dict[int, int | None] = field(default_factory=dict)
     """Rows that went into a sliding window; where it is complete, the steps in one of its blocks."""
     skipped: bool = False
+    carried: bool = False
+    """Whether gradients were added to those of the step before."""
     layout: Layout = field(default_factory=Layout)
     slots: list[tuple[int, int]] = field(default_factory=list)
     """Row and head that each number of the head views belongs to."""

@@ -26,6 +26,9 @@ class Sentinel:
     def __init__(self, on_given_up: Callable[[], None]) -> None:
         self.backwards = 0
         """Backward passes that reached the parameter since the last step."""
+        self.carried = False
+        """Whether the first of them added to what the step before had left: nobody has zeroed the gradients."""
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
         self._on_given_up = on_given_up
         self._parameter: nn.Parameter | None = None
         self._hook: Any = None
@@ -54,8 +57,10 @@ class Sentinel:
         self._hook = self._parameter = None
 
     def reset(self) -> None:
-        """The optimizer has stepped: what happens to its gradients now is of no concern."""
-        self.backwards, self._grad = 0, None
+        """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""
+        self.backwards, self._grad, self.carried = 0, None, False
+        grad = self._parameter.grad if self._parameter is not None else None
+        self._left = (weakref.ref(grad), grad._version) if grad is not None else None
 
     def altered(self) -> bool:
         """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
@@ -77,5 +82,7 @@ class Sentinel:
         ):
             self.backwards = 0
             self._on_given_up()
+        if self.backwards == 0 and self._left is not None and in_place and not is_distributed():
+            self.carried = self._left[0]() is grad and grad._version == self._left[1] + 1
         self.backwards += 1
         self._grad, self._version = weakref.ref(grad), grad._version

@@ -177,6 +177,13 @@ class Station:
         if count_nonfinite and "grad/nonfinite" in wants:
             yield "grad/nonfinite", lambda: stats.add_nonfinite_counts(packet, "nonfinite", rows, grads)
 
+    def take_micro_batches(self, packet: Packet) -> None:
+        """Put the norms of the step's micro-batches into the packet, where there were several."""
+        assert self.micro is not None
+        self.step.micro_batches, norms = self.micro.finish()
+        if self.step.micro_batches >= 2:
+            packet.extend(norms)
+
     def push_windows(
         self, watched: Rows, packet: Packet, assumed: torch.amp.GradScaler | None
     ) -> dict[int, int | None]:

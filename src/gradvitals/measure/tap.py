@@ -21,7 +21,6 @@ from gradvitals.config import Config
 from gradvitals.measure import interpose
 from gradvitals.measure.cadence import YOUNG_EVERY, is_due
 from gradvitals.measure.clock import Clock
-from gradvitals.measure.microbatch import MicrobatchSums
 from gradvitals.measure.outbox import Outbox
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.rows import Rows
@@ -54,8 +53,9 @@ class Tap:
         self.on_error = on_error
         self.batch_size = batch_size
         self.every = config.tensor_every
+        self.autocast: str | None = None  # the dtype it computes in, where it was seen to
         self.count_nonfinite = False
-        """Set once a norm has shown something not finite: how much of it is only worth a pass from then on."""
+        """Set once a norm was not finite: how much of it is only worth a pass from then on."""
         self.rows = Rows(model, optimizers, config)
         self._on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
         self._clock = Clock(use_events=self._on_gpu and config.overhead_budget is not None)
@@ -233,6 +233,11 @@ class Tap:
             station.clipped = station.step.clipped = True
             self._draft.max_norm = max_norm
 
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """Lower precision is in use; that of the first step is taken for that of training."""
+        if self._observes_expected == math.inf and any(p.device.type == device for p in self.rows.parameters):
+            self.autocast = str(dtype).removeprefix("torch.")
+
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is in use; until the first step shows who steps us, we take it that it scales our loss."""
         if self._observes_expected == math.inf:
@@ -317,12 +322,7 @@ class Tap:
             self._read(station)
         self._attempt("window", self._push_windows, station)
         if station.micro is not None and station.micro.armed:
-            self._attempt("microbatch", self._take_micro_batches, station, station.micro)
-
-    def _take_micro_batches(self, station: Station, micro: MicrobatchSums) -> None:
-        station.step.micro_batches, packet = micro.finish()
-        if station.step.micro_batches >= 2:
-            self._draft.packet.extend(packet)
+            self._attempt("microbatch", station.take_micro_batches, self._draft.packet)
 
     def _before_update(self, station: Station) -> None:
         found_inf = getattr(station.optimizer, "found_inf", None)
@@ -351,6 +351,7 @@ class Tap:
             elif lr is not None:
                 self._draft.lr = float(lr)
         station.stepped = True
+        self._draft.carried = self._draft.carried or station.sentinel.carried
         station.sentinel.reset()
         self._arm(station, self.step + 1)
         if all(other.stepped for other in self._stations):

@@ -43,6 +43,8 @@ def diagnose_again(run: Run, on_step: OnStep | None = None) -> Again:
         diagnosis.read(list(readings))
         if on_step is not None:
             on_step(step)
+    if not run.is_live:
+        diagnosis.finish()
     return Again(findings=tuple(diagnosis.findings), failed=failed)
 
 

@@ -197,6 +197,6 @@ def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str
     if failed & {name, "diagnosis"}:
         return "ended in an error of its own"
     lacking = next(filter(None, map(record.lacks, rule.needs)), "")
-    if not lacking and record.steps <= rule.min_steps:
-        return f"too early: it needs more than {rule.min_steps:,} steps"
+    if not lacking and record.steps <= max(rule.min_steps, rule.judges_after):
+        return f"too early: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"
     return lacking

@@ -26,6 +26,8 @@ LIKELIEST = 3
 LONGEST = 60
 """Characters of one value of the evidence."""
 BULLET = "  - "
+SELF_EXPLAINING = ("loss", "norm", "ratio", "lr", "gsnr", "noise_scale", "batch_size", "weight_decay")
+"""Numbers of the evidence that are shown beside those with an expectation."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,18 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
     usual: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     beside = [f"{_named(name, seen[name])} (expected {_value(usual[name])})" for name in seen if name in usual]
     yield from beside
-    # What is left was seen along with it. Words, steps and proposals among it are for the title and the cures.
-    rest = {name: value for name, value in seen.items() if name not in usual and _is_number(value)}
-    others = [_named(name, value) for name, value in rest.items() if name != "at" and not name.endswith("proposed")]
+    others = _known(seen, usual)
     if others:
-        yield ("with " if beside else "") + ", ".join(others)
+        yield ("with " if beside else "") + others
+    latest = content.get("latest")
+    if isinstance(latest, Mapping) and _known(latest):
+        yield f"at step {latest.get('step')}: {_known(latest)}"
+
+
+def _known(seen: Mapping[str, Any], told: Mapping[str, Any] | None = None) -> str:
+    """Numbers whose names say what they are; the others are for the title and the cures."""
+    named = [name for name in SELF_EXPLAINING if name in seen and name not in (told or {}) and _is_number(seen[name])]
+    return ", ".join(_named(name, seen[name]) for name in named)
 
 
 def _named(name: str, value: Any) -> str:

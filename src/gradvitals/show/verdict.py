@@ -149,7 +149,7 @@ def _rank(severity: Severity) -> int:
 def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, live: bool) -> str:
     counted = f"{_plural(steps, 'step')}{' so far' if live else ''}"
     if weighed:
-        return f"{SAID[level]}: {counted}, {_counts(weighed)}. {_worst(weighed[0], live=live)}"
+        return f"{SAID[level]}: {counted}, {_counts(weighed)}. {_worst(weighed[0], live=live)}".rstrip()
     if steps < EARLY_STEPS:
         return f"Nothing wrong yet, but it is early: {counted}."
     return f"Healthy: {counted}, nothing found."
@@ -171,7 +171,7 @@ def _counts(weighed: Sequence[Weighed]) -> str:
 def _worst(item: Weighed, *, live: bool) -> str:
     finding = item.finding
     if finding.severity == "info":
-        return f"Worth knowing: {finding.title}."
+        return ""  # a note is not what a run should be known by
     return f"Worst ({finding.severity}): {finding.title}; {when(item, live=live)}."
 
 

@@ -6,6 +6,7 @@ from gradvitals.diagnose.explain import Words
 from gradvitals.diagnose.words.batch import WORDS as BATCH
 from gradvitals.diagnose.words.clipping import WORDS as CLIPPING
 from gradvitals.diagnose.words.gradients import WORDS as GRADIENTS
+from gradvitals.diagnose.words.loop import WORDS as LOOP
 from gradvitals.diagnose.words.loss import WORDS as LOSS
 from gradvitals.diagnose.words.precision import WORDS as PRECISION
 from gradvitals.diagnose.words.presets import WORDS as PRESETS
@@ -16,6 +17,7 @@ from gradvitals.diagnose.words.swings import WORDS as SWINGS
 from gradvitals.diagnose.words.updates import WORDS as UPDATES
 
 WORDS: dict[str, Words] = {
+    **LOOP,
     **LOSS,
     **GRADIENTS,
     **SWINGS,

@@ -83,6 +83,6 @@ WORDS: dict[str, Words] = {
             "large_lr": "try a learning rate of {lr_lower}, and one of {lr_proposed}",
             "initialisation": "compare the outputs of each layer at the start: their spread should be near 1",
         },
-        fine="the loss fell",
+        fine="the loss did not stand still",
     ),
 }

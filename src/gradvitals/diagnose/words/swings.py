@@ -23,7 +23,7 @@ WORDS: dict[str, Words] = {
             "edge_of_stability": "lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "batch_too_small": "accumulate micro-batches to a batch of {batch_proposed}, or lower the learning rate",
         },
-        fine="norms, updates and losses are steady",
+        fine="steps do not undo each other",
         reference="arXiv 2103.00065 (edge of stability), 1812.06162 (noise scale)",
     ),
     "unstable_norm": Words(

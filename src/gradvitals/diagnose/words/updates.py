@@ -21,7 +21,7 @@ WORDS: dict[str, Words] = {
             "zero": "look at what multiplies the output of {first}: a mask, a gate, or weights that begin at zero",
             "rounded": "use bfloat16, or a loss scale, so that {first} gets a gradient",
             "cut_off": "look for what happened at step {at}: requires_grad_(False), a callback, a branch that ended",
-            "died": "go back to before step {at} with a lower learning rate, or use LeakyReLU or GELU",
+            "died": "begin again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
             "meant": "if it is meant to be frozen, set requires_grad to False and leave it out of the optimizer",
         },
         fine="every tensor has a gradient",
@@ -42,7 +42,7 @@ WORDS: dict[str, Words] = {
             "stopped": "look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
             "resolution": "keep {first} in float32, or a float32 copy of it in the optimizer that can hold small steps",
         },
-        fine="all weights move",
+        fine="no tensor stood still",
     ),
     "update_ratio": Words(
         name="Size of the update",

@@ -11,6 +11,8 @@ from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.diagnose.presets import PRESETS
 from gradvitals.lab.faults.recording import Recording
 from gradvitals.lab.faults.score import OURS, Alarm
+from gradvitals.show import verdict
+from gradvitals.show.verdict import Level
 from gradvitals.types import Finding
 
 TRAINPULSE = "trainpulse"
@@ -26,21 +28,22 @@ def has_trainpulse() -> bool:
     return importlib.util.find_spec(TRAINPULSE) is not None
 
 
-def judge(recording: Recording) -> tuple[dict[str, list[Alarm]], float]:
-    """What every detector says about a recording, and how many milliseconds gradvitals took for a step."""
+def judge(recording: Recording) -> tuple[dict[str, list[Alarm]], Level, float]:
+    """What every detector says about a recording, the verdict, and milliseconds that gradvitals took for a step."""
     start = time.process_time()
-    said = {OURS: diagnose(recording)}
+    ours, level = diagnose(recording)
+    said = {OURS: ours}
     milliseconds = 1000 * (time.process_time() - start) / max(1, len(recording.steps))
     numbers = list(_numbers(recording))
     if has_trainpulse():
         said[TRAINPULSE] = _trainpulse(numbers)
     for name in PRESETS:
         said[name] = _preset(name, numbers)
-    return said, milliseconds
+    return said, level, milliseconds
 
 
-def diagnose(recording: Recording) -> list[Alarm]:
-    """The findings of gradvitals, each as it was when it first had a severity of warning or above."""
+def diagnose(recording: Recording) -> tuple[list[Alarm], Level]:
+    """The findings of gradvitals, each as it was when it first had a severity of warning or above, and its verdict."""
     diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     told: set[tuple[str, int]] = set()
@@ -50,7 +53,9 @@ def diagnose(recording: Recording) -> list[Alarm]:
             if finding.severity != "info" and _key(finding) not in told:
                 told.add(_key(finding))
                 alarms.append(Alarm(id=finding.id, step=readings[0].step, tensors=finding.tensors))
-    return alarms
+    diagnosis.finish()
+    last = recording.steps[-1][0].step if recording.steps else 0
+    return alarms, verdict.judge(diagnosis.findings, last_step=last, steps=len(recording.steps)).level
 
 
 def _key(finding: Finding) -> tuple[str, int]:

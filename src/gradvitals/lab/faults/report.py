@@ -43,6 +43,10 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "rules": _by_rule(outcomes),
         "models": _by_model(outcomes),
         "effects": _effects(outcomes),
+        "verdicts": {
+            "faulty": Counter(outcome.verdict for outcome in faulty(outcomes)),
+            "healthy": Counter(outcome.verdict for outcome in controls(outcomes)),
+        },
     }
 
 
@@ -79,6 +83,8 @@ def _by_fault(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "place": ours.place,
                 "delay": ours.delay,
                 "rules": list(ours.rules),
+                "healthy": sum(run.verdict == "healthy" for run in runs),
+                "runs": len(runs),
                 "others": [name for name in _detectors(runs) if name != OURS and tally(runs, name).recall],
             }
         )
@@ -166,6 +172,7 @@ def format_zoo(result: dict[str, Any]) -> str:
         f"{result['runs']} runs, {result['seeds']} seeds, {result['healthy_steps']:,} healthy steps; "
         f"diagnosis takes {result['diagnosis_ms_per_step']:.2f} ms a step",
         _side_by_side(result["detectors"]),
+        _verdicts(result["verdicts"]),
         _faults_table(result["faults"]),
         _planted_table(result["planted"]),
         _rules_table(result["rules"]),
@@ -193,10 +200,19 @@ def _side_by_side(rows: Sequence[dict[str, Any]]) -> str:
     return f"Side by side\n\n{_table([head, *cells])}\n\n{note}"
 
 
+def _verdicts(counts: dict[str, Counter[str]]) -> str:
+    said = [
+        f"of {sum(levels.values())} {kind} runs " + ", ".join(f"{number} {level}" for level, number in levels.items())
+        for kind, levels in counts.items()
+        if levels
+    ]
+    return f"What the doctor says at the end: {'; '.join(said)}. A run that got over its fault may be called healthy."
+
+
 def _faults_table(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    head = ("fault", "model", "kind", "recall", "place", "delay", "found by", "others that flag")
+    head = ("fault", "model", "kind", "recall", "place", "delay", "healthy at end", "found by", "others that flag")
     cells = [
         (
             row["fault"],
@@ -205,12 +221,13 @@ def _faults_table(rows: Sequence[dict[str, Any]]) -> str:
             _percent(row["recall"]),
             _percent(row["place"]),
             _count(row["delay"]),
+            f"{row['healthy']} of {row['runs']}",
             ", ".join(row["rules"]) or "-",
             ", ".join(row["others"]) or "-",
         )
         for row in rows
     ]
-    return f"By fault and model, gradvitals\n\n{_table([head, *cells], left=(0, 1, 2, 6, 7))}"
+    return f"By fault and model, gradvitals\n\n{_table([head, *cells], left=(0, 1, 2, 7, 8))}"
 
 
 def _planted_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -160,7 +160,7 @@ def outcome_of(recording: Recording, seconds: float = 0.0) -> Outcome:
             place=fault.place_in(recording.task),
             description=fault.description,
         )
-    alarms, milliseconds = judge(recording)
+    alarms, verdict, milliseconds = judge(recording)
     return Outcome(
         name=recording.name,
         task=recording.task,
@@ -169,6 +169,7 @@ def outcome_of(recording: Recording, seconds: float = 0.0) -> Outcome:
         fault=planted,
         alarms=alarms,
         series={name: recording.series(name) for name in SERIES},
+        verdict=verdict,
         seconds=seconds,
         diagnosis_ms=milliseconds,
     )

@@ -5,7 +5,7 @@ or cause, opens at or after the planted step. Other detectors have no names for 
 planted step counts, which is generous to them.
 
 The *place* is right when the first tensor named by the earliest such finding that names any belongs to the layer that
-was hit, or all that it names do, as told when it opened. The *delay* is in steps from the planted one. A *false alarm*
+was hit, as told when it opened. The *delay* is in steps from the planted one. A *false alarm*
 is anything said in a healthy run, or before the fault was planted.
 """
 
@@ -64,6 +64,8 @@ class Outcome:
     """By detector, in the order they were raised."""
     series: Mapping[str, FloatArray] = field(default_factory=dict)
     """Loss and norms at every step, to see what the fault did."""
+    verdict: str = "healthy"
+    """What the doctor says at the end."""
     seconds: float = 0.0
     """Processor time to train, with the monitor."""
     diagnosis_ms: float = 0.0
@@ -91,9 +93,7 @@ def belongs(name: str, place: Iterable[str]) -> bool:
 def right_place(alarms: Iterable[Alarm], place: Sequence[str]) -> bool:
     """Whether the first of these alarms that names tensors names the right ones."""
     named = next((alarm.tensors for alarm in alarms if alarm.tensors), ())
-    if not named:
-        return False
-    return belongs(named[0], place) or all(belongs(name, place) for name in named)
+    return bool(named) and belongs(named[0], place)
 
 
 def false_alarms(outcome: Outcome, detector: str) -> list[Alarm]:
