@@ -16,10 +16,11 @@ from gradvitals.diagnose import (
     updates,
 )
 from gradvitals.diagnose.engine import Diagnosis
+from gradvitals.diagnose.explain import Words
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.rule import RULES, Rule, Sign, build_rules, register
 from gradvitals.diagnose.step import Step
 
 FAMILIES = (loop, loss, gradients, swings, updates, signal, batch, schedule, clipping, precision, ranks, presets)
 
-__all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "build_rules", "register"]
+__all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "Words", "build_rules", "register"]
