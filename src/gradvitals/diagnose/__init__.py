@@ -7,6 +7,7 @@ from gradvitals.diagnose import (
     gradients,
     loop,
     loss,
+    nonfinite,
     precision,
     presets,
     ranks,
@@ -21,6 +22,20 @@ from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.rule import RULES, Rule, Sign, build_rules, register
 from gradvitals.diagnose.step import Step
 
-FAMILIES = (loop, loss, gradients, swings, updates, signal, batch, schedule, clipping, precision, ranks, presets)
+FAMILIES = (
+    loop,
+    loss,
+    nonfinite,
+    gradients,
+    swings,
+    updates,
+    signal,
+    batch,
+    schedule,
+    clipping,
+    precision,
+    ranks,
+    presets,
+)
 
 __all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "Words", "build_rules", "register"]

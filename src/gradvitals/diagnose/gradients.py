@@ -1,4 +1,4 @@
-"""Rules that look at gradients and their norms: broken, too large, too small, or all over the place."""
+"""Rules that look at gradients and their norms: too large, or too small."""
 
 from __future__ import annotations
 
@@ -24,64 +24,6 @@ def usual_limit(step: Step) -> float:
     """A norm to clip to that leaves nine in ten of the run's recent steps alone."""
     norms = step.history["grad/norm"].last(200)
     return float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
-
-
-@register
-@dataclass
-class Nonfinite(Rule):
-    """NaN or Inf in a gradient."""
-
-    id = "nonfinite"
-    needs = ("grad/nonfinite",)
-
-    skips: int = 10
-    """Steps in a row that a GradScaler may skip. It looks for its scale that way, a few steps at a time."""
-
-    bad_for: int = field(default=0, init=False)
-    """Steps in a row."""
-    last: int = field(default=-1, init=False)
-    since: int = field(default=-1, init=False)
-    first: list[str] = field(default_factory=list, init=False)
-    """Where it was when it began: a step later it is everywhere."""
-    seen: dict[str, Any] = field(default_factory=dict, init=False)
-    cause: str = field(default="", init=False)
-
-    def look(self, step: Step) -> Sign | None:
-        """Fires at every step with a gradient that is not finite."""
-        if not step.value("grad/nonfinite") > 0:
-            self.bad_for = 0
-            return None
-        if self.last < 0 or step.number - self.last > self.closes_after:
-            self._begin(step)
-        self.bad_for, self.last = self.bad_for + 1, step.number
-        skipped = step.value("step/skipped") == 1
-        ordinary = skipped and self.bad_for <= self.skips
-        return Sign(
-            severity="info" if ordinary else "critical",
-            seen={**self.seen, "steps": self.bad_for},
-            expected={"share": 0.0},
-            tensors=tuple(self.first),
-            since=self.since,
-            causes=("scaler", self.cause) if ordinary else (self.cause,),
-            cures=("scaler",) if ordinary else ("skipping", self.cause) if skipped else (self.cause,),
-        )
-
-    def _begin(self, step: Step) -> None:
-        counts, infos = step.tensors("grad/nonfinite"), step.layout.tensors
-        bad = [] if counts is None else [infos[i] for i in np.flatnonzero(counts > 0)]
-        bad.sort(key=lambda info: (-info.depth, -info.index))  # as backward comes to them
-        loss = step.general.values.get("loss", 0.0)
-        everywhere = len(bad) == len(infos)
-        self.cause = "forward" if not math.isfinite(loss) else "batch" if everywhere else "backward"
-        if everywhere and infos and infos[0].dtype == "float16":
-            self.cause = "float16"
-        self.since, self.bad_for = step.number, 0
-        self.first = [info.name for info in bad[:NAMED]]
-        elements = float(np.nansum(counts)) if counts is not None else math.nan
-        share = elements / (sum(info.numel for info in bad) or 1)
-        where = "all tensors" if everywhere else f"{len(bad)} of {len(infos)} tensors"
-        self.seen = {"affected": where, "tensors": len(bad), "of": len(infos), "elements": elements, "share": share}
-        self.seen |= {"loss": loss, "at": step.number, "eps": step.facts.eps or 1e-8}
 
 
 @register

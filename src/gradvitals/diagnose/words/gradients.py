@@ -10,7 +10,8 @@ WORDS: dict[str, Words] = {
         pattern="NaN or Inf in a gradient. The first tensor in the order of backward is named.",
         title="NaN or Inf in the gradient of {affected}, first in {first}, at step {at}",
         causes={
-            "scaler": "GradScaler looks for its scale: it skips a step that overflows and halves it, as it should",
+            "scaler": "GradScaler looks for its scale, at {steps} steps so far: it skips those that overflow, as it should",
+            "diverged": "the loss had risen to {loss} before: most often the learning rate is too high",
             "forward": "the loss is {loss}: the forward pass fails, and backward only passes it on",
             "backward": (
                 "the loss is {loss} and what comes after {first} is finite: backward fails in {first}, as at a square "
@@ -24,6 +25,7 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "scaler": "nothing to do at step {at}, as long as it does not go on for many steps",
+            "diverged": "go back to before the loss rose, and lower the learning rate of {lr}",
             "skipping": "stop: GradScaler has skipped {steps} steps in a row, and no scale helps against a NaN",
             "backward": "run step {at} again under torch.autograd.detect_anomaly() and look at {first}",
             "forward": "go back to a checkpoint from before step {at} and check its batch with torch.isfinite",
