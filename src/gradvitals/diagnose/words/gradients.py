@@ -10,7 +10,7 @@ WORDS: dict[str, Words] = {
         pattern="NaN or Inf in a gradient. The first tensor in the order of backward is named.",
         title="NaN or Inf in the gradient of {affected}, first in {first}, at step {at}",
         causes={
-            "scaler": "GradScaler looks for its scale, at {steps} steps so far: it skips those that overflow, as it should",
+            "scaler": "GradScaler looks for its scale, at {steps} steps so far: it skips what overflows, as it should",
             "diverged": "the loss had risen to {loss} before: most often the learning rate is too high",
             "forward": "the loss is {loss}: the forward pass fails, and backward only passes it on",
             "backward": (
