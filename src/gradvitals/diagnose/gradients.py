@@ -11,13 +11,10 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.step import NAMED, Step
 from gradvitals.types import Layout, Severity
 
 Floats = NDArray[np.float64]
-
-NAMED = 50
-"""Tensors a finding names at most."""
 
 
 def usual_limit(step: Step) -> float:

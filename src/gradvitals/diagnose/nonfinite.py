@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
-
-NAMED = 50
-"""Tensors a finding names at most."""
+from gradvitals.diagnose.step import NAMED, Step
 
 DIVERGED = 1e3
 """A loss so many times the first one is that of a run which was lost before anything overflowed."""

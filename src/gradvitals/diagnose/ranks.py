@@ -9,10 +9,7 @@ import numpy as np
 
 from gradvitals.diagnose.baseline import Baseline
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
-
-NAMED = 50
-"""Tensors a finding names at most."""
+from gradvitals.diagnose.step import NAMED, Step
 
 
 def _between_workers(step: Step, metric: str) -> float:

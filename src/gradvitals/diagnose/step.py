@@ -17,6 +17,9 @@ from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source
 
 Floats = NDArray[np.float64]
 
+NAMED = 50
+"""Tensors a finding names at most."""
+
 
 @dataclass
 class Step:

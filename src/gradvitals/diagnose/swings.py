@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
-from gradvitals.diagnose.gradients import NAMED, usual_limit
+from gradvitals.diagnose.gradients import usual_limit
 from gradvitals.diagnose.loss import rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.step import NAMED, Step
 
 Floats = NDArray[np.float64]
 

@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.loss import pushed_by, rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.step import NAMED, Step
 
 Floats = NDArray[np.float64]
-
-NAMED = 50
-"""Tensors a finding names at most."""
 
 HALF = ("float16", "bfloat16")
 

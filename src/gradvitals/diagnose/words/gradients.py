@@ -1,4 +1,4 @@
-"""What is said about the rules of `gradvitals.diagnose.gradients`."""
+"""What is said about the rules of `gradvitals.diagnose.gradients` and `nonfinite`."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def load_recordings(folder: str | Path) -> list[Recording]:
     """All recordings in a folder, in the order of their names.
 
     Example:
-        >>> load_recordings("/tmp/zoo")  # doctest: +SKIP
+        >>> load_recordings("zoo")  # doctest: +SKIP
         [Recording(name='bad_batch', fault='bad_batch', task='cnn', seed=0, planted=150, ...), ...]
     """
     return [load_recording(path) for path in recorded(folder)]
