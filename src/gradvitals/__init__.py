@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import diagnose, functional
+    from gradvitals import diagnose, functional, optim
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor, watch
     from gradvitals.store.reader import Run, open_run
@@ -24,6 +24,7 @@ __all__ = [
     "diagnose",
     "functional",
     "open_run",
+    "optim",
     "watch",
 ]
 
@@ -43,7 +44,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("diagnose", "functional"):
+    if name in ("diagnose", "functional", "optim"):
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

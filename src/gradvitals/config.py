@@ -19,6 +19,7 @@ TENSOR_METRICS: tuple[str, ...] = (
     "weight/norm",
     "update/norm",
     "radial_gsnr",
+    "vrgd/mean",
 )
 """What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
 

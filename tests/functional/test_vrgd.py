@@ -53,14 +53,14 @@ def test_elements_without_variance():
     mean = torch.tensor([2.0, 0.0, 2.0, 1.0, 0.0, float("nan")])
     mean_of_squares = torch.tensor([4.0, 0.0, 5.0, 2.0, 1.0, 1.0])
     # Only r = 4, 1 and 0 enter the mean, which is 5/3.
-    expected = torch.tensor([1.0, 0.1, 1.0, 0.6, 0.1, 0.1])
+    expected = torch.tensor([1.0, 1.0, 1.0, 0.6, 0.1, 1.0])
     torch.testing.assert_close(vrgd_scale(mean, mean_of_squares), expected)
 
 
 def test_nothing_to_average_over():
     zeros = torch.zeros(3)
-    torch.testing.assert_close(vrgd_scale(zeros, zeros), torch.full((3,), 0.1))
-    torch.testing.assert_close(vrgd_scale(zeros, zeros + 1), torch.full((3,), 0.1))
+    torch.testing.assert_close(vrgd_scale(zeros, zeros), torch.ones(3))
+    torch.testing.assert_close(vrgd_scale(zeros, zeros + 1), torch.ones(3))
     torch.testing.assert_close(vrgd_scale(zeros + 1, zeros + 1), torch.ones(3))
     assert vrgd_scale(torch.zeros(0, 2), torch.zeros(0, 2)).shape == (0, 2)
 

@@ -8,7 +8,7 @@ from gradvitals.functional.norms import global_norm, squared_norm
 from gradvitals.functional.radial import radial, radial_gsnr
 from gradvitals.functional.spikes import coefficient_of_variation, gss, spike_ratio
 from gradvitals.functional.thresholds import is_exploding, is_vanishing
-from gradvitals.functional.vrgd import vrgd_scale
+from gradvitals.functional.vrgd import vrgd_scale, vrgd_scale_from_variance, wiener_scale
 
 __all__ = [
     "Estimate",
@@ -35,4 +35,6 @@ __all__ = [
     "spike_ratio",
     "squared_norm",
     "vrgd_scale",
+    "vrgd_scale_from_variance",
+    "wiener_scale",
 ]

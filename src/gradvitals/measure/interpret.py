@@ -102,6 +102,11 @@ class Interpreter:
             zeros = sizes - step.rows("nonzero")
             tensors["grad/zero_fraction"] = zeros / sizes
             values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.present].sum())
+        for name, metric in (("sum", "mean"), ("low", "at_gamma"), ("one", "at_one")):
+            if step.has(f"factor_{name}"):
+                sums, sizes = step.rows(f"factor_{name}"), step.table.sizes
+                tensors[f"vrgd/{metric}"] = sums / sizes
+                values[f"vrgd/{metric}"] = float(np.nansum(sums) / sizes[np.isfinite(sums)].sum())
         if step.has("weight"):
             tensors["weight/norm"] = step.rows("weight")
             values["weight/norm"] = step.total(tensors["weight/norm"], "weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from gradvitals.config import Config
 from gradvitals.measure import stats
 from gradvitals.measure.changes import Changes
 from gradvitals.measure.clock import Clock
+from gradvitals.measure.factors import FactorSums
 from gradvitals.measure.microbatch import MicrobatchSums, add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
@@ -34,6 +36,7 @@ class Station:
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
         self.micro: MicrobatchSums | None = None
+        self.factors: FactorSums | None = None
         self.on_given_up: Callable[[], None] = lambda: None
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
@@ -60,7 +63,7 @@ class Station:
         """The rows this optimizer is in charge of."""
         return self.step.rows
 
-    def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[Exception], None]) -> None:
+    def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[str, Exception], None]) -> None:
         """Take charge of these rows."""
         self._members = self._current_members()
         parameters = [watched.parameters[row] for row in rows]
@@ -81,8 +84,10 @@ class Station:
                 rows=rows,
                 arrivals=watched.arrivals,
                 clock=clock,
-                on_error=on_error,
+                on_error=partial(on_error, "microbatch"),
             )
+        if self.factors is None and "vrgd/mean" in self.config.metrics:
+            self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
         self.follow_first(watched.arrivals, watched)
 
     def follow_first(self, arrivals: Sequence[int], watched: Rows) -> None:
@@ -208,8 +213,19 @@ class Station:
             if row in self._row_set:
                 window.spoil()
 
+    def before_update(self, draft: RawStep) -> None:
+        """Remember what the optimizer's step is about to change."""
+        if draft.full and self.factors is not None and self.factors.available:
+            self.factors.listen(draft.packet, self.rows, self.parameters)
+        if "update/norm" in self.config.metrics:
+            self.changes.begin()
+            if draft.full:
+                self.updates.before(self.rows, self.parameters)
+
     def instruments_after(self, draft: RawStep) -> Iterator[tuple[str, Callable[[], object]]]:
         """What there is to take right after the optimizer's step, each by its name."""
+        if self.factors is not None:
+            yield "vrgd/mean", self.factors.stop
         if "update/norm" in self.config.metrics:
             yield "changes", lambda: self._read_changes(draft)
         if draft.full:
@@ -239,3 +255,5 @@ class Station:
         self.sentinel.unhook()
         if self.micro is not None:
             self.micro.disarm()
+        if self.factors is not None:
+            self.factors.stop()

@@ -78,7 +78,7 @@ class Tap:
 
     def _assign_rows(self) -> None:
         for station, rows in zip(self._stations, self.rows.by_optimizer(), strict=True):
-            station.assign(rows, self.rows, self._clock, partial(self._fail, "microbatch"))
+            station.assign(rows, self.rows, self._clock, self._fail)
 
     # -- the step's state ---------------------------------------------------------------------------------------
 
@@ -328,10 +328,7 @@ class Tap:
         found_inf = getattr(station.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
             self._draft.packet.add("found_inf", found_inf)
-        if "update/norm" in self.config.metrics:
-            station.changes.begin()
-            if self._draft.full:
-                station.updates.before(station.rows, station.parameters)
+        station.before_update(self._draft)
 
     def _post_hook(self, station: Station) -> Callable[..., None]:
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

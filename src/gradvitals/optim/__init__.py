@@ -1,0 +1,10 @@
+"""Optimizers that weigh every element of the gradient by how much of it is signal (VRGD), and their baselines."""
+
+from gradvitals.optim import schedules
+from gradvitals.optim.family import VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW
+from gradvitals.optim.lamb import LAMB
+from gradvitals.optim.lars import LARS
+from gradvitals.optim.reduced import VROptions
+from gradvitals.optim.wrapper import VRGD
+
+__all__ = ["LAMB", "LARS", "VRGD", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VRAdamW", "VROptions", "schedules"]

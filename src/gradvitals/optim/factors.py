@@ -1,0 +1,179 @@
+"""From the parts' sums to a factor for every element: the paper's rule, Wiener's, or the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
+
+Rule = Callable[[Tensor, Tensor, int, float], Tensor]
+"""A factor for every element of a tensor, from the mean and biased variance of its parts, their number, and gamma."""
+
+PaperGranularity = Literal["tensor", "layer", "row"]
+WienerGranularity = Literal["element", "row", "tensor", "hierarchical"]
+Granularity = PaperGranularity | WienerGranularity
+
+GRANULARITIES: dict[str, tuple[str, ...]] = {"paper": get_args(PaperGranularity), "wiener": get_args(WienerGranularity)}
+DEFAULT_GRANULARITY = {"paper": "tensor", "wiener": "hierarchical"}
+
+
+def check_rule(scale: str | Rule, granularity: str | None) -> None:
+    """Refuse a rule or a granularity that there is not, with the names of those there are."""
+    if callable(scale):
+        if granularity is not None:
+            raise ValueError(f"granularity is {granularity!r}, but scale is a function, which decides that itself")
+        return
+    if scale not in GRANULARITIES:
+        raise ValueError(f"scale is {scale!r}; expected 'paper', 'wiener' or a function of (mean, variance, k, gamma)")
+    if granularity is not None and granularity not in GRANULARITIES[scale]:
+        choices = ", ".join(map(repr, GRANULARITIES[scale]))
+        raise ValueError(f"granularity is {granularity!r}; expected one of {choices} for scale={scale!r}")
+
+
+@dataclass
+class Share:
+    """Some gradients of one group, and what is needed to scale them."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor]
+    """Sums of `num_added` parts, which are scaled in place."""
+    noises: list[Tensor]
+    """Summed squared deviations of `num_parts` parts."""
+    flat_noise: Tensor
+    """The same one after the other."""
+    num_added: int
+    num_parts: int
+    """More than `num_added` where gradients are averages over ranks."""
+    gamma: float
+    rule: str | Rule
+    granularity: str
+    layers: list[str]
+    averages: list[Tensor | None]
+    """Moving averages of the factors, None where there is none yet. Empty where none are kept."""
+    weights: list[Any]
+    """Of the new factors in the averages: numbers, or tensors where the step is compiled."""
+    at_once: bool
+
+
+def factors_of(share: Share) -> list[Tensor]:
+    """The factor of every element, by the share's rule."""
+    if share.rule == "paper" and share.granularity == "tensor" and share.at_once:
+        return paper_factors_at_once(share.grads, share.flat_noise, share.gamma, highest_ratio(share))
+    return [_factor(share, *_moments(share, position)) for position in range(len(share.grads))]
+
+
+def _moments(share: Share, position: int) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance of a tensor's parts."""
+    noise = share.noises[position]
+    wide = torch.promote_types(noise.dtype, torch.float32)
+    total, deviations = share.grads[position].to(wide), noise.to(wide)
+    deviations = torch.where(total.square() < highest_ratio(share) * deviations, deviations, 0.0)
+    return total / share.num_added, deviations / share.num_parts
+
+
+def highest_ratio(share: Share) -> float:
+    """From which ratio of squared sum to summed squared deviations the parts differ by no more than rounding.
+
+    Equal parts do not add up exactly. What is left over looks like noise, and must count as none.
+    """
+    rounding = torch.finfo(share.grads[0].dtype).eps ** 2 * 4 * share.num_parts
+    return share.num_added**2 / share.num_parts / rounding
+
+
+def _factor(share: Share, mean: Tensor, variance: Tensor) -> Tensor:
+    if callable(share.rule):
+        factor: Any = share.rule(mean, variance, share.num_parts, share.gamma)
+        if not isinstance(factor, Tensor) or factor.shape != mean.shape:
+            given = f"shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else f"a {type(factor).__name__}"
+            raise ValueError(f"scale returned {given}; expected a factor for every element, shape {tuple(mean.shape)}")
+        return factor
+    if share.rule == "wiener":
+        level: Any = share.granularity
+        return wiener_scale(mean, variance, share.num_parts, level=level, gamma=share.gamma)
+    return vrgd_scale_from_variance(mean, variance, share.gamma, by_row=share.granularity == "row")
+
+
+def averaged(share: Share, factors: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+    """Take the factors into their moving averages, in place, and return those.
+
+    The averages are kept bias-corrected: with weights (1 - beta) / (1 - beta^t) they are what a moving average that
+    began at zero is after division by 1 - beta^t.
+
+    Args:
+        share: has the averages.
+        factors: of this step; they become the average where there is none.
+        found_inf: not zero where a gradient scaler has the base skip this step, as it should be skipped here.
+    """
+    # A first average is laid out like the gradient and by itself: factors are pieces of one large tensor.
+    used = [
+        torch.empty_like(grad).copy_(factor) if average is None else average
+        for average, factor, grad in zip(share.averages, factors, share.grads, strict=True)
+    ]
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, factor, weight in zip(share.averages, factors, share.weights, strict=True):
+        if average is not None:
+            olds, news = alike.setdefault(weight, ([], []))
+            olds.append(average)
+            news.append(factor)
+    for weight, (olds, news) in alike.items():
+        if found_inf is None and not isinstance(weight, Tensor):
+            torch._foreach_lerp_(olds, news, weight)
+            continue
+        kept = weight if found_inf is None else weight * (found_inf == 0)
+        for old, new in zip(olds, news, strict=True):
+            old.add_(torch.where(kept == 0, 0.0, (new - old) * kept))
+    return used
+
+
+def factors_of_layers(shares: Sequence[Share]) -> dict[int, list[Tensor]]:
+    """The paper's factors where r is divided by its mean over all tensors of a layer, whatever group they are in.
+
+    Returns:
+        For the index of each share that is to be treated so, its factors.
+    """
+    factors = {index: list(share.grads) for index, share in enumerate(shares) if share.layers}
+    members: dict[Hashable, list[tuple[int, int]]] = {}
+    for index in factors:
+        for position, (layer, grad) in enumerate(zip(shares[index].layers, shares[index].grads, strict=True)):
+            members.setdefault((layer, grad.device, grad.dtype), []).append((index, position))
+    for places in members.values():
+        moments = [_moments(shares[index], position) for index, position in places]
+        mean, variance = (torch.cat([tensor.flatten() for tensor in column]) for column in zip(*moments, strict=True))
+        pieces = vrgd_scale_from_variance(mean, variance, 0.0).split([part.numel() for part, _ in moments])
+        for (index, position), (part, _), piece in zip(places, moments, pieces, strict=True):
+            factors[index][position] = piece.view(part.shape).clamp(min=shares[index].gamma)
+    return factors
+
+
+def paper_factors_at_once(grads: Sequence[Tensor], noise: Tensor, gamma: float, highest: float) -> list[Tensor]:
+    """The paper's factors of several tensors, the same as `vrgd_scale_from_variance` of each, in few operations.
+
+    Args:
+        grads: sums of the parts.
+        noise: their summed squared deviations, one tensor after the other, flat.
+        gamma: smallest factor.
+        highest: ratio of squared sum to deviations from which on there is no variance to speak of.
+    """
+    sizes = [grad.numel() for grad in grads]
+    flat = grads[0].flatten() if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+    wide = torch.promote_types(noise.dtype, torch.float32)
+    ratio = flat.to(wide).square().div_(noise)  # inf or nan without variance
+    counted = ratio < highest
+    finite = torch.where(counted, ratio, 0.0)
+    inverses = _sums(counted.to(wide).split(sizes)) / _sums(finite.split(sizes))
+    pieces = ratio.split(sizes)
+    torch._foreach_mul_(pieces, inverses.unbind())
+    ratio.clamp_(gamma, 1.0).nan_to_num_(nan=1.0)
+    return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
+
+
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums of tensors that have no negative elements: their 1-norms, which foreach has on a GPU."""
+    if tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(tensors), 1))
+    return torch.stack([tensor.sum() for tensor in tensors])

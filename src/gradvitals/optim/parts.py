@@ -1,0 +1,299 @@
+"""The gradients a step is made of: how far they scatter around their mean, without keeping any of them.
+
+During backward a hook on each parameter sees the gradient of one micro-batch before it is added to ``.grad``. With
+``.grad`` as the running sum S after d parts, the part p adds to the sum of squared deviations (Welford 1962)
+
+    noise += d / (d - 1) * (p - S / d)^2
+
+which loses nothing to rounding when the parts are almost equal, unlike a sum of squares. One accumulator a parameter
+is all there is to keep.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+CHUNK_BYTES = 16 * 2**20
+"""How much is worked on at once: so little that it stays in a GPU's cache from one operation to the next."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must have in common to be worked on together."""
+
+    group: int
+    device: torch.device
+    dtype: torch.dtype
+    noise_dtype: torch.dtype
+
+
+class Block:
+    """The sums of squared deviations of some parameters of one kind, one after the other in one flat tensor."""
+
+    def __init__(self, kind: Kind, parameters: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device)
+        pieces = self.flat.split(sizes)
+        self.noises = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+
+    def fits(self) -> bool:
+        """Whether the parameters still are where and what they were."""
+        return all(
+            p.device == self.kind.device and p.dtype == self.kind.dtype and p.shape == noise.shape
+            for p, noise in zip(self.parameters, self.noises, strict=True)
+        )
+
+
+class GradientParts:
+    """Counts the gradients each parameter received since the last step and sums their squared deviations.
+
+    A parameter shared between segments that are checkpointed with re-entrant autograd receives several gradients in
+    one backward, which count as several parts.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Tensor, int] = {}
+        """Gradients each parameter received since the last step, zero included."""
+        self.keeps_norms = False
+        """Whether to remember the norm of ``.grad``, so as to know by how much it is multiplied before the step."""
+        self.blocks: list[Block] = []
+        self._settings: dict[Tensor, tuple[int, torch.dtype | None]] = {}
+        self._noises: dict[Tensor, Tensor] = {}
+        self._touched: dict[Tensor, None] = {}
+        self._norms: dict[Tensor, Tensor] = {}
+        self._arriving: dict[Tensor, Tensor] = {}
+        self._pending: dict[torch.device, dict[Tensor, tuple[Tensor, int]]] = {}
+        self._pending_bytes: dict[torch.device, int] = {}
+        self._task = -1
+        self._handles: dict[Tensor, tuple[RemovableHandle, RemovableHandle]] = {}
+        weakref.finalize(self, _unhook, self._handles)
+
+    def follow(self, parameters: Iterable[Tensor], *, group: int, dtype: torch.dtype | None) -> None:
+        """Collect the gradients of these parameters from now on.
+
+        Args:
+            parameters: Leaves that backward reaches.
+            group: Those of one group are worked on together.
+            dtype: Of their accumulators; None: float32, or float64 where the parameter is.
+        """
+        for parameter in parameters:
+            _refuse_what_has_no_elements_here(parameter)
+            self.counts.setdefault(parameter, 0)
+            self._settings[parameter] = (group, dtype)
+            if parameter not in self._handles:
+                frozen = not parameter.requires_grad
+                parameter.requires_grad_(True)  # or it takes no hooks, and may be thawed later
+                self._handles[parameter] = self._hook(parameter)
+                parameter.requires_grad_(not frozen)
+
+    def _hook(self, parameter: Tensor) -> tuple[RemovableHandle, RemovableHandle]:
+        reference, owner_reference = weakref.ref(self), weakref.ref(parameter)  # no parameter may keep its optimizer
+
+        # Called for every parameter in every backward: nothing here that can be done later.
+        def arriving(grad: Tensor) -> None:
+            parts, owner = reference(), owner_reference()
+            if parts is not None and owner is not None:
+                parts._arrive(owner, grad)
+
+        def added(owner: Tensor) -> None:
+            if (parts := reference()) is not None:
+                parts._count(owner)
+
+        return parameter.register_hook(arriving), parameter.register_post_accumulate_grad_hook(added)
+
+    def _arrive(self, parameter: Tensor, grad: Tensor) -> None:
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} is {grad.layout}; variance-reduced optimizers compare the "
+                "elements of dense gradients: build the embedding with sparse=False"
+            )
+        if parameter.grad is None:
+            # The first part becomes .grad; to hold it here would make autograd copy it. Should others have come
+            # before, they were given up.
+            if self.counts[parameter]:
+                self.forget([parameter])
+        elif self.counts[parameter]:
+            self._arriving[parameter] = grad.detach()
+
+    def _count(self, parameter: Tensor) -> None:
+        """A gradient was added to ``.grad``; it is not in ``torch.autograd.grad``, which has hooks called as well."""
+        self.counts[parameter] += 1
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._flush_when_backward_ends()
+        part = self._arriving.pop(parameter, None)
+        if part is None:
+            return
+        device = parameter.device
+        held = self._pending.setdefault(device, {})
+        if parameter in held or self._pending_bytes.get(device, 0) >= CHUNK_BYTES:
+            self._flush(device)
+            held = self._pending.setdefault(device, {})
+        held[parameter] = (part, self.counts[parameter])
+        self._pending_bytes[device] = self._pending_bytes.get(device, 0) + part.numel() * part.element_size()
+
+    def _flush_when_backward_ends(self) -> None:
+        reference = weakref.ref(self)
+
+        def flush() -> None:
+            if (parts := reference()) is not None:
+                parts.flush()
+
+        # Before anything can clip or unscale .grad. DistributedDataParallel ends its own work the same way.
+        torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+    def flush(self) -> None:
+        """Add what is held back, before anything but backward changes ``.grad``."""
+        for device in list(self._pending):
+            self._flush(device)
+
+    @torch.no_grad()
+    def _flush(self, device: torch.device) -> None:
+        held, self._pending_bytes[device] = self._pending.pop(device, {}), 0
+        alike: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for parameter, (part, count) in held.items():
+            if parameter.grad is not None:  # else it was taken away while backward ran
+                noise = self.noise_of(parameter)
+                alike.setdefault((count, noise.dtype), []).append((parameter, part, noise))
+                self._touched[parameter] = None
+        for (count, dtype), entries in alike.items():
+            parameters, parts, noises = (list(column) for column in zip(*entries, strict=True))
+            totals = [_grad(parameter) for parameter in parameters]
+            wide = torch.promote_types(dtype, torch.float32)
+            deviations = torch._foreach_add(_cast(parts, wide), _cast(totals, wide), alpha=-1 / count)
+            narrow = _cast(deviations, dtype)
+            torch._foreach_addcmul_(noises, narrow, narrow, value=count / (count - 1))
+            if self.keeps_norms:
+                self.note_norms(parameters, totals)
+
+    def note_norms(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Remember the length that gradients had when backward ended."""
+        self._norms.update(zip(parameters, torch._foreach_norm(list(grads)), strict=True))
+
+    def noise_of(self, parameter: Tensor) -> Tensor:
+        """The sum of squared deviations of a parameter so far. It is changed by the next part and by `forget`."""
+        noise = self._noises.get(parameter)
+        if noise is None or noise.device != parameter.device:
+            self._lay_out()
+            noise = self._noises[parameter]
+        return noise
+
+    def _lay_out(self) -> None:
+        """Give every parameter that has none a place to accumulate in."""
+        self.blocks = [block for block in self.blocks if block.fits()]
+        settled = {parameter for block in self.blocks for parameter in block.parameters}
+        for kind, parameters in _chunks((p for p in self.counts if p not in settled), self._kind):
+            block = Block(kind, parameters)
+            self.blocks.append(block)
+            self._noises.update(zip(parameters, block.noises, strict=True))
+
+    def _kind(self, parameter: Tensor) -> Kind:
+        group, dtype = self._settings[parameter]
+        return Kind(
+            group, parameter.device, parameter.dtype, dtype or torch.promote_types(parameter.dtype, torch.float32)
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches since the last step: the most gradients any parameter received."""
+        return max(self.counts.values(), default=0)
+
+    @property
+    def num_parts_with_current(self) -> int:
+        """The same while a backward runs, which counts even before it reaches the first parameter."""
+        return self.num_parts + (self._task != torch._C._current_graph_task_id())
+
+    @torch.no_grad()
+    def complete(self, num_parts: int) -> None:
+        """Count parts that passed a parameter by: it received zeros from them."""
+        if any(not block.fits() for block in self.blocks) or len(self._noises) < len(self.counts):
+            self._lay_out()
+        self.rescale()
+        for parameter, count in self.counts.items():
+            if 0 < count < num_parts and parameter.grad is not None:
+                self._touched[parameter] = None
+                noise = self._noises[parameter]
+                grad = _grad(parameter).to(noise.dtype)
+                noise.addcmul_(grad, grad, value=1 / count - 1 / num_parts)
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """Multiply deviations as ``.grad`` was since backward ended, by a scaler or by clipping.
+
+        By how much is known where norms were kept. Where nothing touched a gradient that is by exactly 1.
+        """
+        known = [(p, norm) for p, norm in self._norms.items() if p.grad is not None]
+        for parameter, norm in known:
+            (now,) = torch._foreach_norm([_grad(parameter)])
+            self._noises[parameter].mul_((now / norm).square().nan_to_num(nan=1.0, posinf=1.0))
+
+    @torch.no_grad()
+    def replace(self, parameters: Sequence[Tensor], noises: Sequence[Tensor]) -> None:
+        """Put sums over all ranks in the place of this rank's own."""
+        torch._foreach_copy_([self.noise_of(parameter) for parameter in parameters], list(noises))
+        self._touched.update(dict.fromkeys(parameters))
+
+    @torch.no_grad()
+    def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Begin anew: with some parameters, or with all."""
+        chosen = list(self.counts) if parameters is None else list(parameters)
+        for parameter in chosen:
+            self.counts[parameter] = 0
+            self._arriving.pop(parameter, None)
+            self._norms.pop(parameter, None)
+            self._pending.get(parameter.device, {}).pop(parameter, None)
+        stale = [self._noises[parameter] for parameter in chosen if parameter in self._touched]
+        if stale:
+            torch._foreach_zero_(stale)
+        for parameter in chosen:
+            self._touched.pop(parameter, None)
+
+
+def _chunks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list[tuple[Kind, list[Tensor]]]:
+    """Parameters of one kind together, in the order given, `CHUNK_BYTES` or one parameter at a time."""
+    found: list[tuple[Kind, list[Tensor]]] = []
+    open_chunks: dict[Kind, tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        kind, size = key(parameter), parameter.numel() * parameter.element_size()
+        chunk, used = open_chunks.get(kind, ([], CHUNK_BYTES))
+        if used + size > CHUNK_BYTES:
+            chunk, used = [], 0
+            found.append((kind, chunk))
+        chunk.append(parameter)
+        open_chunks[kind] = (chunk, used + size)
+    return found
+
+
+def _refuse_what_has_no_elements_here(parameter: Tensor) -> None:
+    if not parameter.is_floating_point():
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; expected real floating-point numbers"
+        )
+    if hasattr(parameter, "placements"):
+        raise TypeError(
+            "a parameter is a DTensor, sharded by FSDP2 or tensor parallelism; variance-reduced optimizers know only "
+            "whole parameters: use DistributedDataParallel and use_ranks(model)"
+        )
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach()
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _unhook(handles: dict[Tensor, tuple[RemovableHandle, RemovableHandle]]) -> None:
+    for pair in handles.values():
+        for handle in pair:
+            handle.remove()

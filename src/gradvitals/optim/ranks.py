@@ -1,0 +1,126 @@
+"""Ranks as parts of a batch: under DistributedDataParallel the squared deviations are summed over all ranks.
+
+Each rank knows the sum S_r of its n parts and their squared deviations. With S the ranks' average, those of all parts
+of all ranks are (Chan, Golub and LeVeque 1979)
+
+    sum over ranks of  noise_r + (S_r - S)^2 / n
+
+so a second reduction of the gradient's size follows the first, bucket by bucket, while backward goes on. Only
+deviations are summed: nothing cancels, also where the user's own hook sends 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradvitals.optim.parts import GradientParts
+
+CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+class RankSums:
+    """Sums the squared deviations of gradients over the ranks of one DistributedDataParallel model.
+
+    Every rank must have the same number of parts in a step.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, parts: GradientParts, hook: CommunicationHook | None, state: Any
+    ) -> None:
+        self.group = model.process_group
+        self.world_size = dist.get_world_size(self.group)
+        self.parts = parts
+        self._hook = allreduce_hook if hook is None else hook
+        self._hook_state = self.group if hook is None else state
+        self._under_way: list[tuple[Any, list[Tensor], list[Tensor]]] = []
+        self._reduced: set[Tensor] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # A lambda, because torch compares a function's annotations with types, and here they are text.
+        model.register_comm_hook(state=self, hook=lambda sums, bucket: sums.reduce(bucket))
+
+    @torch.no_grad()
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket as the user's hook does, and begin to sum its squared deviations."""
+        parts = self.parts
+        parts.flush()
+        num_parts = parts.num_parts_with_current
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        own = [(parameter, grad) for parameter, grad in pairs if parameter in parts.counts]
+        self._refuse_a_second_average([parameter for parameter, _ in own])
+        buffer = bucket.buffer()
+        noise = buffer.clone()  # the hook averages in place
+        views = [noise.as_strided(g.shape, g.stride(), g.storage_offset() - buffer.storage_offset()) for _, g in own]
+        inside = [self._deviations_inside(parameter, grad, num_parts) for parameter, grad in own]
+        average = self._hook(self._hook_state, bucket)
+        with self._beside_backward(noise):
+            averaged = _value(average)
+            if parts.keeps_norms:
+                grads = [
+                    averaged.as_strided(v.shape, v.stride(), averaged.storage_offset() + v.storage_offset())
+                    for v in views
+                ]
+                parts.note_norms([parameter for parameter, _ in own], grads)
+            noise.sub_(averaged).square_().div_(num_parts)
+            for view, deviations in zip(views, inside, strict=True):
+                if deviations is not None:
+                    view.add_(deviations)
+            # In the precision that is asked of the sums, on which nothing is lost by cancelling.
+            sent = noise.to(parts.noise_of(own[0][0]).dtype) if own else noise
+            work = dist.all_reduce(sent, group=self.group, async_op=True)
+        views = [sent.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views]
+        self._under_way.append((work, [parameter for parameter, _ in own], views))
+        return average
+
+    def _deviations_inside(self, parameter: Tensor, grad: Tensor, num_parts: int) -> Tensor | None:
+        """Squared deviations among this rank's own parts. Those that passed the parameter by gave it zeros."""
+        count = self.parts.counts[parameter]
+        if num_parts == 1 or not count:
+            return None
+        noise = self.parts.noise_of(parameter)
+        return noise if count == num_parts else noise + grad.square() * (1 / count - 1 / num_parts)
+
+    def _refuse_a_second_average(self, parameters: list[Tensor]) -> None:
+        if not self._reduced.isdisjoint(parameters):
+            raise RuntimeError(
+                "gradients were averaged over ranks more than once since the last step; put every backward but the "
+                "last of a step under `with model.no_sync():`, or no deviation of a part can be told"
+            )
+        self._reduced.update(parameters)
+
+    def finish(self) -> None:
+        """Wait for the sums and hand them over."""
+        for work, parameters, views in self._under_way:
+            work.wait()
+            self.parts.replace(parameters, views)
+        self.parts.rescale()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        for work, _, _ in self._under_way:
+            work.wait()
+        self._under_way, self._reduced = [], set()
+
+    def _beside_backward(self, tensor: Tensor) -> AbstractContextManager[object]:
+        """Where the second reduction is prepared: on a GPU a stream of its own, so that backward need not wait."""
+        if tensor.device.type != "cuda":
+            return nullcontext()
+        stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(stream)
+        return torch.cuda.stream(stream)
+
+
+def _value(future: torch.futures.Future[Tensor]) -> Tensor:
+    value: Any = future.wait()
+    averaged: Tensor = value[0] if isinstance(value, list) else value
+    return averaged

@@ -1,0 +1,300 @@
+"""What four processes run for `test_ddp.py`, all of it in one group of processes, and the same in a single one."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import gradvitals as gv
+
+WORLD = 4
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Several tensors of several shapes, and a branch that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.second = nn.Linear(16, 16)
+        self.side = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = x + torch.tanh(self.second(x))
+        if side:
+            x = x + 0.5 * self.side(x)
+        return self.last(x) * self.scale
+
+
+def momentum(params: Any, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRSGD(params, lr=0.05, momentum=0.9, **vr)
+
+
+def adamw(params: Any, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRAdamW(params, lr=0.02, **vr)
+
+
+def lamb(params: Any, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRLAMB(params, lr=0.02, weight_decay=0.1, **vr)
+
+
+def lars(params: Any, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRLARS(params, lr=2.0, weight_decay=0.1, **vr)
+
+
+def wrapped(params: Any, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRGD(torch.optim.RMSprop(params, lr=0.01), **vr)
+
+
+def always(step: int, part: int) -> bool:
+    return True
+
+
+def not_on_the_first(step: int, part: int) -> bool:
+    return part != 0
+
+
+def on_the_last_only(step: int, part: int) -> bool:
+    return part == 7
+
+
+def not_in_step_two(step: int, part: int) -> bool:
+    return step != 2
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to spread micro-batches over ranks.
+
+    Attributes:
+        ranks: How many of the four take part.
+        micro: Micro-batches of each, all but the last under no_sync.
+        make: The optimizer.
+        vr: Its settings.
+        ddp: Arguments of DistributedDataParallel.
+        dtype: Of the parameters.
+        tolerance: Relative to how far the weights moved.
+        side: Whether a part of a step goes through the branch.
+        hook: The user's own communication hook.
+        set_to_none: Passed to zero_grad.
+        clip: Largest norm of the gradient.
+        scaler: Whether the loss is scaled.
+        give_up: Whether each step begins with a backward that zero_grad throws away.
+        wrap_first: Whether the model is wrapped before there is an optimizer.
+        frozen: Whether a tensor needs no gradient.
+    """
+
+    ranks: int = WORLD
+    micro: int = 2
+    make: Callable[..., torch.optim.Optimizer] = adamw
+    vr: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+    side: Callable[[int, int], bool] = always
+    hook: Any = None
+    set_to_none: bool = True
+    clip: float | None = None
+    scaler: bool = False
+    give_up: bool = False
+    wrap_first: bool = False
+    frozen: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        return self.ranks * self.micro
+
+
+SMALL = {"bucket_cap_mb": 0.002}
+VIEWS = {"gradient_as_bucket_view": True}
+UNUSED = {"find_unused_parameters": True}
+WIENER = {"scale": "wiener"}
+
+SCENARIOS: dict[str, Scenario] = {
+    "4 ranks": Scenario(micro=1, make=momentum),
+    "2 ranks, 2 micro-batches": Scenario(ranks=2, make=momentum),
+    "4 ranks, 2 micro-batches": Scenario(),
+    "4 ranks, 3 micro-batches": Scenario(micro=3, make=momentum),
+    "wrapped in DDP before": Scenario(wrap_first=True),
+    "views": Scenario(ddp=VIEWS),
+    "views of one micro-batch": Scenario(micro=1, make=momentum, ddp=VIEWS),
+    "zeros": Scenario(set_to_none=False, make=momentum),
+    "views and zeros": Scenario(ddp=VIEWS, set_to_none=False),
+    "small buckets": Scenario(ddp=SMALL),
+    "small buckets of one micro-batch": Scenario(micro=1, make=momentum, ddp=SMALL),
+    "small buckets and views": Scenario(ddp=SMALL | VIEWS, make=momentum),
+    "static graph": Scenario(micro=1, ddp=SMALL | {"static_graph": True}),
+    "a branch unused on one rank": Scenario(micro=1, make=momentum, ddp=UNUSED, side=not_on_the_first),
+    "a branch unused in one part": Scenario(ddp=UNUSED | SMALL, side=not_on_the_first),
+    "a branch used in one part": Scenario(ddp=UNUSED | SMALL, side=on_the_last_only),
+    "a branch used in one part, views": Scenario(ddp=UNUSED | VIEWS, side=on_the_last_only),
+    "a branch unused everywhere": Scenario(ddp=UNUSED, side=not_in_step_two),
+    "wiener": Scenario(make=momentum, vr=WIENER),
+    "wiener by row": Scenario(make=momentum, vr=WIENER | {"granularity": "row"}, ddp=SMALL),
+    "rows": Scenario(vr={"granularity": "row"}),
+    "lamb": Scenario(make=lamb),
+    "lars": Scenario(make=lars, micro=1),
+    "wrapper": Scenario(make=wrapped, vr={"beta3": 0.5}),
+    "k declared": Scenario(vr={"k": 8}),
+    "clipped": Scenario(clip=0.1, make=momentum),
+    "clipped, wiener": Scenario(clip=0.1, make=momentum, vr=WIENER),
+    "scaled": Scenario(scaler=True, make=momentum),
+    "scaled and clipped": Scenario(scaler=True, clip=0.1, make=momentum),
+    "scaled, wiener": Scenario(scaler=True, make=momentum, vr=WIENER),
+    "begun anew": Scenario(give_up=True, make=momentum),
+    "begun anew, views": Scenario(give_up=True, ddp=VIEWS, set_to_none=False),
+    "frozen": Scenario(frozen=True),
+    "float32": Scenario(dtype=torch.float32, tolerance=1e-4, make=momentum),
+    "bfloat16 moments": Scenario(
+        dtype=torch.float32, tolerance=0.03, make=momentum, vr={"moments_dtype": torch.bfloat16}
+    ),
+    "bfloat16 on the wire": Scenario(
+        dtype=torch.float32, tolerance=0.05, make=momentum, hook=default_hooks.bf16_compress_hook
+    ),
+    "bfloat16 on the wire, small buckets": Scenario(
+        dtype=torch.float32, tolerance=0.05, make=momentum, hook=default_hooks.bf16_compress_hook, ddp=SMALL | VIEWS
+    ),
+    "float16 on the wire": Scenario(
+        dtype=torch.float32, tolerance=0.01, make=momentum, micro=1, hook=default_hooks.fp16_compress_hook
+    ),
+}
+
+
+def new_model(scenario: Scenario) -> Net:
+    torch.manual_seed(7)
+    model = Net().to(scenario.dtype)
+    model.second.bias.requires_grad_(not scenario.frozen)
+    return model
+
+
+def loss_of(model: nn.Module, scenario: Scenario, step: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    x = torch.randn(3, 6, generator=generator, dtype=torch.float64).to(scenario.dtype)
+    y = torch.stack([x.sum(1), x[:, 0] - x[:, 1], x[:, 2]], dim=1)
+    return (model(x, scenario.side(step, part)) - y).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, first: int, count: int) -> list[int]:
+    """The ordinary loop over `count` micro-batches a step, those from number `first` on."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scenario.scaler)
+    seen = []
+    ddp = isinstance(model, DistributedDataParallel)
+    for step in range(STEPS):
+        if scenario.give_up:
+            with model.no_sync() if ddp else nullcontext():
+                (7 * loss_of(model, scenario, step + 50, first)).backward()
+            optimizer.zero_grad(set_to_none=scenario.set_to_none)
+        for part in range(first, first + count):
+            last = part == first + count - 1
+            with nullcontext() if last or not ddp else model.no_sync():
+                scaler.scale(loss_of(model, scenario, step, part) / count).backward()
+        if scenario.clip:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), scenario.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(optimizer.last_num_parts)
+        optimizer.zero_grad(set_to_none=scenario.set_to_none)
+    return seen
+
+
+def in_one_process(scenario: Scenario) -> list[Tensor]:
+    """All parts of all ranks, one after the other."""
+    model = new_model(scenario)
+    optimizer = scenario.make(model.parameters(), **scenario.vr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of four parts
+        train(model, optimizer, scenario, 0, scenario.num_parts)
+    return [p.detach() for p in model.parameters()]
+
+
+def run(scenario: Scenario, rank: int, group: Any) -> dict[str, Any]:
+    model = new_model(scenario)
+    if scenario.wrap_first:
+        ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
+        optimizer = scenario.make(ddp.parameters(), **scenario.vr)
+    else:
+        optimizer = scenario.make(model.parameters(), **scenario.vr)
+        ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
+    optimizer.use_ranks(ddp, hook=scenario.hook)
+    seen = train(ddp, optimizer, scenario, rank * scenario.micro, scenario.micro)
+    return {"weights": [p.detach().clone() for p in model.parameters()], "num_parts": seen}
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def forgotten(rank: int, group: Any) -> None:
+    scenario = Scenario()
+    model = new_model(scenario)
+    optimizer = adamw(model.parameters())
+    train(DistributedDataParallel(model, process_group=group), optimizer, scenario, 2 * rank, 2)
+
+
+def wrong_number(rank: int, group: Any) -> None:
+    run(Scenario(vr={"k": 2}), rank, group)
+
+
+def no_sync_forgotten(rank: int, group: Any) -> None:
+    scenario = Scenario()
+    model = new_model(scenario)
+    optimizer = adamw(model.parameters())
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer.use_ranks(ddp)
+    for part in range(2):
+        loss_of(ddp, scenario, 0, 2 * rank + part).backward()
+    optimizer.step()
+
+
+def not_a_ddp_model(rank: int, group: Any) -> None:
+    model = new_model(Scenario())
+    adamw(model.parameters()).use_ranks(model)
+
+
+MISTAKES = {f.__name__: f for f in (forgotten, wrong_number, no_sync_forgotten, not_a_ddp_model)}
+
+
+def run_all(rank: int, folder: str) -> None:
+    """Everything above on one of the ranks; results go into a file."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=20)
+    )
+    results: dict[str, Any] = {}
+    for name, scenario in SCENARIOS.items():
+        # A group of its own, so that one that fails does not spoil the next.
+        group = dist.new_group(list(range(scenario.ranks)), timeout=timedelta(seconds=5))
+        if rank < scenario.ranks:
+            try:
+                results[name] = run(scenario, rank, group)
+            except Exception:
+                results[name] = {"error": traceback.format_exc()}
+    for name, mistake in MISTAKES.items():
+        group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=5))
+        try:
+            mistake(rank, group)
+            results[name] = {}
+        except Exception as error:
+            results[name] = {"kind": type(error).__name__, "error": str(error)}
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

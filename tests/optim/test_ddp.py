@@ -1,0 +1,73 @@
+"""Ranks under DistributedDataParallel are parts of a batch like micro-batches are: four processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from four_ranks import MISTAKES, SCENARIOS, WORLD, in_one_process, new_model, run_all
+from torch import multiprocessing
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in each scenario. All run in one group of processes, which takes long to start."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(run_all, args=(str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_ranks_are_the_same_as_micro_batches(name: str, results: list[dict[str, Any]]) -> None:
+    scenario = SCENARIOS[name]
+    found = [results[rank][name] for rank in range(scenario.ranks)]
+    for each in found:
+        assert "error" not in each, each["error"]
+        assert set(each["num_parts"]) == {scenario.num_parts}
+    expected, start = in_one_process(scenario), [p.detach() for p in new_model(scenario).parameters()]
+    moved = max((wanted - before).abs().max() for wanted, before in zip(expected, start, strict=True))
+    assert moved > 1e-3
+    for got, wanted in zip(found[0]["weights"], expected, strict=True):
+        assert (got - wanted).abs().max() <= scenario.tolerance * moved
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_ranks_agree_to_the_last_bit(name: str, results: list[dict[str, Any]]) -> None:
+    found = [results[rank][name]["weights"] for rank in range(SCENARIOS[name].ranks)]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_ranks_and_micro_batches_may_be_traded(results: list[dict[str, Any]]) -> None:
+    """Four parts are four parts, wherever they are computed."""
+    one, other = results[0]["4 ranks"]["weights"], results[0]["2 ranks, 2 micro-batches"]["weights"]
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_scenarios_differ(results: list[dict[str, Any]]) -> None:
+    """Rules that would all be plain descent under DDP would be told here."""
+    weights = [results[0][name]["weights"][1] for name in ("4 ranks, 2 micro-batches", "rows", "lamb", "wrapper")]
+    for number, one in enumerate(weights):
+        for other in weights[number + 1 :]:
+            assert (one - other).abs().max() > 1e-3
+
+
+WORDS = {
+    "forgotten": ("RuntimeError", "use_ranks"),
+    "wrong_number": ("RuntimeError", "8"),
+    "no_sync_forgotten": ("RuntimeError", "no_sync"),
+    "not_a_ddp_model": ("TypeError", "DistributedDataParallel"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name: str, results: list[dict[str, Any]]) -> None:
+    kind, word = WORDS[name]
+    for rank in range(WORLD):
+        assert results[rank][name].get("kind") == kind, results[rank][name]
+        assert word in results[rank][name]["error"]

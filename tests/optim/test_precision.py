@@ -1,0 +1,181 @@
+"""Numbers: no cancellation, no absolute epsilon, half precision, accumulators of half precision."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from feeding import SHAPES, accumulate, build, factors_of_one_step, gradients, parameters, same, starting_weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transcription import cells_of, moments, paper_factors, stacked, wiener_factors
+
+import gradvitals as gv
+
+N = 400
+
+
+def held_as(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The nearest numbers that a dtype holds."""
+    return torch.tensor(values, dtype=dtype).double().numpy()
+
+
+def exact_factors(parts: list[np.ndarray], gamma: float = 0.1, *, wiener: str | None = None) -> np.ndarray:
+    stack = stacked(parts, parts[0].shape)
+    if wiener:
+        return wiener_factors([stack], [gamma], wiener)[0]
+    return paper_factors([stack], [gamma], cells_of([stack.shape[1:]], "tensor"))[0]
+
+
+@pytest.mark.parametrize("noise", [1e-1, 1.0, 1e2])
+@pytest.mark.parametrize("k", [8, 32])
+def test_float32_does_not_cancel(k: int, noise: float) -> None:
+    """Gradients of 1e4 with deviations of 0.1: mean(g^2) - mean(g)^2 would be rounding alone."""
+    rng = np.random.default_rng(0)
+    spread = noise * rng.uniform(0.5, 4.0, N)
+    parts = [held_as(1e4 + spread * rng.standard_normal(N), torch.float32) for _ in range(k)]
+    expected = exact_factors(parts)
+    assert (expected < 0.9).mean() > 0.3  # there is something to get wrong
+    got = factors_of_one_step([[part] for part in parts], dtype=torch.float32)[0]
+    np.testing.assert_allclose(got, expected, rtol=0.03 if noise < 1 else 3e-3)
+    # The naive form in float32, to show that it would not do.
+    stack = torch.tensor(np.stack(parts), dtype=torch.float32)
+    naive = (stack.square().mean(0) - stack.mean(0).square()).double().numpy()
+    if noise < 1:
+        assert np.median(np.abs(naive / moments(np.stack(parts))[1] - 1)) > 0.5
+
+
+def test_float64_does_not_cancel() -> None:
+    rng = np.random.default_rng(1)
+    parts = [1e9 + rng.uniform(0.5, 4.0, N) * rng.standard_normal(N) for _ in range(32)]
+    got = factors_of_one_step([[part] for part in parts])[0]
+    np.testing.assert_allclose(got, exact_factors(parts), rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(exponent=st.integers(-40, 40), k=st.sampled_from([6, 8, 13]), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+def test_units_do_not_matter(scale: str, exponent: int, k: int, seed: int) -> None:
+    """Gradients times a power of two, from 1e-12 to 1e12, give the same factors to the last bit."""
+    parts = gradients(1, k, [(3, 4)], seed=seed)[0]
+    resized = [[c * 2.0**exponent for c in part] for part in parts]
+    one, other = (factors_of_one_step(p, dtype=torch.float32, scale=scale)[0] for p in (parts, resized))
+    np.testing.assert_array_equal(one, other)
+
+
+@settings(max_examples=30, deadline=None)
+@given(exponent=st.floats(-12, 12), seed=st.integers(0, 1000))
+def test_units_do_not_matter_within_one_tensor_either(exponent: float, seed: int) -> None:
+    """Elements of very different size: each is held against the rest by its ratio alone."""
+    parts = gradients(1, 8, [(4,)], seed=seed)[0]
+    sizes = np.array([1.0, 10.0**exponent, 1.0, 1.0])
+    one, other = (factors_of_one_step(p)[0] for p in (parts, [[c * sizes for c in part] for part in parts]))
+    np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    k=st.integers(6, 64),
+    seed=st.integers(0, 10_000),
+    signal=st.floats(0, 50),
+    gamma=st.floats(0, 1),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_factors_for_any_parts(k: int, seed: int, signal: float, gamma: float, dtype: torch.dtype) -> None:
+    parts = gradients(1, k, [(5, 3)], seed=seed, signal=signal)[0]
+    got = factors_of_one_step(parts, dtype=dtype, gamma=gamma)[0]
+    expected = exact_factors([part[0] for part in parts], gamma)
+    rtol = 1e-9 if dtype == torch.float64 else 2e-4
+    # A mean that nearly vanishes is known as well as its terms are, and no better.
+    np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
+    assert got.min() >= gamma * (1 - 1e-6)
+    assert got.max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_half_precision(dtype: torch.dtype, scale: str) -> None:
+    """``.grad`` itself is summed in half precision, with an error of eps in each of the eight terms."""
+    parts = [[held_as(part[0], dtype)] for part in gradients(1, 8, [(20, 20)])[0]]
+    expected = exact_factors([part[0] for part in parts], wiener="hierarchical" if scale == "wiener" else None)
+    params = [nn.Parameter(torch.zeros(20, 20, dtype=dtype))]
+    optimizer = gv.optim.VRSGD(params, lr=1.0, scale=scale)
+    accumulate(params, parts)
+    grad = params[0].grad.double()
+    optimizer.step()
+    assert params[0].dtype == params[0].grad.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    error = np.abs(params[0].grad.double().numpy() - expected * grad.numpy())
+    # Of factor times gradient, so that an element whose mean is rounding alone does not count.
+    assert error.max() < 6 * eps * np.abs(grad.numpy()).max()
+    assert np.median(error) < eps * np.abs(grad.numpy()).max()
+
+
+def test_bfloat16_parameters_train() -> None:
+    params = parameters(starting_weights(), torch.bfloat16)
+    optimizer = build("adamw", params, lr=0.02)
+    for parts in gradients(5):
+        accumulate(params, parts)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(p).all() for p in params)
+    assert not same(params, parameters(starting_weights(), torch.bfloat16))
+
+
+@pytest.mark.parametrize("k", [8, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulators_of_bfloat16(dtype: torch.dtype, k: int) -> None:
+    """Half the memory, for an error of a few per cent in the variance: the sum rounds by 1/256 at each part."""
+    parts = [[held_as(part[0], dtype)] for part in gradients(1, k, [(20, 20)])[0]]
+    precise, rough = (factors_of_one_step(parts, dtype=dtype, moments_dtype=kind)[0] for kind in (None, torch.bfloat16))
+    assert not np.array_equal(precise, rough)
+    inside = (precise > 0.12) & (precise < 0.95)
+    error = np.abs(rough / precise - 1)[inside]
+    assert inside.mean() > 0.2
+    assert np.median(error) < 0.03
+    assert error.max() < 0.15
+
+
+def test_accumulators_of_float64() -> None:
+    """More than the parameter has: the squares are summed exactly, the deviations come from its own ``.grad``."""
+    parts = gradients(1, 64, [(20, 20)])[0]
+    exact = exact_factors([part[0] for part in parts])
+    wide = factors_of_one_step(parts, dtype=torch.float32, moments_dtype=torch.float64)[0]
+    np.testing.assert_allclose(wide, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_dtype_for_one_group() -> None:
+    params = parameters(starting_weights(), torch.float32)
+    parts = gradients(1)[0]
+    optimizer = gv.optim.VRSGD(
+        [{"params": params[:1], "moments_dtype": torch.bfloat16}, {"params": params[1:]}], lr=1.0
+    )
+    accumulate(params, parts)
+    grads = [p.grad.clone() for p in params]
+    optimizer.step()
+    plain = factors_of_one_step(parts, dtype=torch.float32)
+    for number in range(len(SHAPES)):
+        got = (params[number].grad / grads[number]).double().numpy()
+        assert np.allclose(got, plain[number], rtol=1e-5) == (number > 0)
+        assert np.allclose(got, plain[number], rtol=0.1)
+
+
+def test_a_huge_tensor_keeps_its_mean() -> None:
+    """A mean over two million r must not be a float32 sum that stops growing."""
+    n = 2_000_000
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = gv.optim.VRSGD([p], lr=1.0)
+    parts = [torch.randn(n, generator=generator) for _ in range(6)]
+    for part in parts:
+        ((p * part).sum() / 6).backward()
+    grad = p.grad.clone()
+    optimizer.step()
+    stack = torch.stack(parts).double()
+    ratio = stack.mean(0).square() / stack.var(0, correction=0)
+    expected = (ratio / ratio.mean()).clamp(0.1, 1)
+    got = (p.grad / grad).double()
+    assert math.isclose(got.mean(), expected.mean(), rel_tol=1e-5)

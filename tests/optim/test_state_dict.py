@@ -1,0 +1,152 @@
+"""Saving in the middle of training and going on, to the last bit."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from feeding import BASES, build, gradients, parameters, same, starting_weights, train
+from torch import nn
+
+import gradvitals as gv
+
+STEPS = gradients(9)
+KINDS: dict[str, dict[str, Any]] = {
+    "sgd": {"rule": "sgd", "lr": 0.1},
+    "momentum": {"rule": "sgd", "lr": 0.1, "momentum": 0.9, "beta3": 0.8},
+    "adam": {"rule": "adam", "lr": 0.02},
+    "adamw": {"rule": "adamw", "lr": 0.02, "scale": "wiener", "granularity": "row"},
+    "lamb": {"rule": "lamb", "lr": 0.02, "gamma": 0.3},
+    "lars": {"rule": "lars", "lr": 1.0, "beta3": 0.5},
+    "wrapped": {"rule": "rmsprop", "lr": 0.01, "wrap": True, "beta3": 0.7},
+    "bfloat16 moments": {"rule": "adamw", "lr": 0.02, "moments_dtype": torch.bfloat16},
+    "schedule": {"rule": "sgd", "lr": 0.1, "gamma": lambda step: 1 / (1 + step)},
+    "linear": {"rule": "adam", "lr": 0.02, "gamma": "linear"},
+}
+EVERY = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def make(kind: dict[str, Any], params: Any, **changes: Any) -> torch.optim.Optimizer:
+    kind = kind | changes
+    if kind.get("gamma") == "linear":
+        kind["gamma"] = gv.optim.schedules.linear(1.0, 0.0, 10)
+    return build(params=params, **kind)
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_to_the_last_bit(kind: dict[str, Any], dtype: torch.dtype) -> None:
+    params = parameters(starting_weights(), dtype)
+    optimizer = make(kind, params)
+    train(optimizer, params, STEPS[:4])
+    saved, state = [p.detach().clone() for p in params], through_a_file(optimizer.state_dict())
+    train(optimizer, params, STEPS[4:])
+
+    others = [nn.Parameter(p.clone()) for p in saved]
+    other = make(kind, others, lr=77.0)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == kind["lr"]
+    train(other, others, STEPS[4:])
+    assert same(params, others)
+    assert not same(params, saved)
+
+
+@EVERY
+def test_going_back(kind: dict[str, Any]) -> None:
+    """Into the same optimizer, which has moved on."""
+    params = parameters(starting_weights(), torch.float32)
+    optimizer = make(kind, params)
+    train(optimizer, params, STEPS[:4])
+    saved, state = [p.detach().clone() for p in params], through_a_file(optimizer.state_dict())
+    train(optimizer, params, STEPS[4:8])
+    there = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p, before in zip(params, saved, strict=True):
+            p.copy_(before)
+    optimizer.load_state_dict(state)
+    train(optimizer, params, STEPS[4:8])
+    assert same(params, there)
+
+
+def test_settings_come_back_with_the_state() -> None:
+    params = parameters(starting_weights())
+    groups = [{"params": params[:1], "gamma": 0.3, "beta3": 0.6}, {"params": params[1:]}]
+    optimizer = build("adamw", groups, lr=0.02, gamma=0.2)
+    train(optimizer, params, STEPS[:2])
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = build("adamw", [{"params": others[:1]}, {"params": others[1:]}])
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert [(g["gamma"], g["beta3"], g["lr"]) for g in other.param_groups] == [(0.3, 0.6, 0.02), (0.2, 0.9, 0.02)]
+    train(optimizer, params, STEPS[2:])
+    train(other, others, STEPS[2:])
+    assert same(params, others)
+
+
+def test_before_the_first_step() -> None:
+    params = parameters(starting_weights())
+    state = through_a_file(build("adam", params, lr=0.03).state_dict())
+    other = build("adam", params)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.03
+    train(other, params, STEPS[:1])
+
+
+def test_factors_keep_their_precision() -> None:
+    """torch casts loaded state to the parameter's dtype; the average of factors of bfloat16 weights must not be."""
+    params = parameters(starting_weights(), torch.bfloat16)
+    optimizer = build("adamw", params, lr=0.02)
+    train(optimizer, params, STEPS[:3])
+    before = optimizer.state[params[0]]["factor_avg"]
+    other = build("adamw", params, lr=0.02)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    after = other.state[params[0]]["factor_avg"]
+    assert after.dtype == before.dtype
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_from_the_base_optimizer(rule: str, wrap: bool) -> None:
+    """A run that began with the base: its moments are taken over, and with gamma = 1 nothing changes."""
+    extra = {"momentum": 0.9} if rule == "sgd" else {}
+    params = parameters(starting_weights(), torch.float32)
+    base = BASES[rule](params, lr=0.02, **extra)
+    train(base, params, STEPS[:4])
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    reduced = build(rule, others, wrap=wrap, lr=0.5, gamma=1.0, **extra)
+    reduced.load_state_dict(through_a_file(base.state_dict()))
+    assert reduced.param_groups[0]["lr"] == 0.02
+    assert reduced.param_groups[0]["gamma"] == 1.0
+    train(base, params, STEPS[4:])
+    train(reduced, others, STEPS[4:])
+    assert same(params, others)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
+def test_back_to_the_base_optimizer(rule: str) -> None:
+    extra = {"momentum": 0.9} if rule == "sgd" else {}
+    params = parameters(starting_weights(), torch.float32)
+    reduced = build(rule, params, lr=0.02, gamma=1.0, **extra)
+    train(reduced, params, STEPS[:4])
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    base = BASES[rule](others, lr=0.5, **extra)
+    base.load_state_dict(through_a_file(reduced.state_dict()))
+    train(reduced, params, STEPS[4:])
+    train(base, others, STEPS[4:])
+    assert same(params, others)
+
+
+def test_into_a_different_number_of_parameters() -> None:
+    params = parameters(starting_weights())
+    state = build("sgd", params).state_dict()
+    with pytest.raises(ValueError, match=r"size|group"):
+        build("sgd", params[:2]).load_state_dict(state)

@@ -1,0 +1,309 @@
+"""Together with what torch has: schedulers, loss scaling, clipping, torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feeding import (
+    SHAPES,
+    accumulate,
+    build,
+    compare,
+    gradients,
+    parameters,
+    same,
+    starting_weights,
+    train,
+    weighted,
+)
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from transcription import Transcription
+
+import gradvitals as gv
+
+STEPS = gradients(7)
+
+
+def truth_of(rule: str, **options: Any) -> Transcription:
+    return Transcription(rule, starting_weights(), [dict(options) for _ in SHAPES])
+
+
+# -- learning-rate schedulers -------------------------------------------------------------------------------------
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 7),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=9),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("lars", False), ("sgd", True)], ids=str)
+def test_schedulers(rule: str, wrap: bool, scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
+    options: dict[str, Any] = {"lr": 0.1} | ({"momentum": 0.9} if rule == "sgd" else {})
+    params, truth = parameters(starting_weights()), truth_of(rule, **options)
+    optimizer = build(rule, params, wrap=wrap, **options)
+    schedule = scheduler(optimizer)
+    rates = []
+    for parts in STEPS:
+        group = optimizer.param_groups[0]
+        rates.append(group["lr"])
+        for o in truth.options:
+            o |= {name: group[name] for name in ("lr", "momentum", "betas") if name in o and name in group}
+        truth.step(weighted(parts))
+        train(optimizer, params, [parts])
+        schedule.step()
+        compare(params, truth)
+    assert len({round(rate, 9) for rate in rates}) > 5
+
+
+def test_one_cycle_moves_the_momentum_too() -> None:
+    params = parameters(starting_weights())
+    for optimizer in (
+        gv.optim.VRSGD(params, lr=0.1, momentum=0.9),
+        gv.optim.VRAdamW(params),
+        gv.optim.VRLAMB(params),
+        gv.optim.VRLARS(params, lr=0.1),
+        gv.optim.VRGD(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    ):
+        name = "betas" if "betas" in optimizer.param_groups[0] else "momentum"
+        schedule = OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
+        first = optimizer.param_groups[0][name]
+        train(optimizer, params, STEPS[:2])
+        schedule.step()
+        assert optimizer.param_groups[0][name] != first
+
+
+# -- GradScaler ---------------------------------------------------------------------------------------------------
+
+
+def scaled_loop(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: Any, *, unscale: bool, clip: float | None
+) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for parts in steps:
+        for part in parts:
+            loss = sum((p * torch.tensor(c, dtype=p.dtype)).sum() for p, c in zip(params, part, strict=True))
+            scaler.scale(loss / len(parts)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            clip_grad_norm_(params, clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+@pytest.mark.parametrize("how", ["plain", "unscale", "unscale and clip"])
+@pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("sgd", True)], ids=str)
+def test_loss_scaling_changes_nothing(rule: str, wrap: bool, how: str, scale: str) -> None:
+    """The same as without, to the last bit where nothing is clipped: the scale is a power of two."""
+    clip = 0.5 if "clip" in how else None
+    plain, scaled = (parameters(starting_weights(), torch.float32) for _ in range(2))
+    optimizer = build(rule, plain, wrap=wrap, lr=0.05, scale=scale)
+    for parts in STEPS:
+        accumulate(plain, parts)
+        if clip:
+            clip_grad_norm_(plain, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    other = build(rule, scaled, wrap=wrap, lr=0.05, scale=scale)
+    scaler = scaled_loop(other, scaled, STEPS, unscale="unscale" in how, clip=clip)
+    assert scaler.get_scale() > 2.0**10
+    for one, two in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5 if clip or scale == "wiener" else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+@pytest.mark.parametrize("how", ["plain", "unscale", "unscale and clip"])
+def test_loss_scaling_against_the_transcription(how: str, scale: str) -> None:
+    clip = 0.5 if "clip" in how else None
+    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
+    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    for parts in STEPS:
+        rate = 0.1
+        if clip:
+            total = np.sqrt(sum((sum(part[i] for part in parts) / 8).__pow__(2).sum() for i in range(len(SHAPES))))
+            rate *= min(1.0, clip / (total + 1e-6))  # clipping after factors that it leaves alone is a smaller rate
+        for o in truth.options:
+            o["lr"] = rate
+        truth.step(weighted(parts))
+        scaled_loop(optimizer, params, [parts], unscale="unscale" in how, clip=clip)
+        compare(params, truth, rtol=1e-8, atol=1e-9)
+
+
+def test_a_step_skipped_for_overflow() -> None:
+    params = parameters(starting_weights())
+    optimizer = build("adamw", params, lr=0.02)
+    train(optimizer, params, STEPS[:2])
+    before, spoilt = [p.detach().clone() for p in params], gradients(1)[0]
+    spoilt[3][0][0, 0] = np.inf
+    scaled_loop(optimizer, params, [spoilt], unscale=False, clip=None)
+    assert same(params, before)
+    train(optimizer, params, STEPS[2:])
+    truth = truth_of("adamw", lr=0.02)
+    for parts in STEPS:
+        truth.step(weighted(parts))
+    compare(params, truth)
+
+
+# -- clipping -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": "wiener"}, {"scale": "wiener", "granularity": "tensor"}], ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_clipping_does_not_touch_the_factors(rule: str, options: dict[str, str]) -> None:
+    params = parameters(starting_weights())
+    optimizer = build(rule, params, lr=0.1, **options)
+    truth = truth_of(rule, lr=0.1, **options)
+    for parts in STEPS:
+        accumulate(params, parts)
+        unclipped = [p.grad.clone() for p in params]
+        clip_grad_norm_(params, 0.01)
+        clipped = [p.grad.clone() for p in params]
+        assert (clipped[0].abs() < 0.1 * unclipped[0].abs()).all()
+        optimizer.step()
+        truth.step(weighted(parts))
+        for p, g, factor in zip(params, clipped, truth.factors, strict=True):
+            np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+def test_a_gradient_multiplied_by_hand(scale: str) -> None:
+    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
+    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    for number, parts in enumerate(STEPS):
+        accumulate(params, parts, weight=1.0)
+        for p in params:
+            if number % 2:
+                p.grad /= 8
+            else:
+                p.grad = p.grad / 8
+        optimizer.step()
+        optimizer.zero_grad()
+        truth.step(weighted(parts))
+        compare(params, truth, rtol=1e-9, atol=1e-11)
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------
+
+
+def compiled(rule: str, backend: str, **options: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    results = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        params = parameters(starting_weights(), torch.float32)
+        optimizer = build(rule, params, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            step = torch.compile(optimizer.step, backend=backend) if compile_it else optimizer.step
+            for parts in STEPS[:5]:
+                accumulate(params, parts)
+                step()
+                optimizer.zero_grad()
+        results.append(params)
+    torch._dynamo.reset()
+    return results[0], results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("sgd", {"lr": 0.1, "momentum": 0.9}),
+        ("adamw", {"lr": 0.02}),
+        ("adamw", {"lr": 0.02, "wrap": True, "beta3": 0.5, "scale": "wiener"}),
+        ("lamb", {"lr": 0.02}),
+        ("lars", {"lr": 1.0, "gamma": lambda step: 1 / (1 + step)}),
+    ],
+    ids=["momentum", "adamw", "wrapped, wiener", "lamb", "lars with a schedule"],
+)
+def test_compiled_step(rule: str, options: dict[str, Any]) -> None:
+    eager, fast = compiled(rule, "eager", **options)
+    assert not same(eager, parameters(starting_weights(), torch.float32))
+    for one, other in zip(eager, fast, strict=True):  # torch itself corrects Adam's bias in float32 when compiled
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_compiled_step_with_inductor() -> None:
+    eager, fast = compiled("adamw", "inductor", lr=0.02)
+    for one, other in zip(eager, fast, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model() -> None:
+    """Hooks on parameters see the gradients of a compiled forward and backward as well."""
+    torch._dynamo.reset()
+    results = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        optimizer = gv.optim.VRSGD(model.parameters(), lr=0.1)
+        forward = torch.compile(model, backend=backend) if backend else model
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for _ in range(6):
+                x = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+                (forward(x).square().mean() / 6).backward()
+            optimizer.step()
+            assert optimizer.last_num_parts == 6
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    torch._dynamo.reset()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+# -- an ordinary model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_a_real_model_in_the_ordinary_loop(rule: str) -> None:
+    """Gradients that depend on the weights, with unequal micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 2)).double()
+    params = list(model.parameters())
+    optimizer = build(rule, model.parameters(), lr=0.05)
+    truth = Transcription(rule, [p.detach().numpy() for p in params], [{"lr": 0.05} for _ in params])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        parts = []
+        for size in (4, 4, 5, 4, 3, 4, 8, 4):
+            x = torch.randn(size, 2, 4, generator=generator, dtype=torch.float64)
+            loss = (model(x) - x.sum((1, 2))[:, None]).square().mean() * (size / 36)
+            parts.append([g.numpy() for g in torch.autograd.grad(loss, params, retain_graph=True)])
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        truth.step(parts)
+        compare(params, truth, rtol=1e-9, atol=1e-11)
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = gv.optim.VRAdamW(model.parameters(), lr=0.1)
+    x = torch.randn(64, 6)
+    y = x[:, :3].clone()
+    losses = []
+    for _ in range(40):
+        for inputs, targets in zip(x.chunk(8), y.chunk(8), strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (model(inputs).float() - targets).square().mean() / 8
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
