@@ -44,8 +44,8 @@ class Net(nn.Module):
         return self.last(x) * self.scale
 
 
-def momentum(params: Any, **vr: Any) -> torch.optim.Optimizer:
-    return gv.optim.VRSGD(params, lr=0.05, momentum=0.9, **vr)
+def momentum(params: Any, lr: float = 0.05, **vr: Any) -> torch.optim.Optimizer:
+    return gv.optim.VRSGD(params, lr=lr, momentum=0.9, **vr)
 
 
 def adamw(params: Any, **vr: Any) -> torch.optim.Optimizer:
@@ -100,6 +100,9 @@ class Scenario:
         give_up: Whether each step begins with a backward that zero_grad throws away.
         wrap_first: Whether the model is wrapped before there is an optimizer.
         frozen: Whether a tensor needs no gradient.
+        transposed: Whether a weight's rows are not next to each other in memory.
+        identical: Whether every rank and micro-batch sees the same samples.
+        units: What the loss is multiplied by, and the learning rate divided by.
     """
 
     ranks: int = WORLD
@@ -117,6 +120,13 @@ class Scenario:
     give_up: bool = False
     wrap_first: bool = False
     frozen: bool = False
+    transposed: bool = False
+    identical: bool = False
+    units: float = 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.vr | ({} if self.units == 1 else {"lr": 0.05 / self.units})
 
     @property
     def num_parts(self) -> int:
@@ -147,6 +157,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a branch used in one part": Scenario(ddp=UNUSED | SMALL, side=on_the_last_only),
     "a branch used in one part, views": Scenario(ddp=UNUSED | VIEWS, side=on_the_last_only),
     "a branch unused everywhere": Scenario(ddp=UNUSED, side=not_in_step_two),
+    "a branch unused everywhere, zeros": Scenario(ddp=UNUSED, side=not_in_step_two, set_to_none=False),
+    "transposed": Scenario(transposed=True, make=momentum),
+    "identical ranks": Scenario(identical=True, make=momentum),
     "wiener": Scenario(make=momentum, vr=WIENER),
     "wiener by row": Scenario(make=momentum, vr=WIENER | {"granularity": "row"}, ddp=SMALL),
     "rows": Scenario(vr={"granularity": "row"}),
@@ -162,6 +175,8 @@ SCENARIOS: dict[str, Scenario] = {
     "begun anew": Scenario(give_up=True, make=momentum),
     "begun anew, views": Scenario(give_up=True, ddp=VIEWS, set_to_none=False),
     "frozen": Scenario(frozen=True),
+    "float16 parameters": Scenario(dtype=torch.float16, tolerance=0.05, make=momentum, units=1e-3),
+    "bfloat16 parameters": Scenario(dtype=torch.bfloat16, tolerance=0.2, make=momentum),
     "float32": Scenario(dtype=torch.float32, tolerance=1e-4, make=momentum),
     "bfloat16 moments": Scenario(
         dtype=torch.float32, tolerance=0.03, make=momentum, vr={"moments_dtype": torch.bfloat16}
@@ -182,14 +197,16 @@ def new_model(scenario: Scenario) -> Net:
     torch.manual_seed(7)
     model = Net().to(scenario.dtype)
     model.second.bias.requires_grad_(not scenario.frozen)
+    if scenario.transposed:
+        model.second.weight = nn.Parameter(model.second.weight.detach().t().contiguous().t())
     return model
 
 
 def loss_of(model: nn.Module, scenario: Scenario, step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + part)
+    generator = torch.Generator().manual_seed(1000 * step + (0 if scenario.identical else part))
     x = torch.randn(3, 6, generator=generator, dtype=torch.float64).to(scenario.dtype)
     y = torch.stack([x.sum(1), x[:, 0] - x[:, 1], x[:, 2]], dim=1)
-    return (model(x, scenario.side(step, part)) - y).square().mean()
+    return (model(x, scenario.side(step, part)) - y).square().mean() * scenario.units
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, first: int, count: int) -> list[int]:
@@ -219,7 +236,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
 def in_one_process(scenario: Scenario) -> list[Tensor]:
     """All parts of all ranks, one after the other."""
     model = new_model(scenario)
-    optimizer = scenario.make(model.parameters(), **scenario.vr)
+    optimizer = scenario.make(model.parameters(), **scenario.options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of four parts
         train(model, optimizer, scenario, 0, scenario.num_parts)
@@ -230,9 +247,9 @@ def run(scenario: Scenario, rank: int, group: Any) -> dict[str, Any]:
     model = new_model(scenario)
     if scenario.wrap_first:
         ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
-        optimizer = scenario.make(ddp.parameters(), **scenario.vr)
+        optimizer = scenario.make(ddp.parameters(), **scenario.options)
     else:
-        optimizer = scenario.make(model.parameters(), **scenario.vr)
+        optimizer = scenario.make(model.parameters(), **scenario.options)
         ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
     optimizer.use_ranks(ddp, hook=scenario.hook)
     seen = train(ddp, optimizer, scenario, rank * scenario.micro, scenario.micro)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
-from four_ranks import MISTAKES, SCENARIOS, WORLD, in_one_process, new_model, run_all
+from four_ranks import MISTAKES, SCENARIOS, STEPS, WORLD, in_one_process, loss_of, new_model, run_all
 from torch import multiprocessing
 
 pytestmark = pytest.mark.slow
@@ -16,8 +17,20 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in each scenario. All run in one group of processes, which takes long to start."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run_all, args=(str(folder),), nprocs=WORLD)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers share: the first to come runs for all
+    folder, ended = folder / "ranks", folder / "ranks" / "ended"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        while not ended.exists():
+            time.sleep(0.1)
+    else:
+        try:
+            multiprocessing.spawn(run_all, args=(str(folder),), nprocs=WORLD)
+        finally:
+            ended.touch()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
@@ -47,6 +60,18 @@ def test_ranks_and_micro_batches_may_be_traded(results: list[dict[str, Any]]) ->
     one, other = results[0]["4 ranks"]["weights"], results[0]["2 ranks, 2 micro-batches"]["weights"]
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_identical_ranks_are_plain_descent(results: list[dict[str, Any]]) -> None:
+    scenario = SCENARIOS["identical ranks"]
+    model = new_model(scenario)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, scenario, step, 0).backward()
+        optimizer.step()
+    for got, wanted in zip(results[0]["identical ranks"]["weights"], model.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-13)
 
 
 def test_scenarios_differ(results: list[dict[str, Any]]) -> None:

@@ -130,7 +130,7 @@ def test_layers_of_a_real_model() -> None:
 def test_a_layer_of_large_tensors() -> None:
     """One mean of r, however much memory the tensors of a layer take."""
     torch.manual_seed(0)
-    sizes, k = (2_500_000, 1_000, 2_500_000), 6
+    sizes, k = (1_500_000, 1_000, 1_500_000), 6
     params = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
     named = [(f"layer.{name}", p) for name, p in zip("abc", params, strict=True)]
     optimizer = gv.optim.VRSGD(named, lr=1.0, granularity="layer")

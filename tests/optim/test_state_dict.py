@@ -145,6 +145,32 @@ def test_back_to_the_base_optimizer(rule: str) -> None:
     assert same(params, others)
 
 
+def test_a_rule_of_ones_own_is_not_saved() -> None:
+    """Functions stay out of the file. Where one is missing that is said, and not another rule used."""
+    params = parameters(starting_weights())
+
+    def scale(mean: Any, variance: Any, num_parts: int, gamma: float) -> Any:
+        return torch.full_like(mean, 0.5)
+
+    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    train(optimizer, params, STEPS[:2])
+    state = through_a_file(optimizer.state_dict())
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = build("sgd", others, lr=0.1, scale=scale)
+    other.load_state_dict(state)
+    train(optimizer, params, STEPS[2:4])
+    train(other, others, STEPS[2:4])
+    assert same(params, others)
+
+    def load_into_the_papers() -> None:
+        papers = build("sgd", others, lr=0.1)
+        papers.load_state_dict(state)
+        train(papers, others, STEPS[:1])
+
+    with pytest.raises((ValueError, RuntimeError), match="scale"):
+        load_into_the_papers()
+
+
 def test_into_a_different_number_of_parameters() -> None:
     params = parameters(starting_weights())
     state = build("sgd", params).state_dict()

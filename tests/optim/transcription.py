@@ -7,7 +7,6 @@ Written from the papers, nothing of `gradvitals` is used: Jiang et al. 2023 (VRG
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -63,9 +62,8 @@ def moments(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def layer_name(tensor: str) -> str:
-    """Everything up to the first number, or else the module that holds the tensor."""
-    found = re.match(r"(.*?(?:^|\.)\d+)\.", tensor)
-    return found.group(1) if found else tensor.rpartition(".")[0] or tensor
+    """The module that holds the tensor."""
+    return tensor.rpartition(".")[0]
 
 
 def cells_of(shapes: Sequence[Index | None], granularity: str, names: Sequence[str] | None = None) -> Cells:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from gradvitals.cli.lab_vrgd import vrgd
 from gradvitals.cli.output import json_option, print_json
-
-Progress = Callable[[int, int, str], object]
+from gradvitals.cli.progress import progress_bar
 
 
 @click.group()
@@ -90,7 +88,7 @@ def faults(
     from gradvitals.lab.faults.report import format_zoo, summarise
     from gradvitals.lab.faults.run import cases, judge_again, run_zoo
 
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         if reuse is not None:
             outcomes = judge_again(reuse, only, workers=workers, progress=progress)
         else:
@@ -103,23 +101,4 @@ def faults(
         click.echo(format_zoo(result))
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A bar on stderr, where that is a terminal; a line now and then where it is not."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    if not console.is_terminal:
-        yield _tell_now_and_then
-        return
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
-
-
-def _tell_now_and_then(done: int, total: int, label: str) -> None:
-    if done == total or done % max(1, total // 10) == 0:
-        click.echo(f"{done} of {total} runs, the last was {label}", err=True)
+lab.add_command(vrgd)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
+from gradvitals.optim.parts import Block, in_memory_order
 
 Rule = Callable[[Tensor, Tensor, int, float], Tensor]
 """A factor for every element of a tensor, from the mean and biased variance of its parts, their number, and gamma."""
@@ -58,12 +59,14 @@ class Share:
     weights: list[Any]
     """Of the new factors in the averages: numbers, or tensors where the step is compiled."""
     at_once: bool
+    block: Block | None
+    """Whose parameters these are, where none is missing."""
 
 
 def factors_of(share: Share) -> list[Tensor]:
     """The factor of every element, by the share's rule."""
     if share.rule == "paper" and share.granularity == "tensor" and share.at_once:
-        return paper_factors_at_once(share.grads, share.flat_noise, share.gamma, highest_ratio(share))
+        return paper_factors_at_once(share)
     return [_factor(share, *_moments(share, position)) for position in range(len(share.grads))]
 
 
@@ -81,7 +84,7 @@ def highest_ratio(share: Share) -> float:
 
     Equal parts do not add up exactly. What is left over looks like noise, and must count as none.
     """
-    rounding = torch.finfo(share.grads[0].dtype).eps ** 2 * 4 * share.num_parts
+    rounding = torch.finfo(share.grads[0].dtype).eps ** 2 * share.num_parts / 8  # well above what is typical
     return share.num_added**2 / share.num_parts / rounding
 
 
@@ -98,7 +101,7 @@ def _factor(share: Share, mean: Tensor, variance: Tensor) -> Tensor:
     return vrgd_scale_from_variance(mean, variance, share.gamma, by_row=share.granularity == "row")
 
 
-def averaged(share: Share, factors: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+def averaged(share: Share, factors: list[Tensor]) -> list[Tensor]:
     """Take the factors into their moving averages, in place, and return those.
 
     The averages are kept bias-corrected: with weights (1 - beta) / (1 - beta^t) they are what a moving average that
@@ -107,7 +110,6 @@ def averaged(share: Share, factors: list[Tensor], found_inf: Tensor | None) -> l
     Args:
         share: has the averages.
         factors: of this step; they become the average where there is none.
-        found_inf: not zero where a gradient scaler has the base skip this step, as it should be skipped here.
     """
     # A first average is laid out like the gradient and by itself: factors are pieces of one large tensor.
     used = [
@@ -121,12 +123,11 @@ def averaged(share: Share, factors: list[Tensor], found_inf: Tensor | None) -> l
             olds.append(average)
             news.append(factor)
     for weight, (olds, news) in alike.items():
-        if found_inf is None and not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor):
             torch._foreach_lerp_(olds, news, weight)
             continue
-        kept = weight if found_inf is None else weight * (found_inf == 0)
         for old, new in zip(olds, news, strict=True):
-            old.add_(torch.where(kept == 0, 0.0, (new - old) * kept))
+            old.add_((new - old) * weight)
     return used
 
 
@@ -150,26 +151,29 @@ def factors_of_layers(shares: Sequence[Share]) -> dict[int, list[Tensor]]:
     return factors
 
 
-def paper_factors_at_once(grads: Sequence[Tensor], noise: Tensor, gamma: float, highest: float) -> list[Tensor]:
-    """The paper's factors of several tensors, the same as `vrgd_scale_from_variance` of each, in few operations.
-
-    Args:
-        grads: sums of the parts.
-        noise: their summed squared deviations, one tensor after the other, flat.
-        gamma: smallest factor.
-        highest: ratio of squared sum to deviations from which on there is no variance to speak of.
-    """
-    sizes = [grad.numel() for grad in grads]
-    flat = grads[0].flatten() if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+def paper_factors_at_once(share: Share) -> list[Tensor]:
+    """The paper's factors of all tensors, the same as `vrgd_scale_from_variance` of each, in few operations."""
+    sizes = [grad.numel() for grad in share.grads]
+    noise = share.flat_noise
+    flats = [_flat(grad, like) for grad, like in zip(share.grads, share.noises, strict=True)]
     wide = torch.promote_types(noise.dtype, torch.float32)
-    ratio = flat.to(wide).square().div_(noise)  # inf or nan without variance
-    counted = ratio < highest
-    finite = torch.where(counted, ratio, 0.0)
-    inverses = _sums(counted.to(wide).split(sizes)) / _sums(finite.split(sizes))
+    ratio = (flats[0] if len(flats) == 1 else torch.cat(flats)).to(wide).square().div_(noise)  # nan, inf without any
+    counted = ratio < highest_ratio(share)
+    inverses = _sums(counted.to(wide).split(sizes)) / _sums(torch.where(counted, ratio, 0.0).split(sizes))
     pieces = ratio.split(sizes)
     torch._foreach_mul_(pieces, inverses.unbind())
-    ratio.clamp_(gamma, 1.0).nan_to_num_(nan=1.0)
-    return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
+    ratio.clamp_(share.gamma, 1.0).nan_to_num_(nan=1.0)
+    return [
+        ratio.as_strided(like.shape, like.stride(), piece.storage_offset())
+        for piece, like in zip(pieces, share.noises, strict=True)
+    ]
+
+
+def _flat(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient's elements in the order in which another tensor has them in memory."""
+    if grad.stride() != like.stride():
+        grad = torch.empty_like(like, dtype=grad.dtype).copy_(grad)
+    return in_memory_order(grad)
 
 
 def _sums(tensors: Sequence[Tensor]) -> Tensor:

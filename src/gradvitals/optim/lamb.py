@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradvitals.optim.trust import check_settings, dense_grads, ratio
+from gradvitals.optim.trust import check_settings, dense_grads
 
 
 class LAMB(torch.optim.Optimizer):
@@ -92,8 +92,9 @@ class LAMB(torch.optim.Optimizer):
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
 
-        ratios = ratio(torch._foreach_norm(parameters), torch._foreach_norm(updates))
-        torch._foreach_mul_(updates, [r * -group["lr"] for r in ratios])
+        weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(updates))
+        ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0) * -group["lr"]
+        torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(parameters, updates)
 
 

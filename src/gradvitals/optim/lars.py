@@ -80,12 +80,11 @@ class LARS(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
-        ratios = []
-        for weight, grad in zip(torch._foreach_norm(parameters), torch._foreach_norm(grads), strict=True):
-            local = group["trust_coefficient"] * weight / (grad + decay * weight + group["eps"])
-            ratios.append(torch.where((weight > 0) & (grad > 0), local, 1.0) * group["lr"])
+        weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(grads))
+        local = group["trust_coefficient"] * weights / (lengths + decay * weights + group["eps"])
+        ratios = torch.where((weights > 0) & (lengths > 0), local, 1.0) * group["lr"]
         updates = torch._foreach_add(grads, parameters, alpha=decay)
-        torch._foreach_mul_(updates, ratios)
+        torch._foreach_mul_(updates, ratios.unbind())
         if momentum:
             for parameter in parameters:
                 self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

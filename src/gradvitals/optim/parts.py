@@ -14,13 +14,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-CHUNK_BYTES = 16 * 2**20
-"""How much is worked on at once: so little that it stays in a GPU's cache from one operation to the next."""
+HELD_BYTES = 16 * 2**20
+"""Gradients held back to be added together: so few that they are still in a GPU's cache by then."""
+
+BLOCK_BYTES = 256 * 2**20
+"""Parameters that are worked on together in a step: it bounds what a step takes of memory for a moment."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Kind:
     device: torch.device
     dtype: torch.dtype
     noise_dtype: torch.dtype
+    odd: bool
+    """Whether it has a number of elements that no vector instruction likes, and would shift all that follow."""
 
 
 class Block:
@@ -42,7 +48,9 @@ class Block:
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device)
         pieces = self.flat.split(sizes)
-        self.noises = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
+        self.cache: dict[str, Any] = {}
+        """What others work out once for this block."""
 
     def fits(self) -> bool:
         """Whether the parameters still are where and what they were."""
@@ -73,6 +81,7 @@ class GradientParts:
         self._pending: dict[torch.device, dict[Tensor, tuple[Tensor, int]]] = {}
         self._pending_bytes: dict[torch.device, int] = {}
         self._task = -1
+        self._captured: tuple[dict[Tensor, int], dict[Tensor, None], dict[Tensor, Tensor]] | None = None
         self._handles: dict[Tensor, tuple[RemovableHandle, RemovableHandle]] = {}
         weakref.finalize(self, _unhook, self._handles)
 
@@ -134,7 +143,7 @@ class GradientParts:
             return
         device = parameter.device
         held = self._pending.setdefault(device, {})
-        if parameter in held or self._pending_bytes.get(device, 0) >= CHUNK_BYTES:
+        if parameter in held or self._pending_bytes.get(device, 0) >= HELD_BYTES:
             self._flush(device)
             held = self._pending.setdefault(device, {})
         held[parameter] = (part, self.counts[parameter])
@@ -197,9 +206,8 @@ class GradientParts:
 
     def _kind(self, parameter: Tensor) -> Kind:
         group, dtype = self._settings[parameter]
-        return Kind(
-            group, parameter.device, parameter.dtype, dtype or torch.promote_types(parameter.dtype, torch.float32)
-        )
+        noise_dtype = dtype or torch.promote_types(parameter.dtype, torch.float32)
+        return Kind(group, parameter.device, parameter.dtype, noise_dtype, odd=bool(parameter.numel() % 4))
 
     @property
     def num_parts(self) -> int:
@@ -235,6 +243,19 @@ class GradientParts:
             (now,) = torch._foreach_norm([_grad(parameter)])
             self._noises[parameter].mul_((now / norm).square().nan_to_num(nan=1.0, posinf=1.0))
 
+    def note_captured(self) -> None:
+        """Remember what has been collected as what a CUDA graph collects whenever it is replayed."""
+        self.flush()
+        self._captured = dict(self.counts), dict(self._touched), dict(self._norms)
+        self.forget()
+
+    def replay(self) -> None:
+        """A graph has collected parts, without calling hooks."""
+        if self._captured is None:
+            raise RuntimeError("no parts of a CUDA graph are known; call captured() right after capturing it")
+        counts, touched, norms = self._captured
+        self.counts, self._touched, self._norms = dict(counts), dict(touched), dict(norms)
+
     @torch.no_grad()
     def replace(self, parameters: Sequence[Tensor], noises: Sequence[Tensor]) -> None:
         """Put sums over all ranks in the place of this rank's own."""
@@ -258,18 +279,34 @@ class GradientParts:
 
 
 def _chunks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list[tuple[Kind, list[Tensor]]]:
-    """Parameters of one kind together, in the order given, `CHUNK_BYTES` or one parameter at a time."""
+    """Parameters of one kind together, in the order given, `BLOCK_BYTES` or one parameter at a time."""
     found: list[tuple[Kind, list[Tensor]]] = []
     open_chunks: dict[Kind, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         kind, size = key(parameter), parameter.numel() * parameter.element_size()
-        chunk, used = open_chunks.get(kind, ([], CHUNK_BYTES))
-        if used + size > CHUNK_BYTES:
+        chunk, used = open_chunks.get(kind, ([], BLOCK_BYTES + 1))
+        if used + size > BLOCK_BYTES:
             chunk, used = [], 0
             found.append((kind, chunk))
         chunk.append(parameter)
         open_chunks[kind] = (chunk, used + size)
     return found
+
+
+def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
+    """A view of flat memory with a tensor's shape, and its order of elements where it has no gaps in memory."""
+    places = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in places:
+        if stride != expected:
+            return piece.view(tensor.shape)
+        expected *= size
+    return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, flat, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _refuse_what_has_no_elements_here(parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.parts import GradientParts
+from gradvitals.optim.parts import GradientParts, like_in_memory
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -56,37 +56,39 @@ class RankSums:
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         own = [(parameter, grad) for parameter, grad in pairs if parameter in parts.counts]
         self._refuse_a_second_average([parameter for parameter, _ in own])
+        parameters = [parameter for parameter, _ in own]
         buffer = bucket.buffer()
-        noise = buffer.clone()  # the hook averages in place
-        views = [noise.as_strided(g.shape, g.stride(), g.storage_offset() - buffer.storage_offset()) for _, g in own]
-        inside = [self._deviations_inside(parameter, grad, num_parts) for parameter, grad in own]
+        kept_in = parts.noise_of(parameters[0]).dtype if own else buffer.dtype
+        # A copy, because the hook averages in place, and wide enough to be squared.
+        noise = buffer.to(torch.promote_types(kept_in, torch.float32), copy=True)
+        starts = [int(grad.storage_offset() - buffer.storage_offset()) for _, grad in own]
+        pieces = _Pieces(parameters, starts)
+        views = pieces.of(noise)
+        inside = [
+            self._deviations_inside(parameter, view, num_parts)
+            for parameter, view in zip(parameters, views, strict=True)
+        ]
         average = self._hook(self._hook_state, bucket)
         with self._beside_backward(noise):
             averaged = _value(average)
             if parts.keeps_norms:
-                grads = [
-                    averaged.as_strided(v.shape, v.stride(), averaged.storage_offset() + v.storage_offset())
-                    for v in views
-                ]
-                parts.note_norms([parameter for parameter, _ in own], grads)
+                parts.note_norms(parameters, pieces.of(averaged))
             noise.sub_(averaged).square_().div_(num_parts)
             for view, deviations in zip(views, inside, strict=True):
                 if deviations is not None:
                     view.add_(deviations)
-            # In the precision that is asked of the sums, on which nothing is lost by cancelling.
-            sent = noise.to(parts.noise_of(own[0][0]).dtype) if own else noise
+            sent = noise.to(kept_in)
             work = dist.all_reduce(sent, group=self.group, async_op=True)
-        views = [sent.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views]
-        self._under_way.append((work, [parameter for parameter, _ in own], views))
+        self._under_way.append((work, parameters, pieces.of(sent)))
         return average
 
-    def _deviations_inside(self, parameter: Tensor, grad: Tensor, num_parts: int) -> Tensor | None:
+    def _deviations_inside(self, parameter: Tensor, total: Tensor, num_parts: int) -> Tensor | None:
         """Squared deviations among this rank's own parts. Those that passed the parameter by gave it zeros."""
         count = self.parts.counts[parameter]
         if num_parts == 1 or not count:
             return None
         noise = self.parts.noise_of(parameter)
-        return noise if count == num_parts else noise + grad.square() * (1 / count - 1 / num_parts)
+        return noise if count == num_parts else noise + total.square() * (1 / count - 1 / num_parts)
 
     def _refuse_a_second_average(self, parameters: list[Tensor]) -> None:
         if not self._reduced.isdisjoint(parameters):
@@ -118,6 +120,19 @@ class RankSums:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         tensor.record_stream(stream)
         return torch.cuda.stream(stream)
+
+
+class _Pieces:
+    """Where parameters lie in a bucket, each in its own order of elements."""
+
+    def __init__(self, parameters: list[Tensor], starts: list[int]) -> None:
+        self.parameters = parameters
+        self.starts = starts
+
+    def of(self, flat: Tensor) -> list[Tensor]:
+        """Views of something that is laid out like the bucket."""
+        places = zip(self.parameters, self.starts, strict=True)
+        return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

@@ -19,7 +19,8 @@ from gradvitals.optim.factors import (
     factors_of,
     factors_of_layers,
 )
-from gradvitals.optim.parts import Block, GradientParts
+from gradvitals.optim.fused import can_be_fused, scale_fused
+from gradvitals.optim.parts import Block, GradientParts, in_memory_order
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -65,6 +66,15 @@ class VarianceReduced(torch.optim.Optimizer):
     """Called within each step with parameters, the factors of their elements, and gamma, some at a time."""
 
     default_beta3 = 0.0
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """No: a gradient scaler is to decide on the host whether to step, or skipped steps would be counted."""
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None:
+        """A fused base says yes."""
 
     def _prepare(self, options: VROptions) -> None:
         """Take the options that are not the base's. Comes before the base's own __init__, which adds the groups."""
@@ -141,7 +151,35 @@ class VarianceReduced(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):  # a state saved by the base has none of these
             for name, value in ({"gamma": 0.1, "scale": "custom", "vr_steps": 0} | plain).items():
                 group.setdefault(name, value)
+            if index in self._rules:
+                group["scale"] = "custom"
+            elif group["scale"] == "custom":
+                raise ValueError(
+                    "the state was saved by an optimizer whose scale is a function, which cannot be saved; expected "
+                    "an optimizer built with that function as its scale to load it into"
+                )
             self._follow(index)
+
+    def captured(self) -> None:
+        """Note that a CUDA graph was just captured of all backward passes of a step; see `replayed`."""
+        self._parts.note_captured()
+
+    def replayed(self) -> None:
+        """Count the parts of a CUDA graph that was replayed: no hook is called then.
+
+        Example:
+            ::
+
+                with torch.cuda.graph(graph):  # after a few ordinary steps, with gradients None
+                    for inputs, targets in static_micro_batches:
+                        loss_fn(model(inputs), targets).backward()
+                optimizer.captured()
+                ...
+                graph.replay()  # computes the same gradients anew, into the same memory: no zero_grad
+                optimizer.replayed()
+                optimizer.step()
+        """
+        self._parts.replay()
 
     def use_ranks(
         self, model: DistributedDataParallel | None, hook: CommunicationHook | None = None, state: Any = None
@@ -211,10 +249,15 @@ class VarianceReduced(torch.optim.Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather(self, compiling: bool) -> list[Share]:
         """Everything in a step that is not arithmetic on gradients."""
-        world_size = self._finish_parts()
+        world_size = self._num_ranks()
         self._num_local = self._parts.num_parts
         self.last_num_parts = self._num_local * world_size
         self._check_num_parts(world_size)
+        self._parts.flush()
+        if self._ranks is not None:
+            self._ranks.finish()
+        else:
+            self._parts.complete(self._num_local)
         for index, group in enumerate(self.param_groups):
             if index in self._schedules:
                 group["gamma"] = float(self._schedules[index](group["vr_steps"]))
@@ -223,11 +266,8 @@ class VarianceReduced(torch.optim.Optimizer):
         shares = [self._share(block, compiling) for block in self._parts.blocks]
         return [share for share in shares if share is not None]
 
-    def _finish_parts(self) -> int:
-        """Complete the sums over parts, and over ranks where there are several. Returns the number of ranks."""
-        self._parts.flush()
+    def _num_ranks(self) -> int:
         if self._ranks is not None:
-            self._ranks.finish()
             return self._ranks.world_size
         if not self._alone and (ranks := _world_size()) > 1:
             raise RuntimeError(
@@ -235,7 +275,6 @@ class VarianceReduced(torch.optim.Optimizer):
                 "optimizer.use_ranks(model) with the DistributedDataParallel model, or optimizer.use_ranks(None) if "
                 "this process trains by itself"
             )
-        self._parts.complete(self._parts.num_parts)
         return 1
 
     def _check_num_parts(self, world_size: int) -> None:
@@ -262,10 +301,7 @@ class VarianceReduced(torch.optim.Optimizer):
             )
 
     def _share(self, block: Block, compiling: bool) -> Share | None:
-        counts = self._parts.counts
-        present = [i for i, p in enumerate(block.parameters) if p.grad is not None and counts[p] > 0]
-        if self._ranks is not None:  # a rank that the parameter passed by has the others' average all the same
-            present = [i for i, p in enumerate(block.parameters) if p.grad is not None]
+        present = [i for i, p in enumerate(block.parameters) if p.grad is not None]
         if not present:
             return None
         group = self.param_groups[block.kind.group]
@@ -279,7 +315,7 @@ class VarianceReduced(torch.optim.Optimizer):
             parameters=parameters,
             grads=[parameter.grad.detach() for parameter in parameters if parameter.grad is not None],
             noises=noises,
-            flat_noise=block.flat if whole else torch.cat([noise.flatten() for noise in noises]),
+            flat_noise=block.flat if whole else torch.cat([in_memory_order(noise) for noise in noises]),
             num_added=self._num_local,
             num_parts=self.last_num_parts,
             gamma=group["gamma"],
@@ -289,16 +325,22 @@ class VarianceReduced(torch.optim.Optimizer):
             averages=[state.get("factor_avg") for state in states],
             weights=[torch.tensor(weight) for weight in weights] if compiling else weights,
             at_once=group.get("foreach") is not False and not compiling,
+            block=block if whole else None,
         )
 
     def _scale(self, share: Share, factors: list[Tensor] | None) -> list[Tensor]:
         """Multiply gradients by their factors, in place. Returns the factors' averages, if there are any."""
+        if can_be_fused(share):
+            fused_factors = scale_fused(share, keep=self.on_factors is not None)
+            if self.on_factors is not None:
+                self.on_factors(share.parameters, fused_factors, share.gamma)
+            return [average for average in share.averages if average is not None]
         factors = factors_of(share) if factors is None else factors
         if self.on_factors is not None:
             self.on_factors(share.parameters, factors, share.gamma)
         factors = [factor.to(grad.dtype) for factor, grad in zip(factors, share.grads, strict=True)]
         if share.weights:
-            factors = averaged(share, factors, getattr(self, "found_inf", None))
+            factors = averaged(share, factors)
         torch._foreach_mul_(share.grads, factors)
         return factors if share.weights else []
 

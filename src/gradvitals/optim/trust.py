@@ -1,8 +1,8 @@
-"""What LAMB and LARS share: gradients in lists, and the ratio of a tensor's weights to its update."""
+"""What LAMB and LARS share: checks, and gradients in lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,8 +36,3 @@ def dense_grads(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iter
         alike.setdefault(kind, []).append((parameter, -grad if group["maximize"] else grad))
     for pairs in alike.values():
         yield [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
-
-
-def ratio(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-    """Norm of the weights over the norm of the update, for each tensor; 1 where either is 0."""
-    return [torch.where((w > 0) & (u > 0), w / u, 1.0) for w, u in zip(weights, updates, strict=True)]
