@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,16 +32,15 @@ def can_be_fused(share: Share) -> bool:
         return False
     if _kernels() is None or len(set(share.weights)) > 1:
         return False
-    for tensor, noise in zip(share.grads, share.noises, strict=True):
-        if tensor.stride() != noise.stride() or tensor.dtype != grad.dtype or tensor.data_ptr() % 16:
-            return False
-    return all(
-        average is not None
-        and average.stride() == tensor.stride()
-        and average.dtype == grad.dtype
-        and not average.data_ptr() % 16
-        for average, tensor in zip(share.averages, share.grads if share.averages else (), strict=True)
+    strides = share.block.cache.setdefault("strides", [noise.stride() for noise in share.noises])
+    return all(map(partial(_lies_well, dtype=grad.dtype), share.grads, strides)) and all(
+        average is not None and _lies_well(average, stride, dtype=grad.dtype)
+        for average, stride in zip(share.averages, strides, strict=False)
     )
+
+
+def _lies_well(tensor: Tensor, stride: tuple[int, ...], *, dtype: torch.dtype) -> bool:
+    return tensor.stride() == stride and tensor.dtype == dtype and not tensor.data_ptr() % 16
 
 
 def scale_fused(share: Share, *, keep: bool) -> list[Tensor]:

@@ -222,11 +222,12 @@ class GradientParts:
     @torch.no_grad()
     def complete(self, num_parts: int) -> None:
         """Count parts that passed a parameter by: it received zeros from them."""
-        if any(not block.fits() for block in self.blocks) or len(self._noises) < len(self.counts):
+        if len(self._noises) < len(self.counts):
             self._lay_out()
         self.rescale()
-        for parameter, count in self.counts.items():
-            if 0 < count < num_parts and parameter.grad is not None:
+        missed = [(p, count) for p, count in self.counts.items() if 0 < count < num_parts]
+        for parameter, count in missed:
+            if parameter.grad is not None:
                 self._touched[parameter] = None
                 noise = self._noises[parameter]
                 grad = _grad(parameter).to(noise.dtype)
@@ -265,17 +266,21 @@ class GradientParts:
     @torch.no_grad()
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Begin anew: with some parameters, or with all."""
-        chosen = list(self.counts) if parameters is None else list(parameters)
-        for parameter in chosen:
+        if parameters is None:
+            if self._touched:
+                torch._foreach_zero_([block.flat for block in self.blocks])
+            self.counts = dict.fromkeys(self.counts, 0)
+            for collected in (self._arriving, self._norms, self._pending, self._pending_bytes, self._touched):
+                collected.clear()
+            return
+        for parameter in parameters:
             self.counts[parameter] = 0
             self._arriving.pop(parameter, None)
             self._norms.pop(parameter, None)
             self._pending.get(parameter.device, {}).pop(parameter, None)
-        stale = [self._noises[parameter] for parameter in chosen if parameter in self._touched]
-        if stale:
-            torch._foreach_zero_(stale)
-        for parameter in chosen:
-            self._touched.pop(parameter, None)
+            if parameter in self._touched:
+                del self._touched[parameter]
+                self._noises[parameter].zero_()
 
 
 def _chunks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list[tuple[Kind, list[Tensor]]]:

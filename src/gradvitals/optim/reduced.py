@@ -301,19 +301,21 @@ class VarianceReduced(torch.optim.Optimizer):
             )
 
     def _share(self, block: Block, compiling: bool) -> Share | None:
-        present = [i for i, p in enumerate(block.parameters) if p.grad is not None]
-        if not present:
-            return None
+        parameters, noises = block.parameters, block.noises
+        grads = [parameter.grad for parameter in parameters]
+        whole = all(grad is not None for grad in grads)
+        if not whole:
+            present = [index for index, grad in enumerate(grads) if grad is not None]
+            if not present:
+                return None
+            parameters, noises = [parameters[i] for i in present], [noises[i] for i in present]
         group = self.param_groups[block.kind.group]
-        parameters = [block.parameters[i] for i in present]
-        noises = [block.noises[i] for i in present]
-        whole = len(present) == len(block.parameters)
         beta3 = group["beta3"]
         states = [self.state.get(parameter, {}) for parameter in parameters] if beta3 else []
         weights: list[Any] = [(1 - beta3) / (1 - beta3 ** (state.get("factor_step", 0) + 1)) for state in states]
         return Share(
             parameters=parameters,
-            grads=[parameter.grad.detach() for parameter in parameters if parameter.grad is not None],
+            grads=[grad for grad in grads if grad is not None],
             noises=noises,
             flat_noise=block.flat if whole else torch.cat([in_memory_order(noise) for noise in noises]),
             num_added=self._num_local,
