@@ -56,8 +56,10 @@ class Share:
     layers: list[str]
     averages: list[Tensor | None]
     """Moving averages of the factors, None where there is none yet. Empty where none are kept."""
-    weights: list[Any]
-    """Of the new factors in the averages: numbers, or tensors where the step is compiled."""
+    weights: list[float]
+    """Of the new factors in the averages."""
+    compiled_weights: list[Tensor]
+    """The same, where the step is compiled."""
     at_once: bool
     block: Block | None
     """Whose parameters these are, where none is missing."""
@@ -65,7 +67,7 @@ class Share:
 
 def factors_of(share: Share) -> list[Tensor]:
     """The factor of every element, by the share's rule."""
-    if share.rule == "paper" and share.granularity == "tensor" and share.at_once:
+    if share.rule == "paper" and share.granularity == "tensor" and share.at_once and not torch.compiler.is_compiling():
         return paper_factors_at_once(share)
     return [_factor(share, *_moments(share, position)) for position in range(len(share.grads))]
 
@@ -116,18 +118,13 @@ def averaged(share: Share, factors: list[Tensor]) -> list[Tensor]:
         torch.empty_like(grad).copy_(factor) if average is None else average
         for average, factor, grad in zip(share.averages, factors, share.grads, strict=True)
     ]
-    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for average, factor, weight in zip(share.averages, factors, share.weights, strict=True):
-        if average is not None:
-            olds, news = alike.setdefault(weight, ([], []))
-            olds.append(average)
-            news.append(factor)
-    for weight, (olds, news) in alike.items():
-        if not isinstance(weight, Tensor):
-            torch._foreach_lerp_(olds, news, weight)
-            continue
-        for old, new in zip(olds, news, strict=True):
-            old.add_((new - old) * weight)
+    if share.compiled_weights:
+        for average, factor, part in zip(used, factors, share.compiled_weights, strict=True):
+            average.add_((factor - average) * part)
+        return used
+    for weight in set(share.weights):  # one, unless parameters were added or had no gradient at times
+        alike = [i for i, other in enumerate(share.weights) if other == weight]
+        torch._foreach_lerp_([used[i] for i in alike], [factors[i] for i in alike], weight)
     return used
 
 

@@ -248,7 +248,7 @@ class VarianceReduced(torch.optim.Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather(self, compiling: bool) -> list[Share]:
-        """Everything in a step that is not arithmetic on gradients."""
+        """Everything in a step that is not torch's arithmetic on gradients. Returns what is left to be scaled."""
         world_size = self._num_ranks()
         self._num_local = self._parts.num_parts
         self.last_num_parts = self._num_local * world_size
@@ -264,7 +264,7 @@ class VarianceReduced(torch.optim.Optimizer):
             _check(group, self.defaults)
             group["vr_steps"] += 1
         shares = [self._share(block, compiling) for block in self._parts.blocks]
-        return [share for share in shares if share is not None]
+        return [share for share in shares if share is not None and not self._scale_fused(share)]
 
     def _num_ranks(self) -> int:
         if self._ranks is not None:
@@ -325,18 +325,27 @@ class VarianceReduced(torch.optim.Optimizer):
             granularity=group["granularity"] or DEFAULT_GRANULARITY.get(group["scale"], ""),
             layers=_layers(group, parameters) if group["granularity"] == "layer" else [],
             averages=[state.get("factor_avg") for state in states],
-            weights=[torch.tensor(weight) for weight in weights] if compiling else weights,
-            at_once=group.get("foreach") is not False and not compiling,
+            weights=weights,
+            # A number that changes would have the step compiled anew, a tensor does not.
+            compiled_weights=[torch.tensor(weight) for weight in weights] if compiling else [],
+            at_once=group.get("foreach") is not False,
             block=block if whole else None,
         )
 
+    def _scale_fused(self, share: Share) -> bool:
+        """Do by kernels all that `_scale` and `_remember` do, where that is possible."""
+        if not can_be_fused(share):
+            return False
+        factors = scale_fused(share, keep=self.on_factors is not None)
+        if self.on_factors is not None:
+            self.on_factors(share.parameters, factors, share.gamma)
+        if share.weights:
+            for parameter in share.parameters:
+                self.state[parameter]["factor_step"] += 1
+        return True
+
     def _scale(self, share: Share, factors: list[Tensor] | None) -> list[Tensor]:
         """Multiply gradients by their factors, in place. Returns the factors' averages, if there are any."""
-        if can_be_fused(share):
-            fused_factors = scale_fused(share, keep=self.on_factors is not None)
-            if self.on_factors is not None:
-                self.on_factors(share.parameters, fused_factors, share.gamma)
-            return [average for average in share.averages if average is not None]
         factors = factors_of(share) if factors is None else factors
         if self.on_factors is not None:
             self.on_factors(share.parameters, factors, share.gamma)
