@@ -84,13 +84,13 @@ def test_nobody_listens_between_measured_steps_or_afterwards(tmp_path: Path) -> 
 
     def listened(model: nn.Module) -> torch.optim.Optimizer:
         optimizers.append(gv.optim.VRSGD(model.parameters(), lr=0.1))
-        optimizers[0].register_step_post_hook(lambda optimizer, *_: heard.append(optimizer.on_factors is not None))
+        optimizers[0].register_step_post_hook(lambda optimizer, *_: heard.append(bool(optimizer._factors_hooks)))
         return optimizers[0]
 
     monitor, _ = train(tmp_path / "run", listened, gv.Config(tensor_every=4, quiet=True), 8)
     # The post-hook above comes before the monitor's, and hears it listen at steps 0, 1, 2 and 4.
     assert [step for step, listens in enumerate(heard) if listens] == [0, 1, 2, 4]
-    assert optimizers[0].on_factors is None
+    assert not optimizers[0]._factors_hooks
     with gv.open_run(monitor.run_path) as run:
         assert run.matrix("vrgd/mean")[0].tolist() == [0, 1, 2, 4]
 
@@ -114,3 +114,26 @@ def test_watching_does_not_change_training(name: str, tmp_path: Path) -> None:
             monitor.close()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_hook_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+    heard = []
+
+    def listened(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = gv.optim.VRSGD(model.parameters(), lr=0.1)
+        optimizer.register_factors_hook(lambda parameters, factors, gamma: heard.append(gamma))
+        return optimizer
+
+    train(tmp_path / "run", listened, gv.Config(tensor_every=1, quiet=True), 3)
+    assert heard == [0.1] * 3
+
+
+def test_scaled_moments_are_no_source_of_gsnr(tmp_path: Path) -> None:
+    """Adam's averages of gradients that were scaled element by element say nothing about the gradient."""
+    for name, sources in (("VRAdamW", ["microbatch"]), ("AdamW", ["adam", "microbatch"])):
+        module = gv.optim if name == "VRAdamW" else torch.optim
+        make = getattr(module, name)
+        config = gv.Config(tensor_every=1, quiet=True)
+        monitor, _ = train(tmp_path / name, lambda model, make=make: make(model.parameters(), lr=0.1), config, 6)
+        with gv.open_run(monitor.run_path) as run:
+            assert sorted(run.sources("gsnr")) == sources

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 import traceback
 import warnings
@@ -44,6 +46,18 @@ class Net(nn.Module):
         return self.last(x) * self.scale
 
 
+class TwoHeads(nn.Module):
+    """One head or the other on a shared trunk, of which a step trains both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 16)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return self.heads[int(second)](torch.tanh(self.trunk(x)))
+
+
 def momentum(params: Any, lr: float = 0.05, **vr: Any) -> torch.optim.Optimizer:
     return gv.optim.VRSGD(params, lr=lr, momentum=0.9, **vr)
 
@@ -80,6 +94,10 @@ def not_in_step_two(step: int, part: int) -> bool:
     return step != 2
 
 
+def on_the_second_of_two(step: int, part: int) -> bool:
+    return part % 2 == 1
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One way to spread micro-batches over ranks.
@@ -92,12 +110,14 @@ class Scenario:
         ddp: Arguments of DistributedDataParallel.
         dtype: Of the parameters.
         tolerance: Relative to how far the weights moved.
+        net: The model.
         side: Whether a part of a step goes through the branch.
         hook: The user's own communication hook.
         set_to_none: Passed to zero_grad.
         clip: Largest norm of the gradient.
         scaler: Whether the loss is scaled.
         give_up: Whether each step begins with a backward that zero_grad throws away.
+        skip: Micro-batches of a step before each step that is computed to the end, then zeroed by the model alone.
         wrap_first: Whether the model is wrapped before there is an optimizer.
         frozen: Whether a tensor needs no gradient.
         transposed: Whether a weight's rows are not next to each other in memory.
@@ -112,12 +132,14 @@ class Scenario:
     ddp: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-9
+    net: Callable[[], nn.Module] = Net
     side: Callable[[int, int], bool] = always
     hook: Any = None
     set_to_none: bool = True
     clip: float | None = None
     scaler: bool = False
     give_up: bool = False
+    skip: int = 0
     wrap_first: bool = False
     frozen: bool = False
     transposed: bool = False
@@ -174,6 +196,18 @@ SCENARIOS: dict[str, Scenario] = {
     "scaled, wiener": Scenario(scaler=True, make=momentum, vr=WIENER),
     "begun anew": Scenario(give_up=True, make=momentum),
     "begun anew, views": Scenario(give_up=True, ddp=VIEWS, set_to_none=False),
+    "skipped": Scenario(skip=2, make=momentum),
+    "skipped, of one micro-batch": Scenario(skip=1, micro=1),
+    "skipped, views and small buckets": Scenario(skip=2, make=momentum, ddp=VIEWS | SMALL),
+    "skipped, wiener": Scenario(skip=2, make=momentum, vr=WIENER),
+    "skipped, fewer micro-batches": Scenario(skip=1, make=momentum),
+    "skipped, more micro-batches": Scenario(skip=3, make=momentum),
+    "skipped, a branch unused after": Scenario(skip=2, make=momentum, ddp=UNUSED | SMALL, side=not_in_step_two),
+    "two heads": Scenario(net=TwoHeads, make=momentum, ddp=UNUSED | SMALL, side=on_the_second_of_two),
+    "two heads on 2 ranks": Scenario(
+        ranks=2, net=TwoHeads, make=momentum, ddp=UNUSED | SMALL | VIEWS, side=on_the_second_of_two
+    ),
+    "two heads, wiener": Scenario(net=TwoHeads, vr=WIENER, ddp=UNUSED | SMALL, side=on_the_second_of_two),
     "frozen": Scenario(frozen=True),
     "float16 parameters": Scenario(dtype=torch.float16, tolerance=0.05, make=momentum, units=1e-3),
     "bfloat16 parameters": Scenario(dtype=torch.bfloat16, tolerance=0.2, make=momentum),
@@ -193,10 +227,11 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def new_model(scenario: Scenario) -> Net:
+def new_model(scenario: Scenario) -> nn.Module:
     torch.manual_seed(7)
-    model = Net().to(scenario.dtype)
-    model.second.bias.requires_grad_(not scenario.frozen)
+    model = scenario.net().to(scenario.dtype)
+    if scenario.frozen:
+        model.second.bias.requires_grad_(False)
     if scenario.transposed:
         model.second.weight = nn.Parameter(model.second.weight.detach().t().contiguous().t())
     return model
@@ -209,6 +244,15 @@ def loss_of(model: nn.Module, scenario: Scenario, step: int, part: int) -> Tenso
     return (model(x, scenario.side(step, part)) - y).square().mean() * scenario.units
 
 
+def accumulate(model: nn.Module, scenario: Scenario, step: int, first: int, count: int, scaler: Any) -> None:
+    """The micro-batches of one step; ranks average their gradients in the last."""
+    ddp = isinstance(model, DistributedDataParallel)
+    for part in range(first, first + count):
+        last = part == first + count - 1
+        with nullcontext() if last or not ddp else model.no_sync():
+            scaler.scale(loss_of(model, scenario, step, part) / count).backward()
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, first: int, count: int) -> list[int]:
     """The ordinary loop over `count` micro-batches a step, those from number `first` on."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scenario.scaler)
@@ -219,10 +263,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
             with model.no_sync() if ddp else nullcontext():
                 (7 * loss_of(model, scenario, step + 50, first)).backward()
             optimizer.zero_grad(set_to_none=scenario.set_to_none)
-        for part in range(first, first + count):
-            last = part == first + count - 1
-            with nullcontext() if last or not ddp else model.no_sync():
-                scaler.scale(loss_of(model, scenario, step, part) / count).backward()
+        if scenario.skip and ddp:  # in one process it never was
+            accumulate(model, scenario, step + 50, first, scenario.skip, scaler)
+            model.zero_grad()
+        accumulate(model, scenario, step, first, count, scaler)
         if scenario.clip:
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), scenario.clip)
@@ -256,6 +300,60 @@ def run(scenario: Scenario, rank: int, group: Any) -> dict[str, Any]:
     return {"weights": [p.detach().clone() for p in model.parameters()], "num_parts": seen}
 
 
+# -- one optimizer after another ----------------------------------------------------------------------------------
+
+
+def plain_training(model: nn.Module, rank: int) -> list[Tensor]:
+    """Three steps without any of this."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        loss_of(model, Scenario(), step + 100, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def then_plain(rank: int, group: Any) -> dict[str, Any]:
+    """The optimizer is gone, the model that it was told about trains on; beside one that never saw it."""
+    scenario = Scenario(make=momentum, ddp=SMALL)
+    model = new_model(scenario)
+    ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
+    optimizer = momentum(model.parameters())
+    optimizer.use_ranks(ddp)
+    train(ddp, optimizer, scenario, 2 * rank, 2)
+    del optimizer
+    gc.collect()
+    fresh = DistributedDataParallel(copy.deepcopy(model), process_group=group, **scenario.ddp)
+    return {"weights": plain_training(ddp, rank), "expected": plain_training(fresh, rank)}
+
+
+def then_another(rank: int, group: Any) -> dict[str, Any]:
+    """A second variance-reduced optimizer on the same model, after the first or in the middle of its step."""
+    scenario = Scenario(make=momentum, ddp=SMALL)
+    model = new_model(scenario)
+    ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
+    for make in (momentum, adamw):
+        optimizer = make(model.parameters())
+        optimizer.use_ranks(ddp)
+        seen = train(ddp, optimizer, scenario, 2 * rank, 2)
+        loss_of(ddp, scenario, 200, rank).backward()  # averaged, and left behind
+        del optimizer
+        gc.collect()
+        ddp.zero_grad()
+    return {"weights": [p.detach().clone() for p in model.parameters()], "num_parts": seen}
+
+
+def then_another_in_one_process() -> list[Tensor]:
+    scenario = Scenario(make=momentum)
+    model = new_model(scenario)
+    for make in (momentum, adamw):
+        train(model, make(model.parameters()), scenario, 0, scenario.num_parts)
+    return [p.detach() for p in model.parameters()]
+
+
+HANDOVERS = {f.__name__: f for f in (then_plain, then_another)}
+
+
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 
@@ -281,12 +379,48 @@ def no_sync_forgotten(rank: int, group: Any) -> None:
     optimizer.step()
 
 
+def no_sync_forgotten_later(rank: int, group: Any) -> None:
+    """After a step that was skipped, of more micro-batches than come now."""
+    scenario = Scenario()
+    model = new_model(scenario)
+    optimizer = momentum(model.parameters())
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer.use_ranks(ddp)
+    accumulate(ddp, scenario, 50, 4 * rank, 4, torch.amp.GradScaler("cpu", enabled=False))
+    ddp.zero_grad()
+    for part in range(2):
+        loss_of(ddp, scenario, 0, 2 * rank + part).backward()
+    optimizer.step()
+
+
+def averaged_twice(rank: int, group: Any) -> None:
+    """Under no_sync once, and still once too few."""
+    scenario = Scenario()
+    model = new_model(scenario)
+    optimizer = momentum(model.parameters())
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer.use_ranks(ddp)
+    for step in range(2):
+        accumulate(ddp, scenario, step, 2 * rank, 2, torch.amp.GradScaler("cpu", enabled=False))
+    optimizer.step()
+
+
 def not_a_ddp_model(rank: int, group: Any) -> None:
     model = new_model(Scenario())
     adamw(model.parameters()).use_ranks(model)
 
 
-MISTAKES = {f.__name__: f for f in (forgotten, wrong_number, no_sync_forgotten, not_a_ddp_model)}
+MISTAKES = {
+    f.__name__: f
+    for f in (
+        forgotten,
+        wrong_number,
+        no_sync_forgotten,
+        no_sync_forgotten_later,
+        averaged_twice,
+        not_a_ddp_model,
+    )
+}
 
 
 def run_all(rank: int, folder: str) -> None:
@@ -305,6 +439,12 @@ def run_all(rank: int, folder: str) -> None:
                 results[name] = run(scenario, rank, group)
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
+    for name, handover in HANDOVERS.items():
+        group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=5))
+        try:
+            results[name] = handover(rank, group)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
     for name, mistake in MISTAKES.items():
         group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=5))
         try:

@@ -188,6 +188,44 @@ def test_what_a_callable_is_given(k: int, dtype: torch.dtype) -> None:
             assert gamma == pytest.approx(0.3 if number < 2 else 0.7 - step / 2)
 
 
+OWN_RULES: dict[str, Any] = {
+    "by variance": lambda mean, variance, k, gamma: (mean.square() / variance).clamp(gamma, 1),
+    "by mean": lambda mean, variance, k, gamma: (1 - variance / (k * mean.square())).clamp(gamma, 1),
+    "not clamped": lambda mean, variance, k, gamma: 1 / (1 + variance / mean.square()),
+    "zero": lambda mean, variance, k, gamma: torch.zeros_like(mean),
+}
+
+
+@pytest.mark.parametrize("scale", OWN_RULES.values(), ids=OWN_RULES)
+@pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("sgd", True)], ids=str)
+def test_a_callable_need_not_know_of_dead_elements(rule: str, wrap: bool, scale: Any) -> None:
+    """0 / 0 in rows of an embedding that no part uses, or that all use alike."""
+    model = nn.Embedding(9, 3)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = build(rule, model.parameters(), wrap=wrap, lr=0.1, scale=scale)
+    found: list[torch.Tensor] = []
+    optimizer.register_factors_hook(lambda parameters, factors, gamma: found.extend(f.clone() for f in factors))
+    for _ in range(3):
+        dead = model.weight[6:].detach().clone()
+        grads = []
+        for _ in range(8):
+            pull = torch.randn(5, 3, generator=generator)
+            loss = (model(torch.arange(5)) * pull).sum() + model(torch.tensor([5])).sum()
+            grads.append(torch.autograd.grad(loss / 8, model.weight, retain_graph=True)[0])
+            (loss / 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.isfinite(model.weight).all()
+        if rule == "sgd":
+            assert torch.equal(model.weight[6:], dead)
+        (factors,) = found
+        found.clear()
+        assert (factors[5:] == 1).all()
+        stack = torch.stack(grads)[:, :5]
+        expected = scale(stack.mean(0), stack.var(0, correction=0), 8, 0.1)
+        torch.testing.assert_close(factors[:5], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_a_callable_that_returns_something_else() -> None:
     params = parameters(starting_weights())
     optimizer = gv.optim.VRSGD(params, scale=lambda mean, variance, num_parts, gamma: mean.flatten()[:1].repeat(3))

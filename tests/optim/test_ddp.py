@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from four_ranks import MISTAKES, SCENARIOS, STEPS, WORLD, in_one_process, loss_of, new_model, run_all
+from four_ranks import (
+    MISTAKES,
+    SCENARIOS,
+    STEPS,
+    WORLD,
+    in_one_process,
+    loss_of,
+    new_model,
+    run_all,
+    then_another_in_one_process,
+)
 from torch import multiprocessing
 
 pytestmark = pytest.mark.slow
@@ -82,10 +92,31 @@ def test_scenarios_differ(results: list[dict[str, Any]]) -> None:
             assert (one - other).abs().max() > 1e-3
 
 
+def test_a_model_outlives_its_optimizer(results: list[dict[str, Any]]) -> None:
+    """Plain descent on it afterwards is what it is on a model that no optimizer was told about."""
+    for rank in range(WORLD):
+        found = results[rank]["then_plain"]
+        assert "error" not in found, found["error"]
+        for got, wanted in zip(found["weights"], found["expected"], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_another_optimizer_on_the_same_model(results: list[dict[str, Any]]) -> None:
+    expected = then_another_in_one_process()
+    for rank in range(WORLD):
+        found = results[rank]["then_another"]
+        assert "error" not in found, found["error"]
+        assert found["num_parts"] == [8] * STEPS
+        for got, wanted in zip(found["weights"], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
 WORDS = {
     "forgotten": ("RuntimeError", "use_ranks"),
     "wrong_number": ("RuntimeError", "8"),
     "no_sync_forgotten": ("RuntimeError", "no_sync"),
+    "no_sync_forgotten_later": ("RuntimeError", "no_sync"),
+    "averaged_twice": ("RuntimeError", "no_sync"),
     "not_a_ddp_model": ("TypeError", "DistributedDataParallel"),
 }
 

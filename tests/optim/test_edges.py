@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from feeding import (
+    BASES,
     SHAPES,
     Parts,
     accumulate,
@@ -15,11 +17,13 @@ from feeding import (
     compare,
     gradients,
     parameters,
+    same,
     starting_weights,
     train,
     weighted,
 )
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transcription import Transcription
 
 import gradvitals as gv
@@ -60,13 +64,89 @@ def test_it_can_be_put_right() -> None:
     compare(params, truth)
 
 
-def test_no_gradient_at_all() -> None:
-    """torch does nothing then; here it is a step made of too few parts."""
-    params = parameters(starting_weights())
-    optimizer = build("adamw", params)
-    with pytest.raises(RuntimeError, match="0 gradients"):
+@ALL_RULES
+@pytest.mark.parametrize("wrap", [False, True])
+def test_no_gradient_at_all(rule: str, wrap: bool) -> None:
+    """Nothing is done then, as in torch: not to the weights, not to the state, and no step is counted."""
+    params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5, gamma=lambda step: 0.5 / (1 + step))
+    vr = {"beta3": 0.5, "gamma": lambda step: 0.5 / (1 + step)}
+    optimizer = build(rule, params, wrap=wrap, lr=LR[rule], **vr)
+    optimizer.step()
+    compare(params, truth, rtol=0, atol=0)
+    assert not optimizer.state
+    for parts in STEPS[:3]:
+        train(optimizer, params, [parts])
         optimizer.step()
-    compare(params, truth_of("adamw"), rtol=0, atol=0)
+        truth.step(weighted(parts))
+        compare(params, truth)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_rest_of_an_epoch_is_a_step_of_the_base(rule: str, wrap: bool) -> None:
+    """One micro-batch is left: there is nothing to compare it with, and it is used as it is."""
+    params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5)
+    optimizer = build(rule, params, wrap=wrap, lr=LR[rule], beta3=0.5)
+    rest = [parts[:1] for parts in gradients(2, seed=5)]
+    for number, parts in enumerate([STEPS[0], rest[0], STEPS[1], rest[1], STEPS[2]]):
+        before, state = [nn.Parameter(p.detach().clone()) for p in params], copy.deepcopy(optimizer.state_dict())
+        accumulate(params, parts)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        assert len(caught) == (number == 1)  # once
+        assert optimizer.last_num_parts == len(parts)
+        truth.vr = len(parts) > 1
+        truth.step(weighted(parts))
+        compare(params, truth, what=f"weights after step {number}")
+        if len(parts) == 1:
+            base = BASES[rule](before, lr=LR[rule])
+            base.load_state_dict(state)
+            train(base, before, [parts])
+            assert same(params, before)
+        if number == 1:
+            assert issubclass(caught[0].category, UserWarning)
+            assert "1 gradient," in str(caught[0].message)
+            assert "not scaled" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_rest_is_no_rest_where_the_number_was_announced(wrap: bool) -> None:
+    params, truth = parameters(starting_weights()), truth_of("sgd")
+    optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
+    train(optimizer, params, STEPS[:2])
+    accumulate(params, STEPS[2][:1])
+    with pytest.raises(RuntimeError, match=r"1 gradient.*k = 8"):
+        optimizer.step()
+    for parts in STEPS[:2]:
+        truth.step(weighted(parts))
+    compare(params, truth)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("wrap", [False, True])
+def test_gamma_of_one_needs_no_parts(rule: str, wrap: bool) -> None:
+    """It is the base, from the first step on and without a word."""
+    params, others = (parameters(starting_weights()) for _ in range(2))
+    steps = [parts[:1] for parts in STEPS[:3]] + STEPS[3:4] + [STEPS[4][:1]]
+    train(build(rule, params, wrap=wrap, lr=LR[rule], gamma=1.0), params, steps)
+    train(BASES[rule](others, lr=LR[rule]), others, steps)
+    assert same(params, others)
+
+
+@pytest.mark.parametrize("how", ["plain", "wrapped", "closure", "scheduler"])
+@pytest.mark.parametrize("came", [3, 1])
+def test_warnings_point_at_the_users_line(came: int, how: str) -> None:
+    params = parameters(starting_weights())
+    optimizer = build("sgd", params, wrap=how == "wrapped")
+    if how == "scheduler":
+        LambdaLR(optimizer, lambda step: 1.0)  # puts a function of its own around step
+    train(optimizer, params, STEPS[:1])
+    accumulate(params, STEPS[1][:came])
+    with pytest.warns(UserWarning, match=f"a step of {came}") as caught:
+        optimizer.step(lambda: 0.0) if how == "closure" else optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
@@ -189,6 +269,28 @@ def test_zero_grad_in_the_middle_begins_anew(rule: str, how: str) -> None:
         optimizer.zero_grad(set_to_none=how != "optimizer, zeros")
         truth.step(weighted(parts))
         compare(params, truth)
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+def test_a_gradient_taken_away_from_a_parameter_that_is_not_reached_again(scale: str) -> None:
+    """Eight parts were given up; the step is made of the three that came since, to other parameters."""
+    params, truth = parameters(starting_weights()), truth_of("sgd", scale=scale)
+    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    accumulate(params, STEPS[0], weight=7.0)
+    for p in params:
+        p.grad = None
+    parts = [[None, *part[1:]] for part in STEPS[1][:3]]
+    accumulate(params, parts)
+    with pytest.warns(UserWarning, match="a step of 3 gradients"):
+        optimizer.step()
+    assert optimizer.last_num_parts == 3
+    optimizer.zero_grad()
+    truth.step(weighted(parts))
+    compare(params, truth)
+    train(optimizer, params, STEPS[2:4])
+    for parts in STEPS[2:4]:
+        truth.step(weighted(parts))
+    compare(params, truth)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

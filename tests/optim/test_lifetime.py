@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -135,6 +136,26 @@ def test_a_copy_of_the_model_is_free_of_hooks() -> None:
 
 
 @EVERY
+def test_saving_a_model_raises_no_warning(kind: dict[str, Any]) -> None:
+    """Of hooks that cannot be saved; a tensor that is no Parameter would have torch tell."""
+    model = nn.ParameterList(parameters(starting_weights()))
+    plain = [torch.tensor(w, requires_grad=True) for w in starting_weights()]
+    for params, what in ((list(model), model), (plain, plain), (plain, {"state": plain})):
+        optimizer = build(params=params, **kind)
+        train(optimizer, params, STEPS[:1])
+        assert live_hooks(params[0])
+        file = io.BytesIO()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.save(what, file)
+            copy.deepcopy(what)
+            pickle.dumps(what)
+        assert [str(warning.message) for warning in caught] == []
+        train(optimizer, params, STEPS[1:2])  # hooks are still there
+        assert optimizer.last_num_parts == 8
+
+
+@EVERY
 def test_parameters_added_later(kind: dict[str, Any]) -> None:
     params = parameters(starting_weights())
     options = {k: v for k, v in kind.items() if k not in ("rule", "wrap")}
@@ -202,6 +223,61 @@ def test_the_autograd_engine_is_left_as_it_was() -> None:
     assert optimizer.last_num_parts == 8
     truth = Transcription("sgd", starting_weights(), [{"lr": 0.1} for _ in SHAPES])
     truth.step(weighted(STEPS[0]))
+    compare(params, truth)
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+def test_gradients_looked_at_in_the_middle(scale: str) -> None:
+    """torch.autograd.grad of another loss between backward passes, of all parameters or of one not reached next."""
+    params = parameters(starting_weights())
+    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    truth = Transcription("sgd", starting_weights(), [{"lr": 0.1, "scale": scale} for _ in SHAPES])
+    for parts in STEPS[:3]:
+        seen = [[None if number in (0, 3, 4) else part[0], *part[1:]] for number, part in enumerate(parts)]
+        for number, part in enumerate(seen):
+            torch.autograd.grad(sum(p.square().sum() for p in params), params)
+            accumulate(params, [part], weight=1 / 8)
+            torch.autograd.grad(params[0].square().sum() * 100, params[0])
+            if number == 5:
+                (first,) = torch.autograd.grad(params[1].pow(3).sum(), params[1], create_graph=True)
+                torch.autograd.grad(first.sum(), params[1])
+        assert set(optimizer._parts.counts.values()) == {5, 8}
+        optimizer.step()
+        assert optimizer.last_num_parts == 8
+        optimizer.zero_grad()
+        truth.step(weighted(seen))
+        compare(params, truth)
+
+
+def test_gradients_looked_at_are_not_kept() -> None:
+    """Of a parameter that the next backward does not reach."""
+    params = parameters(starting_weights())
+    optimizer = build("sgd", params, lr=0.1)
+    accumulate(params, STEPS[0][:2])
+    (looked_at,) = torch.autograd.grad(params[0].pow(3).sum(), params[0])
+    accumulate(params, [[None, *STEPS[0][2][1:]]])
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    kept = [t for t in tensors if t.shape == looked_at.shape and t.data_ptr() == looked_at.data_ptr()]
+    assert len(kept) == 1  # here
+    with pytest.warns(UserWarning, match="a step of 3"):
+        optimizer.step()
+
+
+def test_a_penalty_on_the_gradient() -> None:
+    """Found by torch.autograd.grad inside the loss, it comes in the same backward: one part."""
+    params = parameters(starting_weights()[:2])
+    optimizer = build("sgd", params, lr=0.1)
+    truth = Transcription("sgd", starting_weights()[:2], [{"lr": 0.1}] * 2)
+    expected: list[list[Any]] = []
+    for part in STEPS[0]:
+        loss = sum((p.pow(3) * torch.tensor(c)).sum() for p, c in zip(params, part[:2], strict=True)) / 8
+        slopes = torch.autograd.grad(loss, params, create_graph=True)
+        whole = loss + sum(slope.square().sum() for slope in slopes)
+        expected.append([g.numpy() for g in torch.autograd.grad(whole, params, retain_graph=True)])
+        whole.backward()
+    optimizer.step()
+    assert optimizer.last_num_parts == 8
+    truth.step(expected)
     compare(params, truth)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from feeding import (
+    BASES,
     SHAPES,
     Parts,
     accumulate,
@@ -198,6 +200,27 @@ def test_a_nan_stays_where_it_is(rule: str, options: dict[str, str], micro_batch
     if rule == "adamw":
         assert optimizer.state[params[0]]["factor_avg"][1, 2] == 1
         assert torch.isfinite(optimizer.state[params[0]]["factor_avg"]).all()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("kind", ["base", "class", "wrapper"])
+@pytest.mark.parametrize(("rule", "decay"), [("lars", 0.0), ("lars", 0.1), ("lamb", 0.0), ("lamb", 0.1)])
+def test_a_length_that_is_nan_is_no_length_of_zero(rule: str, decay: float, kind: str, foreach: bool) -> None:
+    """The ratio of LARS and LAMB is unknown then, and not 1, which would be a step a thousand times too long."""
+    results = []
+    for bad in (False, True):
+        parts = gradients(1)[0]
+        if bad:
+            parts[4][0][1, 2] = math.nan
+        params = parameters(starting_weights())
+        options = {"lr": LR[rule], "weight_decay": decay, "foreach": foreach}
+        optimizer = (BASES[rule] if kind == "base" else partial(build, rule, wrap=kind == "wrapper"))(params, **options)
+        train(optimizer, params, [parts])
+        results.append(params)
+    clean, spoilt = results
+    assert spoilt[0].isnan().all()
+    assert same(clean[1:], spoilt[1:])
+    assert not same(clean[1:], parameters(starting_weights())[1:])
 
 
 class Frozen:

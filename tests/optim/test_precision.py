@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from feeding import SHAPES, accumulate, build, factors_of_one_step, gradients, parameters, same, starting_weights
+from feeding import SHAPES, accumulate, build, factors_of_one_step, gradients, parameters, same, starting_weights, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -174,6 +174,82 @@ def test_moments_dtype_for_one_group() -> None:
         got = (params[number].grad / grads[number]).double().numpy()
         assert np.allclose(got, plain[number], rtol=1e-5) == (number > 0)
         assert np.allclose(got, plain[number], rtol=0.1)
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+@pytest.mark.parametrize(
+    ("before", "after", "rtol"),
+    [
+        (torch.float32, torch.float64, 1e-10),
+        (torch.float64, torch.float32, 1e-3),
+        (torch.bfloat16, torch.float64, 1e-10),
+        (torch.bfloat16, torch.float32, 1e-3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("only_one", [False, True])
+def test_a_model_of_another_dtype_from_now_on(
+    before: torch.dtype, after: torch.dtype, rtol: float, only_one: bool, scale: str
+) -> None:
+    """Deviations have the precision of the parameter as it is, whatever it was."""
+    model = nn.ParameterList(parameters(starting_weights(), before))
+    optimizer = build("sgd", model.parameters(), lr=0.1, scale=scale)
+    steps = gradients(4)
+    train(optimizer, list(model), steps[:2])
+    if only_one:
+        model[0].data = model[0].data.to(after)
+    else:
+        model.to(after)
+    for parts in steps[2:]:
+        # Deviations of 1e-5: nothing is left of them in less than float64, or float32 where they are larger.
+        size = 1e-5 if after == torch.float64 else 1e-1
+        parts = [[np.asarray(held_as(1 + size * c, after)) for c in part] for part in parts]
+        accumulate(list(model), parts)
+        grads = [p.grad.clone() for p in model]
+        assert grads[0].dtype == after
+        optimizer.step()
+        for number in range(1 if only_one else len(SHAPES)):
+            expected = exact_factors(
+                [part[number] for part in parts], wiener="hierarchical" if scale == "wiener" else None
+            )
+            got = (model[number].grad / grads[number]).double().numpy()
+            np.testing.assert_allclose(got, expected, rtol=rtol, err_msg=f"factors of tensor {number}")
+        optimizer.zero_grad()
+
+
+def test_a_model_of_less_precision_from_now_on() -> None:
+    model = nn.ParameterList(parameters(starting_weights(), torch.float32))
+    optimizer = build("sgd", model.parameters(), lr=0.1)
+    steps = gradients(4)
+    train(optimizer, list(model), steps[:2])
+    model.bfloat16()
+    others = [nn.Parameter(p.detach().clone()) for p in model]
+    train(optimizer, list(model), steps[2:])
+    train(build("sgd", others, lr=0.1), others, steps[2:])
+    assert same(list(model), others)  # as if it had been so from the beginning
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_parameters_of_several_dtypes(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Each has the factors that it has alone: bfloat16's rounding is no measure for float32, nor the other way."""
+    shapes = [(30,), (30,)]
+    parts = gradients(1, 7, shapes)[0]
+    for part in parts:
+        for number, dtype in enumerate(dtypes):
+            part[number] = held_as(1 + part[number] / 16, dtype)  # a sixteenth is well above bfloat16's rounding
+            part[number][:3] = held_as(np.array([0.1, 0.3, -1e4 / 3]), dtype)
+    params = [nn.Parameter(torch.zeros(30, dtype=dtype)) for dtype in dtypes]
+    optimizer = gv.optim.VRSGD(params, lr=1.0)
+    for part in parts:
+        terms = [(p * torch.tensor(c, dtype=p.dtype)).sum() for p, c in zip(params, part, strict=True)]
+        (sum(terms) / 7).backward()
+    grads = [p.grad.clone() for p in params]
+    optimizer.step()
+    for number, (p, grad, dtype) in enumerate(zip(params, grads, dtypes, strict=True)):
+        got = (p.grad / grad).double().numpy()
+        alone = factors_of_one_step([[part[number]] for part in parts], dtype=dtype)[0]
+        assert (got[:3] == 1).all()
+        np.testing.assert_allclose(got, alone, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_a_huge_tensor_keeps_its_mean() -> None:

@@ -201,6 +201,8 @@ def test_gamma_outside_its_range(gamma: float) -> None:
         {"granularity": "hierarchical"},  # wiener's
         {"scale": "wiener", "granularity": "layer"},  # the paper's
         {"moments_dtype": torch.int32},
+        {"moments_dtype": torch.float16},
+        {"moments_dtype": "bf16"},
     ],
     ids=str,
 )
@@ -210,6 +212,24 @@ def test_settings_that_make_no_sense(wrong: dict[str, Any], wrap: bool) -> None:
     name = "granularity" if "granularity" in wrong else next(iter(wrong))
     with pytest.raises((ValueError, TypeError), match=name):
         build("sgd", named, wrap=wrap, **wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "bf16"], ids=str)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_dtype_that_squares_do_not_fit_in(dtype: Any, wrap: bool) -> None:
+    """Told in words with what may be chosen: of all, of a group, or set by hand later."""
+    params = parameters(starting_weights())
+    words = r"moments_dtype is .*(float16|'bf16'); expected torch\.bfloat16"
+    with pytest.raises(ValueError, match=words):
+        build("sgd", params, wrap=wrap, moments_dtype=dtype)
+    with pytest.raises(ValueError, match=words):
+        build("sgd", [{"params": params[:2]}, {"params": params[2:], "moments_dtype": dtype}])
+    optimizer = build("sgd", params, wrap=wrap)
+    train(optimizer, params, STEPS[:1])
+    optimizer.param_groups[0]["moments_dtype"] = dtype
+    accumulate(params, STEPS[1])
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
 
 
 def test_the_number_of_parts_is_told() -> None:

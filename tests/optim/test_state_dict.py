@@ -9,6 +9,11 @@ import pytest
 import torch
 from feeding import BASES, build, gradients, parameters, same, starting_weights, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import gradvitals as gv
 
@@ -169,6 +174,79 @@ def test_a_rule_of_ones_own_is_not_saved() -> None:
 
     with pytest.raises((ValueError, RuntimeError), match="scale"):
         load_into_the_papers()
+
+
+@pytest.mark.parametrize("vr", [{}, {"k": 8}, {"gamma": "linear"}, {"scale": "wiener"}], ids=str)
+@pytest.mark.parametrize("flat", [False, True])
+def test_through_a_distributed_checkpoint(flat: bool, vr: dict[str, Any]) -> None:
+    """Which makes the state of a new optimizer by a step without effect, to know what to load."""
+    kind = {"rule": "adamw", "lr": 0.02} | vr
+    model = nn.ParameterList(parameters(starting_weights(), torch.float32))
+    optimizer = make(kind, model.parameters())
+    train(optimizer, list(model), STEPS[:4])
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = through_a_file(get_optimizer_state_dict(model, optimizer, options=options))
+    other_model = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in model])
+    other = make(kind, other_model.parameters(), lr=0.77)
+    set_optimizer_state_dict(other_model, other, state, options=options)
+    assert same(list(model), list(other_model))
+    assert other.param_groups[0]["lr"] == 0.02
+    for p, q in zip(model, other_model, strict=True):
+        assert torch.equal(optimizer.state[p]["factor_avg"], other.state[q]["factor_avg"])
+        assert optimizer.state[p]["factor_step"] == other.state[q]["factor_step"] == 4
+    train(optimizer, list(model), STEPS[4:])
+    train(other, list(other_model), STEPS[4:])
+    assert same(list(model), list(other_model))
+
+
+@pytest.mark.parametrize("vr", [{}, {"k": 8}, {"gamma": "linear"}], ids=str)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_distributed_checkpoint_before_the_first_step(wrap: bool, vr: dict[str, Any]) -> None:
+    """To ask for the state changes nothing: neither weights nor factors that come later."""
+    kind = {"rule": "sgd", "lr": 0.1, "beta3": 0.5, "wrap": wrap} | vr
+    results = []
+    for asked in (False, True):
+        model = nn.ParameterList(parameters(starting_weights(), torch.float32))
+        optimizer = make(kind, model.parameters())
+        if asked:
+            get_optimizer_state_dict(model, optimizer)
+            assert same(list(model), parameters(starting_weights(), torch.float32))
+        train(optimizer, list(model), STEPS[:3])
+        results.append(list(model))
+    assert same(*results)
+
+
+class Remembers(torch.optim.SGD):
+    """A base with a state of its own, which it saves in its own way."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "count"})
+
+
+def test_a_base_that_saves_in_its_own_way() -> None:
+    params = parameters(starting_weights(), torch.float32)
+    optimizer = gv.optim.VRGD(Remembers(params, lr=0.1, momentum=0.9), beta3=0.5)
+    train(optimizer, params, STEPS[:4])
+    state = through_a_file(optimizer.state_dict())
+    assert state["count"] == 4
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = gv.optim.VRGD(Remembers(others, lr=0.77))
+    other.load_state_dict(state)
+    assert other.base.count == 4
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["beta3"]) == (0.1, 0.5)
+    train(optimizer, params, STEPS[4:])
+    train(other, others, STEPS[4:])
+    assert same(params, others)
 
 
 def test_into_a_different_number_of_parameters() -> None:

@@ -24,7 +24,7 @@ from feeding import (
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from transcription import Transcription
+from transcription import Transcription, cells_of, paper_factors, wiener_factors
 
 import gradvitals as gv
 
@@ -195,6 +195,78 @@ def test_clipping_does_not_touch_the_factors(rule: str, options: dict[str, str])
         for p, g, factor in zip(params, clipped, truth.factors, strict=True):
             np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8)
         optimizer.zero_grad()
+
+
+CONSTANT = np.arange(60) % 3 == 0
+
+
+def partly_constant_parts() -> list[np.ndarray]:
+    """Eight parts of which every third element is the same in all; not all sums of those are exact in float32."""
+    rng = np.random.default_rng(3)
+    fixed, signal = rng.standard_normal(60), 0.4 * rng.standard_normal(60)
+    return [np.where(CONSTANT, fixed, signal + rng.standard_normal(60)).astype(np.float32) for _ in range(8)]
+
+
+@pytest.mark.parametrize("scale", ["paper", "wiener"])
+@pytest.mark.parametrize("how", ["plain", "clipped", "scaled", "scaled and clipped"])
+@pytest.mark.parametrize("granularity", [None, "row"])
+def test_constant_elements_stay_constant(how: str, scale: str, granularity: str | None) -> None:
+    """What rounding leaves of a variance that is 0 must not be held against a gradient that was made smaller."""
+    parts = partly_constant_parts()
+    rule = wiener_factors if scale == "wiener" else paper_factors
+    stack = np.stack(parts).astype(np.float64).reshape(8, 6, 10)
+    level = granularity or ("hierarchical" if scale == "wiener" else "tensor")
+    expected = rule([stack], [0.1], level if scale == "wiener" else cells_of([(6, 10)], level))[0].ravel()
+    assert (expected[CONSTANT] == 1).all()
+    assert (expected[~CONSTANT] < 0.9).mean() > 0.2
+
+    p = nn.Parameter(torch.zeros(6, 10))
+    optimizer = gv.optim.VRSGD([p], lr=1.0, scale=scale, granularity=granularity)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled="scaled" in how)
+    for part in parts:
+        scaler.scale((p * torch.tensor(part).view(6, 10)).sum() / 8).backward()
+    scaler.unscale_(optimizer)
+    if "clipped" in how:
+        clip_grad_norm_([p], 1e-3)
+    grad = p.grad.clone()
+    optimizer.step()
+    factors = (p.grad / grad).double().numpy().ravel()
+    np.testing.assert_array_equal(factors[CONSTANT], 1.0)
+    np.testing.assert_allclose(factors, expected, rtol=1e-4)
+
+
+def test_another_rule_set_by_hand() -> None:
+    """From the step on in which it is set. Wiener's rule must know by how much gradients were clipped."""
+    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1)
+    optimizer = build("sgd", params, lr=0.1)
+    for number, parts in enumerate(STEPS):
+        if number == 2:
+            optimizer.param_groups[0]["scale"] = "wiener"
+            truth.options[0]["scale"] = "wiener"
+        if number == 5:
+            optimizer.param_groups[0]["scale"] = "paper"
+            truth.options[0]["scale"] = "paper"
+        accumulate(params, parts)
+        clip_grad_norm_(params, 0.01)
+        clipped = [p.grad.clone() for p in params]
+        optimizer.step()
+        truth.step(weighted(parts))
+        for p, g, factor in zip(params, clipped, truth.factors, strict=True):
+            np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8, err_msg=f"factors of step {number}")
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_rule_that_there_is_not_set_by_hand(wrap: bool) -> None:
+    params = parameters(starting_weights())
+    optimizer = build("sgd", params, wrap=wrap)
+    train(optimizer, params, STEPS[:1])
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0]["scale"] = "foo"
+    accumulate(params, STEPS[1])
+    with pytest.raises(ValueError, match=r"scale is 'foo'.*'paper', 'wiener'"):
+        optimizer.step()
+    assert same(params, before)
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])

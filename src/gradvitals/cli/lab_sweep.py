@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
+graphs_option = click.option(
+    "--graphs/--no-graphs",
+    default=True,
+    show_default=True,
+    help="On a GPU, replay the passes of a step as one CUDA graph.",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -37,6 +44,7 @@ class Request:
     lr: float | None
     span: int
     reach: int
+    refine: int
     sweep_seeds: int
     seeds: int
     out: Path | None
@@ -145,6 +153,13 @@ def sweep_options(
             **one,
         ),
         click.option(
+            "--refine",
+            type=click.IntRange(0, 3),
+            default=1,
+            help="Then halve the distance around the best so often: 1 tries factors of the root of 2.",
+            **one,
+        ),
+        click.option(
             "--sweep-seeds", type=click.IntRange(1, 100), default=1, help="Trials of each learning rate.", **one
         ),
         click.option(
@@ -186,7 +201,13 @@ def run_request(
     from gradvitals.lab.vrgd.sweep import Plan, describe, run_sweep
     from gradvitals.lab.vrgd.tables import format_tables, summarise
 
-    plan = Plan(span=request.span, reach=request.reach, sweep_seeds=request.sweep_seeds, seeds=request.seeds)
+    plan = Plan(
+        span=request.span,
+        reach=request.reach,
+        refine=request.refine,
+        sweep_seeds=request.sweep_seeds,
+        seeds=request.seeds,
+    )
     with progress_bar() as progress:
         outcome = run_sweep(
             train,

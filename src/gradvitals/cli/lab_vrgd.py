@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.lab_sweep import Request, run_request, sweep_options
+from gradvitals.cli.lab_sweep import Request, graphs_option, run_request, sweep_options
 from gradvitals.cli.lab_vrgd_tasks import clicks, cost, regression, text
 from gradvitals.cli.output import json_option, print_json
 
@@ -55,6 +55,7 @@ def vrgd() -> None:
     default=None,
     help="Compile the network for training.  [default: on a GPU]",
 )
+@graphs_option
 def cifar(
     data: Path,
     request: Request,
@@ -63,6 +64,7 @@ def cifar(
     device: str,
     precision: str,
     compiled: bool | None,
+    graphs: bool,
 ) -> None:
     """Train ResNets on CIFAR-10 with large batches.
 
@@ -89,6 +91,7 @@ def cifar(
         device=place,
         settings=settings,
         compiled=on_gpu if compiled is None else compiled,
+        graphs=graphs,
     )
     run_request(request, train, request.groups("cifar", start_lr), settings.as_dict())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.lab_sweep import Request, run_request, sweep_options
+from gradvitals.cli.lab_sweep import Request, graphs_option, run_request, sweep_options
 from gradvitals.cli.output import json_option, print_json
 
 device_option = click.option(
@@ -54,7 +54,7 @@ def regression(batch: int, k: int, seeds: int, as_json: bool) -> None:
     help="Folder that holds books_train.txt.xz and books_valid.txt.xz.",
 )
 @sweep_options(
-    model="gpt-small",
+    model="gpt-mini",
     batch=512,
     optimizer="lamb",
     epochs=200,
@@ -69,7 +69,8 @@ def regression(batch: int, k: int, seeds: int, as_json: bool) -> None:
     show_default=True,
     help="Compile the model, which pays off with many trials.",
 )
-def text(data: Path, request: Request, device: str, compiled: bool) -> None:
+@graphs_option
+def text(data: Path, request: Request, device: str, compiled: bool, graphs: bool) -> None:
     """Train a small transformer on books, byte by byte, with large batches.
 
     Batches are in sequences of 128 bytes. Linear warm-up over a tenth of the steps, cosine decay to 0. The score is
@@ -87,7 +88,7 @@ def text(data: Path, request: Request, device: str, compiled: bool) -> None:
     from gradvitals.lab.vrgd.text import START_BATCH, START_LR, train_text
 
     place = pick_device(device)
-    train = partial(train_text, data=data, device=place, compiled=compiled)
+    train = partial(train_text, data=data, device=place, compiled=compiled, graphs=graphs)
     settings: dict[str, float | str] = {"warmup": WARMUP, "precision": "bf16" if place == "cuda" else "float32"}
     run_request(request, train, request.groups("text", partial(start_lr, START_LR, START_BATCH)), settings)
 
@@ -102,8 +103,9 @@ def text(data: Path, request: Request, device: str, compiled: bool) -> None:
     length="Steps of a trial.",
 )
 @device_option
+@graphs_option
 @click.option("--factors", is_flag=True, help="Train no sweep: show the factors of rare and of frequent ids.")
-def clicks(request: Request, device: str, factors: bool) -> None:
+def clicks(request: Request, device: str, graphs: bool, factors: bool) -> None:
     """Train a small recommendation model on generated clicks whose true probabilities are known.
 
     No sample is seen twice. Linear warm-up over a tenth of the steps, cosine decay to 0. The score is the AUC on fresh
@@ -131,7 +133,7 @@ def clicks(request: Request, device: str, factors: bool) -> None:
     groups = request.groups("clicks", partial(start_lr, START_LR, START_BATCH))
     if not factors:
         click.echo(f"the AUC of the true probabilities is {ceiling(place):.4f}", err=request.as_json)
-        run_request(request, partial(train_clicks, device=place), groups, {"warmup": WARMUP})
+        run_request(request, partial(train_clicks, device=place, graphs=graphs), groups, {"warmup": WARMUP})
         return
     rows = factors_by_frequency(groups[0], device=place)
     if request.as_json:

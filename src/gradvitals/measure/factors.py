@@ -12,24 +12,27 @@ from gradvitals.measure.packet import Packet
 
 
 class FactorSums:
-    """Listens to one optimizer during a measured step, if it has an ``on_factors`` to call."""
+    """Listens to one optimizer during a measured step, if it tells its factors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, on_error: Callable[[Exception], None]) -> None:
         self.optimizer: Any = optimizer
         self.on_error = on_error
-        self.available = hasattr(optimizer, "on_factors")
+        self.available = hasattr(optimizer, "register_factors_hook")
+        self._handle: Any = None
         self._rows: dict[int, int] = {}
         self._packet = Packet()
 
     def listen(self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
         """Put what the coming step multiplies gradients by into a packet."""
         self._packet, self._rows = packet, {id(p): row for p, row in zip(parameters, rows, strict=True)}
-        self.optimizer.on_factors = self._hear
+        self.stop()
+        self._handle = self.optimizer.register_factors_hook(self._hear)
 
     def stop(self) -> None:
         """The step is over."""
-        if self.available:
-            self.optimizer.on_factors = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def _hear(self, parameters: Sequence[Tensor], factors: Sequence[Tensor], gamma: float) -> None:
         try:

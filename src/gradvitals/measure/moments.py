@@ -23,6 +23,8 @@ SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim
 
 def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer's moments give no GSNR, or None where they do."""
+    if hasattr(optimizer, "register_factors_hook"):
+        return f"{type(optimizer).__name__} averages gradients that it has scaled, element by element"
     if isinstance(optimizer, SUPPORTED):
         return None
     known = ", ".join(kind.__name__ for kind in SUPPORTED)

@@ -4,7 +4,20 @@ from gradvitals.optim import schedules
 from gradvitals.optim.family import VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW
 from gradvitals.optim.lamb import LAMB
 from gradvitals.optim.lars import LARS
-from gradvitals.optim.reduced import VROptions
+from gradvitals.optim.options import VROptions
+from gradvitals.optim.reduced import VarianceReduced
 from gradvitals.optim.wrapper import VRGD
 
-__all__ = ["LAMB", "LARS", "VRGD", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VRAdamW", "VROptions", "schedules"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "VRGD",
+    "VRLAMB",
+    "VRLARS",
+    "VRSGD",
+    "VRAdam",
+    "VRAdamW",
+    "VROptions",
+    "VarianceReduced",
+    "schedules",
+]

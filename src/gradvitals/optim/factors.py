@@ -44,7 +44,7 @@ class Share:
     grads: list[Tensor]
     """Sums of `num_added` parts, which are scaled in place."""
     noises: list[Tensor]
-    """Summed squared deviations of `num_parts` parts."""
+    """Summed squared deviations of `num_parts` parts; none where not positive."""
     flat_noise: Tensor
     """The same one after the other."""
     num_added: int
@@ -76,18 +76,7 @@ def _moments(share: Share, position: int) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of a tensor's parts."""
     noise = share.noises[position]
     wide = torch.promote_types(noise.dtype, torch.float32)
-    total, deviations = share.grads[position].to(wide), noise.to(wide)
-    deviations = torch.where(total.square() < highest_ratio(share) * deviations, deviations, 0.0)
-    return total / share.num_added, deviations / share.num_parts
-
-
-def highest_ratio(share: Share) -> float:
-    """From which ratio of squared sum to summed squared deviations the parts differ by no more than rounding.
-
-    Equal parts do not add up exactly. What is left over looks like noise, and must count as none.
-    """
-    rounding = torch.finfo(share.grads[0].dtype).eps ** 2 * share.num_parts / 8  # well above what is typical
-    return share.num_added**2 / share.num_parts / rounding
+    return share.grads[position].to(wide) / share.num_added, noise.to(wide).clamp(min=0) / share.num_parts
 
 
 def _factor(share: Share, mean: Tensor, variance: Tensor) -> Tensor:
@@ -96,7 +85,8 @@ def _factor(share: Share, mean: Tensor, variance: Tensor) -> Tensor:
         if not isinstance(factor, Tensor) or factor.shape != mean.shape:
             given = f"shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else f"a {type(factor).__name__}"
             raise ValueError(f"scale returned {given}; expected a factor for every element, shape {tuple(mean.shape)}")
-        return factor
+        # What holds for every rule need not be in each: without variance there is nothing to divide by.
+        return torch.where(variance > 0, factor, 1.0).nan_to_num(nan=1.0)
     if share.rule == "wiener":
         level: Any = share.granularity
         return wiener_scale(mean, variance, share.num_parts, level=level, gamma=share.gamma)
@@ -128,6 +118,12 @@ def averaged(share: Share, factors: list[Tensor]) -> list[Tensor]:
     return used
 
 
+def layers_of(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[str]:
+    """The module each parameter belongs to."""
+    names = {p: name.rpartition(".")[0] for p, name in zip(group["params"], group["param_names"], strict=True)}
+    return [names[parameter] for parameter in parameters]
+
+
 def factors_of_layers(shares: Sequence[Share]) -> dict[int, list[Tensor]]:
     """The paper's factors where r is divided by its mean over all tensors of a layer, whatever group they are in.
 
@@ -154,12 +150,12 @@ def paper_factors_at_once(share: Share) -> list[Tensor]:
     noise = share.flat_noise
     flats = [_flat(grad, like) for grad, like in zip(share.grads, share.noises, strict=True)]
     wide = torch.promote_types(noise.dtype, torch.float32)
-    ratio = (flats[0] if len(flats) == 1 else torch.cat(flats)).to(wide).square().div_(noise)  # nan, inf without any
-    counted = ratio < highest_ratio(share)
+    ratio = (flats[0] if len(flats) == 1 else torch.cat(flats)).to(wide).square().div_(noise)
+    counted = (noise > 0) & torch.isfinite(ratio)
     inverses = _sums(counted.to(wide).split(sizes)) / _sums(torch.where(counted, ratio, 0.0).split(sizes))
     pieces = ratio.split(sizes)
     torch._foreach_mul_(pieces, inverses.unbind())
-    ratio.clamp_(share.gamma, 1.0).nan_to_num_(nan=1.0)
+    ratio.clamp_(share.gamma, 1.0).masked_fill_(~counted, 1.0).nan_to_num_(nan=1.0)
     return [
         ratio.as_strided(like.shape, like.stride(), piece.storage_offset())
         for piece, like in zip(pieces, share.noises, strict=True)

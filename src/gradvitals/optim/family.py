@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradvitals.optim.lamb import LAMB
 from gradvitals.optim.lars import LARS
-from gradvitals.optim.reduced import VarianceReduced, VROptions
+from gradvitals.optim.options import VROptions
+from gradvitals.optim.reduced import VarianceReduced
 
 
 class VRSGD(VarianceReduced, torch.optim.SGD):
@@ -73,11 +74,19 @@ class VRSGD(VarianceReduced, torch.optim.SGD):
         )
 
 
-class _VRAdam(VarianceReduced):
-    """What the two Adams share: their arguments, and a moving average of the factors."""
+class VRAdam(VarianceReduced, torch.optim.Adam):
+    """Adam on gradients scaled by a moving average of their signal-to-noise factors, of decay `beta3` (0.9).
+
+    A factor that stays the same over time changes nothing, because Adam divides by the gradient's size. What has an
+    effect is how the factor changes over Adam's memory. `weight_decay` is added to the scaled gradient.
+
+    Arguments are those of `torch.optim.Adam`, then those of `VROptions`.
+
+    References:
+        Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
+    """
 
     default_beta3 = 0.9
-    default_weight_decay = 0.0
 
     def __init__(
         self,
@@ -85,7 +94,7 @@ class _VRAdam(VarianceReduced):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float | None = None,
+        weight_decay: float = 0,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
@@ -96,13 +105,13 @@ class _VRAdam(VarianceReduced):
         **vr: Unpack[VROptions],
     ) -> None:
         self._prepare(vr)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=self.default_weight_decay if weight_decay is None else weight_decay,
-            amsgrad=amsgrad,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,
@@ -111,27 +120,44 @@ class _VRAdam(VarianceReduced):
         )
 
 
-class VRAdam(_VRAdam, torch.optim.Adam):
-    """Adam on gradients scaled by a moving average of their signal-to-noise factors, of decay `beta3` (0.9).
-
-    A factor that stays the same over time changes nothing, because Adam divides by the gradient's size. What has an
-    effect is how the factor changes over Adam's memory. `weight_decay` (0) is added to the scaled gradient.
-
-    Arguments are those of `torch.optim.Adam`, then those of `VROptions`.
-
-    References:
-        Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
-    """
-
-
-class VRAdamW(_VRAdam, torch.optim.AdamW):
+class VRAdamW(VarianceReduced, torch.optim.AdamW):
     """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
 
-    `weight_decay` (0.01) shrinks the weights directly. Arguments are those of `torch.optim.AdamW`, then those of
-    `VROptions`.
+    `weight_decay` shrinks the weights directly. Arguments are those of `torch.optim.AdamW`, then those of `VROptions`.
     """
 
-    default_weight_decay = 1e-2
+    default_beta3 = 0.9
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **vr: Unpack[VROptions],
+    ) -> None:
+        self._prepare(vr)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
 
 
 class VRLAMB(VarianceReduced, LAMB):

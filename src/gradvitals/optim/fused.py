@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradvitals.optim.factors import Share, highest_ratio
+from gradvitals.optim.factors import Share
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,25 +31,43 @@ def can_be_fused(share: Share) -> bool:
         return False
     if not grad.is_cuda or share.block.kind.odd or grad.dtype not in DTYPES or share.flat_noise.dtype not in DTYPES:
         return False
-    if _kernels() is None or len(set(share.weights)) > 1:
+    if _broken or _kernels() is None or len(set(share.weights)) > 1:
         return False
     strides = share.block.cache.setdefault("strides", [noise.stride() for noise in share.noises])
-    return all(map(partial(_lies_well, dtype=grad.dtype), share.grads, strides)) and all(
-        average is not None and _lies_well(average, stride, dtype=grad.dtype)
-        for average, stride in zip(share.averages, strides, strict=False)
+    averages = [average for average in share.averages if average is not None]
+    if len(averages) != len(share.averages):
+        return False
+    return all(_lie_well(tensors, strides, grad.dtype) for tensors in (share.grads, averages) if tensors)
+
+
+def _lie_well(tensors: list[Tensor], strides: list[tuple[int, ...]], dtype: torch.dtype) -> bool:
+    # In every step, for every tensor: as few calls as can be.
+    return (
+        [tensor.stride() for tensor in tensors] == strides
+        and not any([tensor.data_ptr() % 16 for tensor in tensors])
+        and all([tensor.dtype == dtype for tensor in tensors])
     )
 
 
-def _lies_well(tensor: Tensor, stride: tuple[int, ...], *, dtype: torch.dtype) -> bool:
-    return tensor.stride() == stride and tensor.dtype == dtype and not tensor.data_ptr() % 16
+_broken = False
 
 
-def scale_fused(share: Share, *, keep: bool) -> list[Tensor]:
+def scale_fused(share: Share, *, keep: bool) -> list[Tensor] | None:
     """Multiply gradients by their factors in place and take those into the averages.
 
     Returns:
-        The factors, where they are to be kept.
+        The factors, where they are to be kept; None where the kernels cannot be compiled, and nothing was done.
     """
+    global _broken
+    try:
+        return _scale_fused(share, keep)
+    except Exception as error:  # no compiler, a device that is too old: whatever it is, torch can do without
+        _broken = True
+        warnings.warn(f"variance-reduced steps go on without kernels, which failed: {error}", stacklevel=2)
+        return None
+
+
+def _scale_fused(share: Share, keep: bool) -> list[Tensor]:
     kernels, block = _kernels(), share.block
     assert block is not None
     sizes = [grad.numel() for grad in share.grads]
@@ -65,7 +84,6 @@ def scale_fused(share: Share, *, keep: bool) -> list[Tensor]:
         block.cache["stretches"],
         dtype=share.grads[0].dtype,
         gamma=share.gamma,
-        highest=highest_ratio(share),
         weight=share.weights[0] if share.weights else 0.0,
         keep=keep,
     )

@@ -32,7 +32,7 @@ def _load_pair(addresses, noise, firsts, tensor, offsets, mask, GRAD: tl.constex
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_ratios(  # type: ignore[no-untyped-def]
-    addresses, noise, firsts, sizes, tensors, starts, sums, counts, highest, GRAD: tl.constexpr, SPAN: tl.constexpr
+    addresses, noise, firsts, sizes, tensors, starts, sums, counts, GRAD: tl.constexpr, SPAN: tl.constexpr
 ):
     """Sum and number of the ratios of signal to noise in one stretch, without those that have no noise."""
     program = tl.program_id(0)
@@ -41,7 +41,7 @@ def _sum_ratios(  # type: ignore[no-untyped-def]
     mask = offsets < tl.load(sizes + tensor)
     _, _, grad, deviations = _load_pair(addresses, noise, firsts, tensor, offsets, mask, GRAD)
     ratio = grad * grad / deviations
-    counted = mask & (ratio < highest)
+    counted = mask & (deviations > 0) & (ratio < float("inf"))
     tl.store(sums + program, tl.sum(tl.where(counted, ratio, 0.0), axis=0))
     tl.store(counts + program, tl.sum(tl.where(counted, 1.0, 0.0), axis=0))
 
@@ -72,7 +72,6 @@ def _apply(  # type: ignore[no-untyped-def]
     starts,
     inverses,
     factors,
-    highest,
     gamma,
     weight,
     GRAD: tl.constexpr,
@@ -86,9 +85,9 @@ def _apply(  # type: ignore[no-untyped-def]
     offsets = tl.load(starts + program) + tl.arange(0, SPAN)
     mask = offsets < tl.load(sizes + tensor)
     grad_at, _, grad, deviations = _load_pair(addresses, noise, firsts, tensor, offsets, mask, GRAD)
-    ratio = grad * grad / deviations
-    factor = tl.minimum(tl.maximum(ratio * tl.load(inverses + tensor), gamma), 1.0)
-    factor = tl.where((ratio < highest) & (factor == factor), factor, 1.0)
+    ratio = grad * grad / deviations * tl.load(inverses + tensor)
+    # Comparisons with nan are false; minimum and maximum would lose it.
+    factor = tl.where((deviations > 0) & (ratio < 1.0), tl.where(ratio > gamma, ratio, gamma), 1.0)
     if KEEP:
         tl.store(factors + tl.load(firsts + tensor) + offsets, factor, mask=mask)
     if AVERAGES:
@@ -156,7 +155,6 @@ def scale_by_the_paper(
     *,
     dtype: torch.dtype,
     gamma: float,
-    highest: float,
     weight: float,
     keep: bool,
 ) -> Tensor | None:
@@ -165,11 +163,10 @@ def scale_by_the_paper(
     Args:
         grads: addresses of the sums of parts.
         averages: addresses of the moving averages, where there are any: gradients are multiplied by these.
-        noise: summed squared deviations, one tensor after the other.
+        noise: summed squared deviations, one tensor after the other; none where not positive.
         stretches: of these tensors.
         dtype: of gradients and averages.
         gamma: smallest factor.
-        highest: ratio of squared sum to deviations from which on there is no variance to speak of.
         weight: of the new factors in the averages.
         keep: whether to return the factors.
     """
@@ -180,7 +177,7 @@ def scale_by_the_paper(
     where = (noise, stretches.firsts, stretches.sizes, stretches.tensors, stretches.starts)
     kind = DTYPES[dtype]
     with torch.cuda.device(noise.device):
-        _sum_ratios[(num_stretches,)](grads, *where, sums, counts, highest, GRAD=kind, SPAN=SPAN, num_warps=8)
+        _sum_ratios[(num_stretches,)](grads, *where, sums, counts, GRAD=kind, SPAN=SPAN, num_warps=8)
         _invert_means[(num_tensors,)](sums, counts, stretches.begins, inverses, SPAN=1024)
         _apply[(num_stretches,)](
             grads,
@@ -188,7 +185,6 @@ def scale_by_the_paper(
             *where,
             inverses,
             noise if factors is None else factors,
-            highest,
             gamma,
             weight,
             GRAD=kind,

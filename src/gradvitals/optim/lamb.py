@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradvitals.optim.trust import check_settings, dense_grads
+from gradvitals.optim.trust import Layerwise, check_settings
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(Layerwise):
     r"""Layer-wise adaptive moments (You et al., "Large batch optimization for deep learning", 2020, algorithm 2).
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \qquad w \leftarrow w - \eta \frac{|w|}{|u|} u
@@ -51,22 +50,6 @@ class LAMB(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
-
-        Args:
-            closure: Runs forward and backward and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters, grads in dense_grads(self, group):
-                self._update(group, parameters, grads)
-        return loss
-
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
         for parameter in parameters:
@@ -93,7 +76,7 @@ class LAMB(torch.optim.Optimizer):
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
 
         weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(updates))
-        ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0) * -group["lr"]
+        ratios = torch.where((weights == 0) | (lengths == 0), 1.0, weights / lengths) * -group["lr"]
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(parameters, updates)
 

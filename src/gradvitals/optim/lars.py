@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradvitals.optim.trust import check_settings, dense_grads
+from gradvitals.optim.trust import Layerwise, check_settings
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(Layerwise):
     r"""Layer-wise adaptive rate scaling (You et al., "Large batch training of convolutional networks", 2017).
 
     .. math:: \lambda = \eta \frac{|w|}{|g| + \beta |w|}, \qquad
@@ -62,27 +61,11 @@ class LARS(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
-
-        Args:
-            closure: Runs forward and backward and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters, grads in dense_grads(self, group):
-                self._update(group, parameters, grads)
-        return loss
-
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
         weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(grads))
         local = group["trust_coefficient"] * weights / (lengths + decay * weights + group["eps"])
-        ratios = torch.where((weights > 0) & (lengths > 0), local, 1.0) * group["lr"]
+        ratios = torch.where((weights == 0) | (lengths == 0), 1.0, local) * group["lr"]
         updates = torch._foreach_add(grads, parameters, alpha=decay)
         torch._foreach_mul_(updates, ratios.unbind())
         if momentum:

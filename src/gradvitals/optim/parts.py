@@ -6,11 +6,13 @@ During backward a hook on each parameter sees the gradient of one micro-batch be
     noise += d / (d - 1) * (p - S / d)^2
 
 which loses nothing to rounding when the parts are almost equal, unlike a sum of squares. One accumulator a parameter
-is all there is to keep.
+is all there is to keep. Equal parts do not add up exactly, and what is left over would look like noise; so what
+rounding alone amounts to is taken off, and noise of zero or less is none.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -70,17 +72,23 @@ class GradientParts:
     def __init__(self) -> None:
         self.counts: dict[Tensor, int] = {}
         """Gradients each parameter received since the last step, zero included."""
-        self.keeps_norms = False
+        self.keeps_norms: Callable[[], bool] = lambda: False
         """Whether to remember the norm of ``.grad``, so as to know by how much it is multiplied before the step."""
         self.blocks: list[Block] = []
         self._settings: dict[Tensor, tuple[int, torch.dtype | None]] = {}
         self._noises: dict[Tensor, Tensor] = {}
+        self._dtypes: dict[Tensor, torch.dtype] = {}  # parameters' own, when their accumulators were laid out
+        self._awaited: set[int] = set()  # backward passes whose end will be told
         self._touched: dict[Tensor, None] = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._arriving: dict[Tensor, Tensor] = {}
         self._pending: dict[torch.device, dict[Tensor, tuple[Tensor, int]]] = {}
         self._pending_bytes: dict[torch.device, int] = {}
-        self._task = -1
+        self._task: int | None = None
+        self._num_before_task = 0
+        self._lock = threading.RLock()  # backward runs in a thread for each device
+        self.when_backward_ends: list[Callable[[], None]] = []
+        self.when_given_up: list[Callable[[Tensor], None]] = []
         self._captured: tuple[dict[Tensor, int], dict[Tensor, None], dict[Tensor, Tensor]] | None = None
         self._handles: dict[Tensor, tuple[RemovableHandle, RemovableHandle]] = {}
         weakref.finalize(self, _unhook, self._handles)
@@ -110,12 +118,16 @@ class GradientParts:
         def arriving(grad: Tensor) -> None:
             parts, owner = reference(), owner_reference()
             if parts is not None and owner is not None:
-                parts._arrive(owner, grad)
+                with parts._lock:
+                    parts._arrive(owner, grad)
 
         def added(owner: Tensor) -> None:
             if (parts := reference()) is not None:
-                parts._count(owner)
+                with parts._lock:
+                    parts._count(owner)
 
+        for hook in (arriving, added):
+            setattr(hook, "__torch_unserializable__", True)  # noqa: B010 - a saved parameter goes without, unwarned
         return parameter.register_hook(arriving), parameter.register_post_accumulate_grad_hook(added)
 
     def _arrive(self, parameter: Tensor, grad: Tensor) -> None:
@@ -134,10 +146,12 @@ class GradientParts:
 
     def _count(self, parameter: Tensor) -> None:
         """A gradient was added to ``.grad``; it is not in ``torch.autograd.grad``, which has hooks called as well."""
+        if self._task is None:  # others that begin before this one ends are inside it, as checkpoints have them
+            self._task, self._num_before_task = torch._C._current_graph_task_id(), self.num_parts
         self.counts[parameter] += 1
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._task = task
-            self._flush_when_backward_ends()
+        if (task := torch._C._current_graph_task_id()) not in self._awaited:
+            self._awaited.add(task)
+            self._flush_when_ends(task)
         part = self._arriving.pop(parameter, None)
         if part is None:
             return
@@ -149,38 +163,53 @@ class GradientParts:
         held[parameter] = (part, self.counts[parameter])
         self._pending_bytes[device] = self._pending_bytes.get(device, 0) + part.numel() * part.element_size()
 
-    def _flush_when_backward_ends(self) -> None:
+    def _flush_when_ends(self, task: int) -> None:
         reference = weakref.ref(self)
 
-        def flush() -> None:
+        def end() -> None:
             if (parts := reference()) is not None:
-                parts.flush()
+                parts._end(task)
 
         # Before anything can clip or unscale .grad. DistributedDataParallel ends its own work the same way.
-        torch.autograd.Variable._execution_engine.queue_callback(flush)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _end(self, task: int) -> None:
+        with self._lock:
+            self.flush()
+            self._awaited.discard(task)
+            self._arriving.clear()
+            if task == self._task:
+                self._task = None
+                for tell in self.when_backward_ends:
+                    tell()
 
     def flush(self) -> None:
         """Add what is held back, before anything but backward changes ``.grad``."""
-        for device in list(self._pending):
-            self._flush(device)
+        with self._lock:
+            for device in list(self._pending):
+                self._flush(device)
 
     @torch.no_grad()
     def _flush(self, device: torch.device) -> None:
         held, self._pending_bytes[device] = self._pending.pop(device, {}), 0
-        alike: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        keeps_norms = self.keeps_norms()
+        alike: dict[tuple[int, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
         for parameter, (part, count) in held.items():
             if parameter.grad is not None:  # else it was taken away while backward ran
                 noise = self.noise_of(parameter)
-                alike.setdefault((count, noise.dtype), []).append((parameter, part, noise))
+                kind = (count, noise.dtype, parameter.grad.dtype)
+                alike.setdefault(kind, []).append((parameter, part, noise))
                 self._touched[parameter] = None
-        for (count, dtype), entries in alike.items():
+        for (count, dtype, grad_dtype), entries in alike.items():
             parameters, parts, noises = (list(column) for column in zip(*entries, strict=True))
             totals = [_grad(parameter) for parameter in parameters]
             wide = torch.promote_types(dtype, torch.float32)
             deviations = torch._foreach_add(_cast(parts, wide), _cast(totals, wide), alpha=-1 / count)
-            narrow = _cast(deviations, dtype)
+            narrow, sums = _cast(deviations, dtype), _cast(totals, dtype)
             torch._foreach_addcmul_(noises, narrow, narrow, value=count / (count - 1))
-            if self.keeps_norms:
+            rounding = rounding_of(grad_dtype, count) / count**2
+            torch._foreach_addcmul_(noises, sums, sums, value=-rounding * count / (count - 1))
+            if keeps_norms:
                 self.note_norms(parameters, totals)
 
     def note_norms(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -190,7 +219,7 @@ class GradientParts:
     def noise_of(self, parameter: Tensor) -> Tensor:
         """The sum of squared deviations of a parameter so far. It is changed by the next part and by `forget`."""
         noise = self._noises.get(parameter)
-        if noise is None or noise.device != parameter.device:
+        if noise is None or noise.device != parameter.device or self._dtypes[parameter] != parameter.dtype:
             self._lay_out()
             noise = self._noises[parameter]
         return noise
@@ -203,6 +232,7 @@ class GradientParts:
             block = Block(kind, parameters)
             self.blocks.append(block)
             self._noises.update(zip(parameters, block.noises, strict=True))
+            self._dtypes.update(dict.fromkeys(parameters, kind.dtype))
 
     def _kind(self, parameter: Tensor) -> Kind:
         group, dtype = self._settings[parameter]
@@ -211,13 +241,13 @@ class GradientParts:
 
     @property
     def num_parts(self) -> int:
-        """Micro-batches since the last step: the most gradients any parameter received."""
-        return max(self.counts.values(), default=0)
+        """Micro-batches since the last step: the most gradients that any parameter received and still has."""
+        return max((count for p, count in self.counts.items() if p.grad is not None), default=0)
 
     @property
     def num_parts_with_current(self) -> int:
-        """The same while a backward runs, which counts even before it reaches the first parameter."""
-        return self.num_parts + (self._task != torch._C._current_graph_task_id())
+        """The same while a backward runs, which counts even where it has reached only some parameters, or none."""
+        return (self.num_parts if self._task is None else self._num_before_task) + 1
 
     @torch.no_grad()
     def complete(self, num_parts: int) -> None:
@@ -253,7 +283,7 @@ class GradientParts:
     def replay(self) -> None:
         """A graph has collected parts, without calling hooks."""
         if self._captured is None:
-            raise RuntimeError("no parts of a CUDA graph are known; call captured() right after capturing it")
+            raise RuntimeError("no parts of a CUDA graph are known; call graph_captured() right after capturing it")
         counts, touched, norms = self._captured
         self.counts, self._touched, self._norms = dict(counts), dict(touched), dict(norms)
 
@@ -270,10 +300,14 @@ class GradientParts:
             if self._touched:
                 torch._foreach_zero_([block.flat for block in self.blocks])
             self.counts = dict.fromkeys(self.counts, 0)
+            self._task = None
+            self._awaited.clear()
             for collected in (self._arriving, self._norms, self._pending, self._pending_bytes, self._touched):
                 collected.clear()
             return
         for parameter in parameters:
+            for tell in self.when_given_up:
+                tell(parameter)
             self.counts[parameter] = 0
             self._arriving.pop(parameter, None)
             self._norms.pop(parameter, None)
@@ -296,6 +330,11 @@ def _chunks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list
         chunk.append(parameter)
         open_chunks[kind] = (chunk, used + size)
     return found
+
+
+def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
+    """Squared deviation, over squared mean, that rounding leaves between equal parts that are added up; or more."""
+    return float(torch.finfo(dtype).eps ** 2 * num_parts / 4)
 
 
 def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ deviations are summed: nothing cancels, also where the user's own hook sends 16 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.parts import GradientParts, like_in_memory
+from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -42,10 +44,16 @@ class RankSums:
         self._hook = allreduce_hook if hook is None else hook
         self._hook_state = self.group if hook is None else state
         self._under_way: list[tuple[Any, list[Tensor], list[Tensor]]] = []
-        self._reduced: set[Tensor] = set()
+        self._averaged: set[Tensor] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # A lambda, because torch compares a function's annotations with types, and here they are text.
-        model.register_comm_hook(state=self, hook=lambda sums, bucket: sums.reduce(bucket))
+        parts.when_backward_ends.append(self._wait_for_averages)
+        parts.when_given_up.append(lambda parameter: self._averaged.discard(parameter))
+        relay = model.__dict__.get("_gradvitals_relay")
+        if relay is None:
+            relay = model.__dict__["_gradvitals_relay"] = _Relay()
+            # A lambda, because torch compares a function's annotations with types, and here they are text.
+            model.register_comm_hook(state=relay, hook=lambda relay, bucket: relay.reduce(bucket))
+        relay.point_to(self)
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -62,24 +70,21 @@ class RankSums:
         # A copy, because the hook averages in place, and wide enough to be squared.
         noise = buffer.to(torch.promote_types(kept_in, torch.float32), copy=True)
         starts = [int(grad.storage_offset() - buffer.storage_offset()) for _, grad in own]
-        pieces = _Pieces(parameters, starts)
-        views = pieces.of(noise)
-        inside = [
-            self._deviations_inside(parameter, view, num_parts)
-            for parameter, view in zip(parameters, views, strict=True)
-        ]
+        views = _pieces(parameters, starts, noise)
         average = self._hook(self._hook_state, bucket)
         with self._beside_backward(noise):
+            inside = [self._deviations_inside(*pair, num_parts) for pair in zip(parameters, views, strict=True)]
             averaged = _value(average)
-            if parts.keeps_norms:
-                parts.note_norms(parameters, pieces.of(averaged))
-            noise.sub_(averaged).square_().div_(num_parts)
+            if parts.keeps_norms():
+                parts.note_norms(parameters, _pieces(parameters, starts, averaged))
+            rounding = rounding_of(buffer.dtype, num_parts * self.world_size)
+            noise.sub_(averaged).square_().addcmul_(averaged, averaged, value=-rounding).div_(num_parts)
             for view, deviations in zip(views, inside, strict=True):
                 if deviations is not None:
                     view.add_(deviations)
             sent = noise.to(kept_in)
             work = dist.all_reduce(sent, group=self.group, async_op=True)
-        self._under_way.append((work, parameters, pieces.of(sent)))
+        self._under_way.append((work, parameters, _pieces(parameters, starts, sent)))
         return average
 
     def _deviations_inside(self, parameter: Tensor, total: Tensor, num_parts: int) -> Tensor | None:
@@ -91,12 +96,18 @@ class RankSums:
         return noise if count == num_parts else noise + total.square() * (1 / count - 1 / num_parts)
 
     def _refuse_a_second_average(self, parameters: list[Tensor]) -> None:
-        if not self._reduced.isdisjoint(parameters):
+        # What was given up and not reached since has no gradient.
+        if any(p in self._averaged and p.grad is not None for p in parameters):
             raise RuntimeError(
                 "gradients were averaged over ranks more than once since the last step; put every backward but the "
                 "last of a step under `with model.no_sync():`, or no deviation of a part can be told"
             )
-        self._reduced.update(parameters)
+        self._averaged.update(parameters)
+
+    def _wait_for_averages(self) -> None:
+        """Let nothing change gradients before they are compared: they may lie in the buckets themselves."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def finish(self) -> None:
         """Wait for the sums and hand them over."""
@@ -110,7 +121,7 @@ class RankSums:
         """Begin a new step."""
         for work, _, _ in self._under_way:
             work.wait()
-        self._under_way, self._reduced = [], set()
+        self._under_way, self._averaged = [], set()
 
     def _beside_backward(self, tensor: Tensor) -> AbstractContextManager[object]:
         """Where the second reduction is prepared: on a GPU a stream of its own, so that backward need not wait."""
@@ -122,17 +133,22 @@ class RankSums:
         return torch.cuda.stream(stream)
 
 
-class _Pieces:
-    """Where parameters lie in a bucket, each in its own order of elements."""
+class _Relay:
+    """What a model holds: it leads to the sums of an optimizer, as long as that lives, and else only averages."""
 
-    def __init__(self, parameters: list[Tensor], starts: list[int]) -> None:
-        self.parameters = parameters
-        self.starts = starts
+    def point_to(self, sums: RankSums) -> None:
+        self._sums = weakref.ref(sums)
+        self._average = partial(sums._hook, sums._hook_state)
 
-    def of(self, flat: Tensor) -> list[Tensor]:
-        """Views of something that is laid out like the bucket."""
-        places = zip(self.parameters, self.starts, strict=True)
-        return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        sums = self._sums()
+        return self._average(bucket) if sums is None else sums.reduce(bucket)
+
+
+def _pieces(parameters: list[Tensor], starts: list[int], flat: Tensor) -> list[Tensor]:
+    """Views of parameters in something that is laid out like their bucket, each in its own order of elements."""
+    places = zip(parameters, starts, strict=True)
+    return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

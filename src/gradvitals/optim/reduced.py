@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradvitals.optim.factors import (
     DEFAULT_GRANULARITY,
-    Granularity,
     Rule,
     Share,
     averaged,
     check_rule,
     factors_of,
     factors_of_layers,
+    layers_of,
 )
 from gradvitals.optim.fused import can_be_fused, scale_fused
+from gradvitals.optim.options import (
+    ENOUGH_PARTS,
+    MIN_PARTS,
+    FactorsHook,
+    GammaSchedule,
+    VROptions,
+    check_announced,
+    check_group,
+    too_few_parts,
+    warn_of_few_parts,
+)
 from gradvitals.optim.parts import Block, GradientParts, in_memory_order
 
 if TYPE_CHECKING:
@@ -27,44 +40,12 @@ if TYPE_CHECKING:
 
     from gradvitals.optim.ranks import CommunicationHook, RankSums
 
-MIN_PARTS = 2
-ENOUGH_PARTS = 6
-"""From here on r has a variance under pure noise; below 4 it has not even a mean."""
-
-HOW_TO_GET_MORE = (
-    "split the batch: call backward() on several micro-batches before each step(), 8 for example; or, under "
-    "DistributedDataParallel, let every rank be a part with optimizer.use_ranks(model)"
-)
-
-GammaSchedule = Callable[[int], float]
-OnFactors = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
-
-
-class VROptions(TypedDict, total=False):
-    """What every variance-reduced optimizer takes besides the arguments of its base; each may stand in a group."""
-
-    gamma: float | GammaSchedule
-    """Smallest factor, in [0, 1]; or a schedule, from the number of steps made to gamma. 1 is the base optimizer."""
-    beta3: float
-    """Decay of a moving average of the factors, in [0, 1); 0: none."""
-    k: int | None
-    """Gradients a step is made of; another number is an error. None: as many as came."""
-    scale: str | Rule
-    """"paper", "wiener", or a function of (mean, variance, k, gamma) for one tensor."""
-    granularity: Granularity | None
-    """Over what r is normalised, or signal and noise are estimated. None: "tensor", or "hierarchical" for wiener."""
-    moments_dtype: torch.dtype | None
-    """Of the variance accumulators. None: float32, or float64 where the parameter is."""
-
 
 class VarianceReduced(torch.optim.Optimizer):
     """Scales every element of the gradient by how well the parts of the batch agree on it, before the base's step."""
 
     last_num_parts = 0
     """Gradients the last step was made of."""
-    on_factors: OnFactors | None = None
-    """Called within each step with parameters, the factors of their elements, and gamma, some at a time."""
-
     default_beta3 = 0.0
 
     @property
@@ -73,8 +54,7 @@ class VarianceReduced(torch.optim.Optimizer):
         return False
 
     @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, _: bool) -> None:
-        """A fused base says yes."""
+    def _step_supports_amp_scaling(self, _: bool) -> None: ...
 
     def _prepare(self, options: VROptions) -> None:
         """Take the options that are not the base's. Comes before the base's own __init__, which adds the groups."""
@@ -98,12 +78,29 @@ class VarianceReduced(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         self._parts = GradientParts()
+        needs_norms = weakref.WeakMethod(self._needs_norms)
+        self._parts.keeps_norms = lambda: (ask := needs_norms()) is not None and ask()
         self._ranks: RankSums | None = None
         self._alone = False
         # Functions stay out of the groups, which are saved.
         self._schedules: dict[int, GammaSchedule] = {}
         self._rules: dict[int, Rule] = {}
-        self._warned = False
+        self._factors_hooks: OrderedDict[int, FactorsHook] = OrderedDict()
+        self._unmade: list[Tensor] = []  # averages that a step without gradients is to begin
+        self._warned: set[int] = set()
+
+    def register_factors_hook(self, hook: FactorsHook) -> RemovableHandle:
+        """Have a function called in each step with the rule's factors, before any moving average of them.
+
+        It is called several times a step, with some parameters at a time: ``hook(parameters, factors, gamma)``.
+        """
+        handle = RemovableHandle(self._factors_hooks)
+        self._factors_hooks[handle.id] = hook
+        return handle
+
+    def _tell(self, share: Share, factors: Sequence[Tensor]) -> None:
+        for hook in self._factors_hooks.values():
+            hook(share.parameters, factors, share.gamma)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its own settings where it has them."""
@@ -119,23 +116,30 @@ class VarianceReduced(torch.optim.Optimizer):
         group.setdefault("vr_steps", 0)
         if callable(group["gamma"]):
             self._schedules[index] = group["gamma"]
-            group["gamma"] = float(group["gamma"](0))
-        check_rule(group["scale"], group["granularity"])
+            group["gamma"] = group["gamma"](0)
         if callable(group["scale"]):
+            check_rule(group["scale"], group["granularity"])
             self._rules[index] = group["scale"]
             group["scale"] = "custom"
-        _check(group, self.defaults)
+        check_group(group, self.defaults)
 
     def _add_to_base(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
 
     def _follow(self, index: int) -> None:
         group = self.param_groups[index]
+        self._parts.follow(group["params"], group=index, dtype=group["moments_dtype"])
+        self._check(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Refuse settings that cannot be meant; they may have been changed by hand."""
+        check_group(group, self.defaults)
         if group["granularity"] == "layer" and "param_names" not in group:
             raise ValueError('granularity is "layer", but parameters have no names: pass model.named_parameters()')
-        self._parts.follow(group["params"], group=index, dtype=group["moments_dtype"])
+
+    def _needs_norms(self) -> bool:
         # The paper's rule does not change when gradients and deviations are multiplied together.
-        self._parts.keeps_norms |= group["scale"] != "paper"
+        return any(group["scale"] != "paper" for group in self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs; hooks and sums are its own."""
@@ -160,11 +164,11 @@ class VarianceReduced(torch.optim.Optimizer):
                 )
             self._follow(index)
 
-    def captured(self) -> None:
-        """Note that a CUDA graph was just captured of all backward passes of a step; see `replayed`."""
+    def graph_captured(self) -> None:
+        """Note that a CUDA graph was just captured of all backward passes of a step; see `graph_replayed`."""
         self._parts.note_captured()
 
-    def replayed(self) -> None:
+    def graph_replayed(self) -> None:
         """Count the parts of a CUDA graph that was replayed: no hook is called then.
 
         Example:
@@ -173,10 +177,10 @@ class VarianceReduced(torch.optim.Optimizer):
                 with torch.cuda.graph(graph):  # after a few ordinary steps, with gradients None
                     for inputs, targets in static_micro_batches:
                         loss_fn(model(inputs), targets).backward()
-                optimizer.captured()
+                optimizer.graph_captured()
                 ...
                 graph.replay()  # computes the same gradients anew, into the same memory: no zero_grad
-                optimizer.replayed()
+                optimizer.graph_replayed()
                 optimizer.step()
         """
         self._parts.replay()
@@ -249,20 +253,22 @@ class VarianceReduced(torch.optim.Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather(self, compiling: bool) -> list[Share]:
         """Everything in a step that is not torch's arithmetic on gradients. Returns what is left to be scaled."""
+        for index, group in enumerate(self.param_groups):
+            if index in self._schedules:
+                group["gamma"] = float(self._schedules[index](group["vr_steps"]))
+            self._check(group)
         world_size = self._num_ranks()
         self._num_local = self._parts.num_parts
         self.last_num_parts = self._num_local * world_size
-        self._check_num_parts(world_size)
+        if not self._has_enough_parts(world_size):
+            return []
+        for group in self.param_groups:
+            group["vr_steps"] += 1
         self._parts.flush()
         if self._ranks is not None:
             self._ranks.finish()
         else:
             self._parts.complete(self._num_local)
-        for index, group in enumerate(self.param_groups):
-            if index in self._schedules:
-                group["gamma"] = float(self._schedules[index](group["vr_steps"]))
-            _check(group, self.defaults)
-            group["vr_steps"] += 1
         shares = [self._share(block, compiling) for block in self._parts.blocks]
         return [share for share in shares if share is not None and not self._scale_fused(share)]
 
@@ -277,28 +283,35 @@ class VarianceReduced(torch.optim.Optimizer):
             )
         return 1
 
-    def _check_num_parts(self, world_size: int) -> None:
-        found = self.last_num_parts
+    def _has_enough_parts(self, world_size: int) -> bool:
+        """Whether gradients can be scaled. If not, this step is the base's; or an error, if none ever could be."""
+        found, groups = self.last_num_parts, self.param_groups
+        if found == 0 and self._only_zeros():
+            return False
         where = f" ({self._num_local} on each of {world_size} ranks)" if world_size > 1 else ""
-        if found < MIN_PARTS:
-            raise RuntimeError(
-                f"step() found {found} gradient{'' if found == 1 else 's'} since the last step{where}; signal and "
-                f"noise are told apart by comparing at least {MIN_PARTS}, better {ENOUGH_PARTS} or more: "
-                + HOW_TO_GET_MORE
-            )
-        for group in self.param_groups:
-            if group["k"] not in (None, found):
-                raise RuntimeError(
-                    f"step() found {found} gradients since the last step{where}, but k = {group['k']} was announced; "
-                    "make as many backward() calls, or leave k out where the number changes"
-                )
-        if found < ENOUGH_PARTS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a step of {found} gradients: with fewer than {ENOUGH_PARTS} the ratio of signal to noise scatters "
-                "so widely that a few elements decide for a whole tensor, and most end at gamma; " + HOW_TO_GET_MORE,
-                stacklevel=6,
-            )
+        check_announced(found, where, groups)
+        if found >= ENOUGH_PARTS:
+            return True
+        if all(group["gamma"] == 1 for group in groups):
+            return found >= MIN_PARTS
+        if found < MIN_PARTS and not any(group["vr_steps"] for group in groups):
+            raise RuntimeError(too_few_parts(found, where))
+        if found not in self._warned:
+            self._warned.add(found)
+            warn_of_few_parts(found, where)
+        return found >= MIN_PARTS
+
+    def _only_zeros(self) -> bool:
+        """Whether there are no gradients, or all are zero.
+
+        Checkpoints are prepared so: by a step without effect that makes the state to be loaded into.
+        """
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(bool(grad.any()) for grad in grads):
+            return False
+        parameters = [p for group in self.param_groups if group["beta3"] for p in group["params"]]
+        self._unmade = [p for p in parameters if p.grad is not None and "factor_avg" not in self.state.get(p, {})]
+        return True
 
     def _share(self, block: Block, compiling: bool) -> Share | None:
         parameters, noises = block.parameters, block.noises
@@ -312,7 +325,9 @@ class VarianceReduced(torch.optim.Optimizer):
         group = self.param_groups[block.kind.group]
         beta3 = group["beta3"]
         states = [self.state.get(parameter, {}) for parameter in parameters] if beta3 else []
-        weights: list[Any] = [(1 - beta3) / (1 - beta3 ** (state.get("factor_step", 0) + 1)) for state in states]
+        steps = [state.get("factor_step", 0) + 1 for state in states]
+        by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
+        weights = [by_step[step] for step in steps]
         return Share(
             parameters=parameters,
             grads=[grad for grad in grads if grad is not None],
@@ -323,7 +338,7 @@ class VarianceReduced(torch.optim.Optimizer):
             gamma=group["gamma"],
             rule=self._rules.get(block.kind.group, group["scale"]),
             granularity=group["granularity"] or DEFAULT_GRANULARITY.get(group["scale"], ""),
-            layers=_layers(group, parameters) if group["granularity"] == "layer" else [],
+            layers=layers_of(group, parameters) if group["granularity"] == "layer" else [],
             averages=[state.get("factor_avg") for state in states],
             weights=weights,
             # A number that changes would have the step compiled anew, a tensor does not.
@@ -336,9 +351,10 @@ class VarianceReduced(torch.optim.Optimizer):
         """Do by kernels all that `_scale` and `_remember` do, where that is possible."""
         if not can_be_fused(share):
             return False
-        factors = scale_fused(share, keep=self.on_factors is not None)
-        if self.on_factors is not None:
-            self.on_factors(share.parameters, factors, share.gamma)
+        factors = scale_fused(share, keep=bool(self._factors_hooks))
+        if factors is None:
+            return False
+        self._tell(share, factors)
         if share.weights:
             for parameter in share.parameters:
                 self.state[parameter]["factor_step"] += 1
@@ -347,8 +363,7 @@ class VarianceReduced(torch.optim.Optimizer):
     def _scale(self, share: Share, factors: list[Tensor] | None) -> list[Tensor]:
         """Multiply gradients by their factors, in place. Returns the factors' averages, if there are any."""
         factors = factors_of(share) if factors is None else factors
-        if self.on_factors is not None:
-            self.on_factors(share.parameters, factors, share.gamma)
+        self._tell(share, factors)
         factors = [factor.to(grad.dtype) for factor, grad in zip(factors, share.grads, strict=True)]
         if share.weights:
             factors = averaged(share, factors)
@@ -363,28 +378,10 @@ class VarianceReduced(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["factor_avg"] = average
                 state["factor_step"] = state.get("factor_step", 0) + 1
-        self._parts.forget()
-
-
-def _check(group: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse settings that cannot be meant."""
-    if group.get("differentiable", defaults.get("differentiable")):
-        raise ValueError("differentiable is True; expected False: a variance-reduced step cannot be differentiated")
-    if not 0 <= group["gamma"] <= 1:
-        raise ValueError(f"gamma is {group['gamma']!r}; expected a factor in [0, 1], e.g. 0.1")
-    if not 0 <= group["beta3"] < 1:
-        raise ValueError(f"beta3 is {group['beta3']!r}; expected a decay in [0, 1), e.g. 0.9")
-    dtype = group["moments_dtype"]
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"moments_dtype is {dtype}; expected a floating-point dtype, e.g. torch.bfloat16, or None")
-    if group["k"] is not None and group["k"] < MIN_PARTS:
-        raise ValueError(f"k is {group['k']}; expected at least {MIN_PARTS} gradients a step: {HOW_TO_GET_MORE}")
-
-
-def _layers(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[str]:
-    """The module each parameter belongs to."""
-    names = {p: name.rpartition(".")[0] for p, name in zip(group["params"], group["param_names"], strict=True)}
-    return [names[parameter] for parameter in parameters]
+        for parameter in self._unmade:
+            self.state[parameter] |= {"factor_avg": torch.zeros_like(parameter), "factor_step": 0}
+        self._unmade = []
+        self._forget()
 
 
 def _world_size() -> int:

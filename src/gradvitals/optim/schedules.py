@@ -20,7 +20,7 @@ class linear:
 
     def __call__(self, step: int) -> float:
         """Gamma at a step."""
-        share = min(1.0, step / self.steps)
+        share = min(1.0, step / max(1, self.steps))
         return self.start * (1 - share) + self.end * share
 
 
@@ -38,4 +38,4 @@ class cosine:
 
     def __call__(self, step: int) -> float:
         """Gamma at a step."""
-        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * min(1.0, step / self.steps))) / 2
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * min(1.0, step / max(1, self.steps)))) / 2

@@ -1,12 +1,37 @@
-"""What LAMB and LARS share: checks, and gradients in lists."""
+"""What LAMB and LARS share: the round of a step, and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Layerwise(torch.optim.Optimizer):
+    """An optimizer that works on lists of dense gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step.
+
+        Args:
+            closure: Runs forward and backward and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters, grads in dense_grads(self, group):
+                self._update(group, parameters, grads)
+        return loss
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
+        """Change parameters of one device and dtype."""
 
 
 def check_settings(**settings: float | Tensor) -> None:

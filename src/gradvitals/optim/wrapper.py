@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import torch
 
-from gradvitals.optim.reduced import VarianceReduced, VROptions
+from gradvitals.optim.options import VROptions
+from gradvitals.optim.reduced import VarianceReduced
 
 
 class VRGD(VarianceReduced):
@@ -41,20 +42,32 @@ class VRGD(VarianceReduced):
             self._follow(index)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
         return self.base.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's."""
         return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
 
     def _add_to_base(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
 
     def _base_step(self) -> None:
         self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with the settings and averages of this one in it."""
+        return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, of a wrapper or of the optimizer alone."""

@@ -293,7 +293,7 @@ def test_sweeps_begin_where_the_batch_says() -> None:
 def test_the_command_sweeps_resumes_and_tells(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "trials.jsonl"
     options = ["--model", "resnet8-w4", "--batch", "24", "--k", "6", "--epochs", "0.5", "--lr", "0.1", "--span", "0"]
-    options += ["--reach", "0", "--seeds", "1", "--device", "cpu", "--out", str(out)]
+    options += ["--reach", "0", "--refine", "0", "--seeds", "1", "--device", "cpu", "--out", str(out)]
     arguments = ["lab", "vrgd", "cifar", "--data", str(data), *options]
     result = CliRunner().invoke(main, [*arguments, "--json"])
     assert result.exit_code == 0, result.output

@@ -81,6 +81,29 @@ def test_a_quarter_are_clicked_and_ids_are_as_frequent_as_they_should(small: Wor
     assert torch.equal(samples.clicked, again.clicked)
 
 
+def test_every_field_has_its_own_table(small: World) -> None:
+    model = clicks.SmallDLRM(small.field_sizes)
+    samples = small.draw(40, torch.Generator().manual_seed(2))
+    bottom = model.bottom(samples.dense)
+    embedded = [table(column) for table, column in zip(model.tables, samples.ids.unbind(1), strict=True)]
+    vectors = torch.stack([bottom, *embedded], dim=1)
+    products = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(4) for j in range(i)]
+    expected = model.top(torch.cat([bottom, torch.stack(products, dim=1)], dim=1)).squeeze(1)
+    torch.testing.assert_close(model(samples.ids, samples.dense), expected)
+
+
+def test_the_logit_is_a_factorisation_machine(small: World) -> None:
+    samples = small.draw(40, torch.Generator().manual_seed(2))
+    of_ids = [
+        table[column]
+        for table, column in zip(small._of_ids.split(small.field_sizes), samples.ids.unbind(1), strict=True)
+    ]
+    vectors = [samples.dense @ small._dense_hidden, *(table[:, 1:] for table in of_ids)]
+    pairs = sum((a * b).sum(1) for i, a in enumerate(vectors) for b in vectors[:i])
+    logit = small._bias + samples.dense @ small._dense_effect + sum(table[:, 0] for table in of_ids) + pairs
+    torch.testing.assert_close(torch.sigmoid(logit), samples.probability)
+
+
 def test_a_short_pass_learns_part_of_what_can_be_known(small: World) -> None:
     found = train_clicks(TRIAL)
     assert 0.6 < found["score"] < found["ceiling"] < 0.95
@@ -123,7 +146,7 @@ def test_what_cannot_be_trained_is_said(wrong: dict[str, object], small: World) 
 
 def test_the_command(small: World) -> None:
     options = ["lab", "vrgd", "clicks", "--batch", "64", "--epochs", "3", "--device", "cpu"]
-    done = CliRunner().invoke(main, [*options, "--span", "1", "--reach", "0", "--seeds", "1"])
+    done = CliRunner().invoke(main, [*options, "--span", "1", "--reach", "0", "--refine", "0", "--seeds", "1"])
     assert done.exit_code == 0, done.output
     assert "clicks dlrm-small, batch 64, sgd" in done.output
     assert f"true probabilities is {clicks.ceiling('cpu'):.4f}" in done.output

@@ -52,7 +52,7 @@ class Parabola:
 
 def test_a_best_inside_the_grid_ends_the_sweep_and_fresh_seeds_follow() -> None:
     train = Parabola(base=0.8)
-    outcome = run_sweep(train, [BASE], plan=Plan(span=1, seeds=2))
+    outcome = run_sweep(train, [BASE], plan=Plan(refine=0, span=1, seeds=2))
     assert train.swept() == [0.4, 0.8, 1.6]
     assert train.fresh() == [(0.8, 100), (0.8, 101)]
     assert (len(outcome.records), outcome.left, outcome.failures) == (5, 0, [])
@@ -64,28 +64,28 @@ def test_a_best_inside_the_grid_ends_the_sweep_and_fresh_seeds_follow() -> None:
 )
 def test_a_best_at_an_edge_is_followed_until_it_is_inside(best: float, tried: list[float]) -> None:
     train = Parabola(base=best)
-    run_sweep(train, [BASE], plan=Plan(span=1, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, seeds=1))
     assert train.swept() == tried
     assert train.fresh() == [(best, 100)]
 
 
 def test_following_an_edge_has_an_end() -> None:
     train = Parabola(base=1e9)
-    run_sweep(train, [BASE], plan=Plan(span=1, reach=2, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, reach=2, seeds=1))
     assert train.swept() == [0.4, 0.8, 1.6, 3.2, 6.4]
     assert train.fresh() == [(6.4, 100)]
 
 
 def test_each_arm_gets_its_own_best_from_the_same_grid() -> None:
     train = Parabola(base=1.6, vr=0.4)
-    run_sweep(train, [BASE, VR], plan=Plan(span=2, seeds=1))
+    run_sweep(train, [BASE, VR], plan=Plan(refine=0, span=2, seeds=1))
     assert train.swept("base") == train.swept("vr") == [0.2, 0.4, 0.8, 1.6, 3.2]
     assert (train.fresh("base"), train.fresh("vr")) == ([(1.6, 100)], [(0.4, 100)])
 
 
 def test_what_diverges_is_worst_and_bounds_the_sweep() -> None:
     train = Parabola(base=1.6, limit=1.0)
-    run_sweep(train, [BASE], plan=Plan(span=1, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, seeds=1))
     assert train.swept() == [0.4, 0.8, 1.6]
     assert train.fresh() == [(0.8, 100)]
 
@@ -98,13 +98,13 @@ def test_a_low_learning_rate_that_diverged_is_not_the_best() -> None:
         asked.append(trial)
         return {"score": scores[trial.lr]}
 
-    run_sweep(train, [BASE], plan=Plan(span=1, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, seeds=1))
     assert asked[-1] == replace(BASE, lr=0.8, seed=100)
 
 
 def test_where_all_diverge_the_sweep_goes_down() -> None:
     train = Parabola(base=0.1, limit=0.15)
-    run_sweep(train, [BASE], plan=Plan(span=1, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, seeds=1))
     assert train.swept() == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
     assert train.fresh() == [(0.1, 100)]
 
@@ -117,7 +117,7 @@ def test_several_seeds_of_a_sweep_count_by_their_mean() -> None:
         asked.append((trial.lr, trial.seed))
         return {"score": float(scores.get((trial.lr, trial.seed), 0))}
 
-    run_sweep(train, [BASE], plan=Plan(span=1, sweep_seeds=2, seeds=1))
+    run_sweep(train, [BASE], plan=Plan(refine=0, span=1, sweep_seeds=2, seeds=1))
     assert asked == [*sorted(scores), (0.8, 100)]
 
 
@@ -126,9 +126,9 @@ def test_several_seeds_of_a_sweep_count_by_their_mean() -> None:
 
 def test_finished_trials_are_never_run_twice(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "trials.jsonl"
-    run_sweep(Parabola(base=0.8), [BASE], out=out, plan=Plan(span=1, seeds=1))
+    run_sweep(Parabola(base=0.8), [BASE], out=out, plan=Plan(refine=0, span=1, seeds=1))
     again = Parabola(base=0.8, vr=0.8)
-    outcome = run_sweep(again, [BASE, VR], out=out, plan=Plan(span=1, seeds=2))
+    outcome = run_sweep(again, [BASE, VR], out=out, plan=Plan(refine=0, span=1, seeds=2))
     assert [trial for trial in again.trials if trial.arm == "base"] == [replace(BASE, seed=101)]
     assert len(again.trials) == 1 + 5
     assert len(outcome.records) == len(read_records(out)) == 10
@@ -136,7 +136,7 @@ def test_finished_trials_are_never_run_twice(tmp_path: Path) -> None:
 
 def test_other_settings_are_other_trials(tmp_path: Path) -> None:
     out = tmp_path / "trials.jsonl"
-    plan = Plan(span=1, seeds=0)
+    plan = Plan(refine=0, span=1, seeds=0)
     run_sweep(Parabola(base=0.8), [BASE], out=out, plan=plan, settings={"warmup": 0.1})
     again = Parabola(base=0.8)
     outcome = run_sweep(again, [BASE], out=out, plan=plan, settings={"warmup": 0.2})
@@ -147,20 +147,20 @@ def test_other_settings_are_other_trials(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_goes_on_even_after_a_torn_line(tmp_path: Path) -> None:
     out = tmp_path / "trials.jsonl"
     whole = Parabola(base=0.8)
-    run_sweep(whole, [BASE], out=out, plan=Plan(span=1, seeds=1))
+    run_sweep(whole, [BASE], out=out, plan=Plan(refine=0, span=1, seeds=1))
     full = out.read_bytes()
     lines = full.splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:2]) + lines[2][:25])
     assert len(read_records(out)) == 2
     again = Parabola(base=0.8)
-    run_sweep(again, [BASE], out=out, plan=Plan(span=1, seeds=1))
+    run_sweep(again, [BASE], out=out, plan=Plan(refine=0, span=1, seeds=1))
     assert again.trials == whole.trials[2:]
     assert [record.trial for record in read_records(out)] == whole.trials
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
     out = tmp_path / "trials.jsonl"
-    run_sweep(Parabola(base=0.8), [BASE], out=out, plan=Plan(span=1, seeds=0))
+    run_sweep(Parabola(base=0.8), [BASE], out=out, plan=Plan(refine=0, span=1, seeds=0))
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(lines[0] + b'{"trial": 3}\n' + lines[1])
     with pytest.raises(GradvitalsError, match=r"trials\.jsonl, line 2"):
@@ -189,7 +189,7 @@ def test_no_trial_begins_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPa
         now += 50.0 if trial.arm == "vr" else 10.0
         return {"score": 1.0}
 
-    out, plan = tmp_path / "trials.jsonl", Plan(span=3, seeds=2)
+    out, plan = tmp_path / "trials.jsonl", Plan(refine=0, span=3, seeds=2)
     outcome = run_sweep(train, [BASE], plan=plan, minutes=0.5, out=out)
     assert (len(outcome.records), now) == (3, 30.0)
     assert outcome.left == 4 + 2
@@ -210,7 +210,7 @@ def test_an_error_stops_its_group_alone() -> None:
             raise ZeroDivisionError("no parts")
         return good(trial)
 
-    outcome = run_sweep(train, [VR, BASE], plan=Plan(span=1, seeds=1))
+    outcome = run_sweep(train, [VR, BASE], plan=Plan(refine=0, span=1, seeds=1))
     assert outcome.failures == [(replace(VR, lr=0.4), "ZeroDivisionError: no parts")]
     assert len(outcome.records) == 4
     assert outcome.left == 0
@@ -239,7 +239,7 @@ def train(trial):
         run_sweep(
             made_up_task.train,
             [BASE, VR],
-            plan=Plan(span=1, seeds=2),
+            plan=Plan(refine=0, span=1, seeds=2),
             workers=workers,
             progress=lambda done, total, label: seen.append((done, total)),
         )
@@ -380,3 +380,17 @@ def test_the_table_command_reads_several_files(tmp_path: Path) -> None:
     base, vr = json.loads(result.stdout)["comparisons"][0]["arms"]
     assert (base["mean"], base["n"], vr["n"], vr["train_minus_test_se"]) == (82.0, 3, 2, "nan")
     assert "44.50 ± 34.50" in CliRunner().invoke(main, arguments).stdout
+
+
+def test_the_grid_is_refined_around_its_best() -> None:
+    """The true best lies between the grid's points: halves of the distance are tried beside the best, and again."""
+    train = Parabola(base=0.8 * 2**0.5)
+    outcome = run_sweep(train, [BASE], plan=Plan(span=1, refine=1, seeds=2))
+    fresh = {record.trial.lr for record in outcome.records if record.phase == "fresh"}
+    assert [round(lr / 0.8, 4) for lr in fresh] == [1.4142]
+    tried = sorted({trial.lr for trial in train.trials})
+    assert [round(lr / 0.8, 4) for lr in tried] == [0.5, 0.7071, 1.0, 1.4142, 2.0]
+    finer = Parabola(base=0.8 * 2**0.25)
+    run_sweep(finer, [BASE], plan=Plan(span=1, refine=2, seeds=1))
+    assert round(finer.trials[-1].lr / 0.8, 4) == 1.1892
+    assert len(finer.trials) == len(set(finer.trials))

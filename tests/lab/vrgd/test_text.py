@@ -69,10 +69,11 @@ def test_a_run_that_diverges_has_no_score_and_ends_early(data: Path) -> None:
     assert found["steps"] == 20
 
 
-def test_the_small_model_has_about_five_million_parameters() -> None:
+@pytest.mark.parametrize(("name", "millions"), [("gpt-mini", 2), ("gpt-small", 5)])
+def test_models_have_the_size_they_are_said_to_have(name: str, millions: float) -> None:
     with torch.device("meta"):
-        model = text.CharLM(text.MODELS["gpt-small"])
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(5, rel=0.1)
+        model = text.CharLM(text.MODELS[name])
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.1)
 
 
 def test_missing_and_wrong_files_are_named(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_what_cannot_be_trained_is_said(wrong: dict[str, object], data: Path) ->
 
 def test_the_command_sweeps_and_compares(data: Path) -> None:
     what = ["--model", "tiny", "--batch", "16", "--optimizer", "lamb", "--epochs", "3", "--device", "cpu"]
-    how_far = ["--span", "1", "--reach", "0", "--seeds", "1"]
+    how_far = ["--span", "1", "--reach", "0", "--refine", "0", "--seeds", "1"]
     done = CliRunner().invoke(main, ["lab", "vrgd", "text", "--data", str(data), *what, *how_far])
     assert done.exit_code == 0, done.output
     assert "text tiny, batch 16, lamb" in done.output

@@ -1,15 +1,17 @@
 """A ResNet on CIFAR-10: k micro-batches a step in every arm, warm-up, cosine decay to 0, label smoothing.
 
-Batch norm sees the micro-batch, in the base arm too. Nothing inside an epoch waits for the device.
+Batch norm sees the micro-batch, in the base arm too. Nothing inside an epoch waits for the device, but for the clock
+around an evaluation.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.vrgd.arms import make_optimizer, warmup_cosine
+from gradvitals.lab.vrgd.graphs import WARM_UP, GraphedPasses
 from gradvitals.lab.vrgd.images import Augmented, Images, Normalise, load_cifar10
 from gradvitals.lab.vrgd.resnet import ResNet, make_resnet
 from gradvitals.lab.vrgd.trial import Result, Trial
@@ -83,6 +86,7 @@ def train_cifar(
     device: str = "cpu",
     settings: CifarSettings | None = None,
     compiled: bool = False,
+    graphs: bool = True,
 ) -> Result:
     """Train one trial.
 
@@ -92,12 +96,13 @@ def train_cifar(
         device: Where.
         settings: See `CifarSettings`.
         compiled: Compile the blocks of the network for training; evaluation runs as it is.
+        graphs: On a GPU, replay the passes of a step as one CUDA graph; see `graphs`.
 
     Returns:
         ``score`` and ``train_score``: accuracy in % of the test images and of the first 10,000 training images, the
         latter as they are. ``loss``: mean over the last epoch, smoothed labels included. ``score@e``: the score after
-        e epochs. ``images_per_second``: without the first step, where compilation happens. All of them nan where the
-        run diverged, which is looked for at the end of each epoch.
+        e epochs. ``images_per_second``: of training alone, without the first steps, in which passes are compiled and
+        captured. Scores are nan where the run diverged, which is looked for at the end of each epoch.
 
     Raises:
         GradvitalsError: when the data is not there or the batch does not fit it.
@@ -114,7 +119,7 @@ def train_cifar(
     model = model.to(where)
     if compiled:
         model.compile_blocks()
-    return _Training(trial, model, images, settings, where).run()
+    return _Training(trial, model, images, settings, where, graphs=graphs).run()
 
 
 def _check(trial: Trial, num_images: int) -> None:
@@ -125,72 +130,76 @@ def _check(trial: Trial, num_images: int) -> None:
 
 
 class _Training:
-    def __init__(self, trial: Trial, model: ResNet, data: _Data, settings: CifarSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        trial: Trial,
+        model: ResNet,
+        data: _Data,
+        settings: CifarSettings,
+        device: torch.device,
+        *,
+        graphs: bool,
+    ) -> None:
         self.trial = trial
         self.model = model
         self.data = data
         self.settings = settings
         self.device = device
+        self.graphs = graphs
         self.steps_per_epoch = len(data.train) // trial.batch
         self.num_steps = max(1, round(trial.epochs * self.steps_per_epoch))
         self.optimizer = make_optimizer(trial, model.named_parameters(), self.num_steps)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: warmup_cosine(step, self.num_steps, settings.warmup)
+            self.optimizer, partial(warmup_cosine, num_steps=self.num_steps, warmup=settings.warmup)
         )
         self.normalise = Normalise(device, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
         self.batches = Augmented(data.train, self.normalise, trial.seed)
         self.losses = torch.full((self.num_steps,), math.nan, device=device)
+        self.clock = _Clock(device)
 
     def run(self) -> Result:
         start = time.perf_counter()
-        after_first = start
+        untimed = min(WARM_UP + 1, self.num_steps - 1)
         evaluate_after = {round(self.num_steps * point / CURVE_POINTS) - 1 for point in range(1, CURVE_POINTS + 1)}
         curve: dict[int, Tensor] = {}
         done = 0
-        for step in range(self.num_steps):
-            place = step % self.steps_per_epoch
-            if step and place == 0:
-                if not self._is_finite(step):
-                    break
-                self.batches.start_epoch()
-            self.losses[step] = self._step(place)
-            done = step + 1
-            if step == 0:
-                self._wait()
-                after_first = time.perf_counter()
-            if step in evaluate_after:
-                curve[done] = self._accuracy(self.data.test)
-        diverged = not self._is_finite(done)
+        self.model.train()
+        with closing(
+            GraphedPasses(self._loss, self.optimizer, self.trial.k, device=self.device, graphs=self.graphs)
+        ) as passes:
+            for step in range(self.num_steps):
+                place = step % self.steps_per_epoch
+                if step and place == 0:
+                    if not self._is_finite(step):
+                        break
+                    self.batches.start_epoch()
+                if step == untimed:
+                    self.clock.restart()
+                self.losses[step] = passes(*self.batches.batch(place * self.trial.batch, self.trial.batch))
+                self.optimizer.step()
+                self.scheduler.step()
+                done = step + 1
+                if step in evaluate_after:
+                    with self.clock.stopped():
+                        curve[done] = self._accuracy(self.data.test)
+            training_seconds = self.clock.read()
+            diverged = not self._is_finite(done)
         train_score = None if diverged else self._accuracy(self.data.train, TRAIN_EVAL_IMAGES)
-        self._wait()
-        end = time.perf_counter()
         result = {
             "score": math.nan if diverged else float(curve[done]),
             "train_score": math.nan if train_score is None else float(train_score),
             "loss": float(self.losses[max(0, done - self.steps_per_epoch) : done].mean()),
             "chance": 100 / NUM_CLASSES,
-            "seconds": end - start,
-            "images_per_second": (done - 1) * self.trial.batch / (end - after_first),
+            "seconds": time.perf_counter() - start,
+            "images_per_second": max(0, done - untimed) * self.trial.batch / training_seconds,
             "steps": float(done),
         }
         return result | {f"score@{step / self.steps_per_epoch:.4g}": float(score) for step, score in curve.items()}
 
-    def _step(self, place: int) -> Tensor:
-        """One optimizer step on the batch at a place of the epoch; its loss."""
-        k = self.trial.k
-        images, labels = self.batches.batch(place * self.trial.batch, self.trial.batch)
-        total = torch.zeros((), device=self.device)
-        self.model.train()
-        for micro_images, micro_labels in zip(images.chunk(k), labels.chunk(k), strict=True):
-            with self._autocast():
-                logits = self.model(micro_images)
-            loss = F.cross_entropy(logits.float(), micro_labels, label_smoothing=self.settings.smoothing) / k
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return total
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        with self._autocast():
+            logits = self.model(images)
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.settings.smoothing)
 
     @torch.no_grad()
     def _accuracy(self, images: Images, limit: int | None = None) -> Tensor:
@@ -202,17 +211,41 @@ class _Training:
             with self._autocast():
                 logits = self.model(self.normalise(some))
             correct += (logits.argmax(1) == truth).sum()
+        self.model.train()
         return 100 * correct / len(labels)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.settings.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
+            # A cast that outlived its pass would not be made again when a graph is replayed.
+            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         return nullcontext()
 
     def _is_finite(self, steps: int) -> bool:
         """Whether no loss so far was nan or infinite. Waits for the device."""
         return bool(torch.isfinite(self.losses[:steps]).all())
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+
+class _Clock:
+    """Seconds of work on a device. Waits for it when it is read, started or stopped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stopped = 0.0
+        self._start = self._now()
+
+    def restart(self) -> None:
+        self._stopped, self._start = 0.0, self._now()
+
+    def read(self) -> float:
+        return self._now() - self._start - self._stopped
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        before = self._now()
+        yield
+        self._stopped += self._now() - before
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

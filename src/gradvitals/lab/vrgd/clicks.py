@@ -72,6 +72,11 @@ class Samples:
         return Samples(*(column[:number] for column in self._columns))
 
     @property
+    def observed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All but the true probability."""
+        return self.ids, self.dense, self.clicked
+
+    @property
     def _columns(self) -> tuple[Tensor, ...]:
         return self.ids, self.dense, self.clicked, self.probability
 
@@ -87,35 +92,32 @@ class World:
         def normal(*shape: int, spread: float) -> Tensor:
             return (spread * torch.randn(shape, generator=generator)).to(device)
 
-        self._effects = [normal(size, spread=0.35) for size in field_sizes]
-        self._hidden = [normal(size, rank, spread=0.35) for size in field_sizes]
+        effects = [normal(size, 1, spread=0.35) for size in field_sizes]
+        hidden = [normal(size, rank, spread=0.35) for size in field_sizes]
+        self._of_ids = torch.cat([torch.cat(effects), torch.cat(hidden)], dim=1)
+        self._starts = _starts(field_sizes).to(device)
         self._dense_effect = normal(NUM_DENSE, spread=0.2)
         self._dense_hidden = normal(NUM_DENSE, rank, spread=0.15)
-        self._cumulative = [_cumulative(size).to(device) for size in field_sizes]
+        self._cumulative = torch.stack([_cumulative(size, max(field_sizes)) for size in field_sizes]).to(device)
+        self._last = torch.tensor(field_sizes, device=device) - 1
         self._bias = 0.0
         self._bias = self._find_bias()
 
     def draw(self, num_samples: int, generator: torch.Generator) -> Samples:
         """Fresh samples."""
         uniform = torch.rand(len(self.field_sizes), num_samples, generator=generator, device=self.device)
-        columns = [
-            torch.searchsorted(cumulative, row).clamp_(max=len(cumulative) - 1)
-            for cumulative, row in zip(self._cumulative, uniform, strict=True)
-        ]
         dense = torch.randn(num_samples, NUM_DENSE, generator=generator, device=self.device)
-        ids = torch.stack(columns, dim=1)
+        ids = torch.minimum(torch.searchsorted(self._cumulative, uniform).T, self._last).contiguous()
         probability = torch.sigmoid(self._logit(ids, dense))
         return Samples(ids, dense, torch.bernoulli(probability, generator=generator), probability)
 
     def _logit(self, ids: Tensor, dense: Tensor) -> Tensor:
-        logit = self._bias + dense @ self._dense_effect
+        of_ids = self._of_ids[ids + self._starts]
+        effects, vectors = of_ids[..., 0], of_ids[..., 1:]
         hidden = dense @ self._dense_hidden
-        total, squares = hidden, hidden.square()
-        for column, effects, vectors in zip(ids.unbind(1), self._effects, self._hidden, strict=True):
-            logit = logit + effects[column]
-            total = total + vectors[column]
-            squares = squares + vectors[column].square()
-        return logit + (total.square() - squares).sum(1) / 2  # the products of all pairs
+        squares = hidden.square() + vectors.square().sum(1)
+        products = ((hidden + vectors.sum(1)).square() - squares).sum(1) / 2  # of all pairs
+        return self._bias + dense @ self._dense_effect + effects.sum(1) + products
 
     def _find_bias(self) -> float:
         """Bisect for the bias with which a quarter are clicked."""
@@ -128,15 +130,23 @@ class World:
         return (low + high) / 2
 
 
-def _cumulative(size: int) -> Tensor:
+def _cumulative(size: int, width: int) -> Tensor:
+    """Of the ids of a field, filled up to a width with what no number drawn from [0, 1) reaches."""
     weights = torch.arange(1, size + 1, dtype=torch.float64) ** -EXPONENT
-    return (weights.cumsum(0) / weights.sum()).float()
+    return F.pad((weights.cumsum(0) / weights.sum()).float(), (0, width - size), value=2.0)
+
+
+def _starts(field_sizes: tuple[int, ...]) -> Tensor:
+    """Where the ids of each field begin, if all are numbered in one go."""
+    sizes = torch.tensor(field_sizes)
+    return sizes.cumsum(0) - sizes
 
 
 class SmallDLRM(nn.Module):
     """Embeddings and the output of an MLP on the numbers, their products in pairs, and an MLP on those."""
 
     pairs: Tensor
+    starts: Tensor
 
     def __init__(self, field_sizes: tuple[int, ...] = FIELD_SIZES, *, width: int = 16) -> None:
         super().__init__()
@@ -150,12 +160,14 @@ class SmallDLRM(nn.Module):
         self.top = _mlp(width + num_vectors * (num_vectors - 1) // 2, 64, 32, 1)
         first, second = torch.tril_indices(num_vectors, num_vectors, -1).unbind(0)
         self.register_buffer("pairs", num_vectors * first + second, persistent=False)
+        self.register_buffer("starts", _starts(field_sizes), persistent=False)
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         """The logit of a click."""
         bottom = self.bottom(dense)
-        embedded = [table(column) for table, column in zip(self.tables, ids.unbind(1), strict=True)]
-        vectors = torch.stack([bottom, *embedded], dim=1)
+        # In one go: torch's gradient of an embedding is slow for few ids, and eight times as slow for eight tables.
+        embedded = F.embedding(ids + self.starts, torch.cat(list(self.tables.parameters())))
+        vectors = torch.cat([bottom.unsqueeze(1), embedded], dim=1)
         products = (vectors @ vectors.mT).flatten(1).index_select(1, self.pairs)
         logit: Tensor = self.top(torch.cat([bottom, products], dim=1))
         return logit.squeeze(1)
@@ -183,19 +195,20 @@ def auc(score: Tensor, clicked: Tensor) -> float:
     return float(above / (num_positive * num_negative))
 
 
-def train_clicks(trial: Trial, *, device: str = "cpu") -> Result:
+def train_clicks(trial: Trial, *, device: str = "cpu", graphs: bool = True) -> Result:
     """Train one trial, on fresh samples that are seen once.
 
     Args:
         trial: What to train: `epochs` is in steps.
         device: Where.
+        graphs: On a GPU, replay the passes of a step as one CUDA graph; see `graphs`.
 
     Returns:
         ``score``: the AUC on samples that no trial trains on; nan where the run diverged. ``ceiling``: that of the true
         probabilities. ``score@n``: the score after n steps, on fewer samples. ``loss``: mean of the last tenth of the
         steps, on samples that were just drawn; ``test_loss`` on the others.
     """
-    model, course = fit(trial, torch.device(device))
+    model, course = fit(trial, torch.device(device), graphs=graphs)
     test = _test_samples(torch.device(device))
     logits = _logits(model, test)
     last = course.losses[-max(1, len(course.losses) // 10) :]
@@ -217,7 +230,7 @@ def ceiling(device: str) -> float:
     return auc(test.probability, test.clicked)
 
 
-def fit(trial: Trial, device: torch.device) -> tuple[SmallDLRM, Course]:
+def fit(trial: Trial, device: torch.device, *, graphs: bool = True) -> tuple[SmallDLRM, Course]:
     """The trained model, and how its training went."""
     if trial.model != MODEL:
         raise GradvitalsError(f"there is no model {trial.model!r}; expected {MODEL}")
@@ -232,15 +245,16 @@ def fit(trial: Trial, device: torch.device) -> tuple[SmallDLRM, Course]:
         trial,
         model,
         max(1, round(trial.epochs)),
-        draw=lambda: world.draw(trial.batch, generator).parts(trial.k),
-        loss=lambda part: _loss(model, part),
+        draw=lambda: world.draw(trial.batch, generator).observed,
+        loss=lambda *observed: _loss(model, *observed),
         look=lambda: auc(_logits(model, test), test.clicked),
+        graphs=graphs,
     )
     return model, course
 
 
-def _loss(model: nn.Module, samples: Samples) -> Tensor:
-    return F.binary_cross_entropy_with_logits(model(samples.ids, samples.dense), samples.clicked)
+def _loss(model: nn.Module, ids: Tensor, dense: Tensor, clicked: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(ids, dense), clicked)
 
 
 @torch.no_grad()
@@ -274,7 +288,7 @@ def factors_by_frequency(trial: Trial, *, device: str = "cpu") -> list[dict[str,
     generator = torch.Generator(place).manual_seed(TEST_SEED + 1)
     parts = _world(place).draw(trial.batch, generator).parts(trial.k)
     tables = list(model.tables.parameters())
-    gradients = [torch.autograd.grad(_loss(model, part), tables) for part in parts]
+    gradients = [torch.autograd.grad(_loss(model, *part.observed), tables) for part in parts]
     columns: dict[str, list[Tensor]] = {"seen": [], "r": [], "relative_r": [], "factor": []}
     for column, table in enumerate(zip(*gradients, strict=True)):
         stacked = torch.stack(table)

@@ -36,6 +36,8 @@ class Plan:
     """The grid is the start times 2**-span up to 2**span."""
     reach: int = 6
     """How many more factors of 2 a sweep goes beyond either end of its grid, while the best is at that end."""
+    refine: int = 1
+    """How often to halve the distance: with 1, learning rates a factor of the square root of 2 beside the best too."""
     sweep_seeds: int = 1
     """Trials of one learning rate in the sweep; their mean counts."""
     seeds: int = 3
@@ -143,8 +145,18 @@ def pending(group: Trial, scores: Scores, plan: Plan) -> list[tuple[Phase, Trial
         return _missing(group, scores, {lr / 2}, plan)
     if lr == max(tried) and lr * 2 <= group.lr * farthest:
         return _missing(group, scores, {lr * 2}, plan)
+    for halving in range(1, plan.refine + 1):
+        step = 2.0 ** (0.5**halving)
+        beside = _missing(group, scores, {lr / step, lr * step} - _near(tried, lr / step, lr * step), plan)
+        if beside:
+            return beside
     fresh = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + plan.seeds)
     return [("fresh", replace(group, lr=lr, seed=seed)) for seed in fresh if (lr, seed) not in scores]
+
+
+def _near(tried: Iterable[float], *wanted: float) -> set[float]:
+    """Those that were tried already, but for rounding."""
+    return {lr for lr in wanted if any(math.isclose(lr, other, rel_tol=1e-6) for other in tried)}
 
 
 def _missing(group: Trial, scores: Scores, lrs: Iterable[float], plan: Plan) -> list[tuple[Phase, Trial]]:
