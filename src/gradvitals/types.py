@@ -49,7 +49,7 @@ METRICS: dict[str, str] = {
     "radial_gsnr": "GSNR of the gradient along the weights, <W,g>/|W|",
     "update/rms": "root mean square change of the weights in one step, from up to 64 coordinates of each tensor",
     "update/cosine": "cosine between this step's change of those coordinates and the one before",
-    "vrgd/mean": "mean factor that a variance-reduced optimizer multiplied the gradient by",
+    "vrgd/mean": "mean factor by the rule of a variance-reduced optimizer, before any moving average",
     "vrgd/at_gamma": "share of those factors that are at their lower bound, gamma",
     "vrgd/at_one": "share of those factors that are 1",
     "clip/max_norm": "the norm that the training loop clips gradients to",

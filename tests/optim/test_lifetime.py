@@ -241,7 +241,6 @@ def test_gradients_looked_at_in_the_middle(scale: str) -> None:
             if number == 5:
                 (first,) = torch.autograd.grad(params[1].pow(3).sum(), params[1], create_graph=True)
                 torch.autograd.grad(first.sum(), params[1])
-        assert set(optimizer._parts.counts.values()) == {5, 8}
         optimizer.step()
         assert optimizer.last_num_parts == 8
         optimizer.zero_grad()
