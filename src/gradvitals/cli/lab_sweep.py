@@ -79,6 +79,7 @@ def sweep_options(
     epochs: float = 24,
     weight_decay: float = 5e-4,
     length: str = "Epochs of a trial.",
+    models: str = "",
 ) -> Callable[[Command], Command]:
     """Options of a sweep; the command receives them as one `Request` in its argument `request`.
 
@@ -89,11 +90,12 @@ def sweep_options(
         epochs: Length of a trial.
         weight_decay: Of matrices and kernels.
         length: Help of --epochs.
+        models: Which there are, for the help.
     """
     many: dict[str, Any] = {"multiple": True, "show_default": True}
     one: dict[str, Any] = {"show_default": True}
     options = [
-        click.option("--model", default=(model,), help="Which model; may be given several times.", **many),
+        click.option("--model", default=(model,), help=f"Which model{models}; may be given several times.", **many),
         click.option(
             "--batch", type=click.IntRange(min=2), default=(batch,), help="Samples of a step; several times.", **many
         ),

@@ -31,7 +31,9 @@ def vrgd() -> None:
     metavar="FOLDER",
     help="Folder that holds cifar10/train_0.webp, ..., cifar10/test.webp and cifar10/labels.npz.",
 )
-@sweep_options(model="resnet20", batch=4096, optimizer="momentum")
+@sweep_options(
+    model="resnet20", batch=4096, optimizer="momentum", models=": resnet20, resnet56, or another of 6n + 2 layers"
+)
 @click.option(
     "--warmup",
     type=click.FloatRange(0, 1),

@@ -60,6 +60,7 @@ def regression(batch: int, k: int, seeds: int, as_json: bool) -> None:
     epochs=200,
     weight_decay=0.01,
     length="Steps of a trial.",
+    models=": gpt-tiny, gpt-mini or gpt-small",
 )
 @device_option
 @click.option(

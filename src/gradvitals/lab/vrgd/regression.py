@@ -295,6 +295,8 @@ def format_regression(result: dict[str, Any]) -> str:
         f"loss: after {steps} steps; steps: until the loss is what SGD's is after {steps} at the same learning rate "
         "(0: SGD diverged)",
         "VR-SGD: factors clipped to [gamma, 1], as the paper has it. Without cap: clipped from below only.",
+        "",
+        *_answers(result),
     ]
     for inputs, found in result["inputs"].items():
         kind = "standard normal" if inputs == "normal" else "uniform on [0, 1]"
@@ -304,6 +306,19 @@ def format_regression(result: dict[str, Any]) -> str:
             lines += ["", f"each {label} at its best learning rate; steps as above", ""]
             lines += [_value_table(label, found[name])]
     return "\n".join([*lines, "", "x standard normal, k = 8, other batches", "", _batch_table(result["batches"])])
+
+
+def _answers(result: dict[str, Any]) -> list[str]:
+    """Where half the steps do what all of them did for SGD, which is what the paper claims."""
+    lines = []
+    for inputs, found in result["inputs"].items():
+        for rule in RULES[1:]:
+            rows = [row for row in found["learning_rates"] if row[rule]["steps"] is not None]
+            halved = [row["lr"] for row in rows if 0 < row[rule]["steps"] <= 0.55 * result["steps"]]
+            where = f"at lr {', '.join(f'{lr:g}' for lr in halved)}" if halved else "at no learning rate"
+            limit = f"; SGD diverges from {found['stability_limit']:.4g} on" if halved else ""
+            lines.append(f"x {inputs}, {LABELS[rule]}: SGD's loss in about half the steps {where}{limit}")
+    return lines
 
 
 def _learning_rate_table(found: list[dict[str, Any]]) -> str:

@@ -132,14 +132,19 @@ def format_tables(summary: dict[str, Any]) -> str:
     """The summary as text: a Markdown table for each comparison."""
     if not summary["comparisons"]:
         return "no finished trials"
-    return "\n\n".join([*map(_format_comparison, summary["comparisons"]), _NOTE])
+    comparisons = summary["comparisons"]
+    rows = [row for comparison in comparisons for row in comparison["arms"]]
+    note = _NOTE + (_PAPER_NOTE if any(row["published"] is not None for row in rows) else "")
+    note += _EDGE_NOTE if any(row["at_edge"] for row in rows) else ""
+    return "\n\n".join([*map(_format_comparison, comparisons), note])
 
 
 _NOTE = (
     "Score: mean ± standard error over n fresh seeds, at the learning rate that was best in the arm's own sweep (last\n"
-    "column: tried, score). 'edge': the best is the lowest or highest tried. Minus base: with Welch's standard\n"
-    "error. Runs that diverged count as chance. Paper: its ResNet-56 on CIFAR-10."
+    "column: tried, score). Minus base: with Welch's standard error. Runs that diverged count as chance."
 )
+_PAPER_NOTE = "\nPaper: its ResNet-56 on CIFAR-10."
+_EDGE_NOTE = "\nedge: the best is the lowest or highest tried; go further with --reach before you believe it."
 
 
 def _format_comparison(comparison: dict[str, Any]) -> str:
