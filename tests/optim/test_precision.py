@@ -268,3 +268,20 @@ def test_a_huge_tensor_keeps_its_mean() -> None:
     expected = (ratio / ratio.mean()).clamp(0.1, 1)
     got = (p.grad / grad).double()
     assert math.isclose(got.mean(), expected.mean(), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("k", [8, 24, 64, 128])
+def test_many_equal_parts_are_still_equal(k: int) -> None:
+    """Errors of one sign add up over many sums; constant elements must not pass for noise by them."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(400))
+    constant = torch.randn(200, generator=generator)
+    optimizer = gv.optim.VRSGD([weight], lr=1.0)
+    heard: list[torch.Tensor] = []
+    optimizer.register_factors_hook(lambda parameters, factors, gamma: heard.append(factors[0].clone()))
+    for _ in range(k):
+        part = torch.cat([constant, torch.randn(200, generator=generator)])
+        ((weight * part).sum() / k).backward()
+    optimizer.step()
+    assert (heard[0][:200] == 1).all()
+    assert 0.4 < heard[0][200:].mean() < 0.6

@@ -333,8 +333,13 @@ def _chunks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list
 
 
 def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
-    """Squared deviation, over squared mean, that rounding leaves between equal parts that are added up; or more."""
-    return float(torch.finfo(dtype).eps ** 2 * num_parts / 4)
+    """Squared deviation, over squared mean, that rounding leaves between equal parts that are added up.
+
+    Each sum may be rounded the same way, so that errors grow with the number of parts. To allow for that in 16 bits
+    would take real noise for rounding; there it is what errors in all directions amount to.
+    """
+    eps = float(torch.finfo(dtype).eps)
+    return eps**2 * (num_parts / 4 if eps > 1e-6 else num_parts**2 / 8)
 
 
 def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class RankSums:
         parts.when_backward_ends.append(self._wait_for_averages)
         parts.when_given_up.append(lambda parameter: self._averaged.discard(parameter))
         relay = model.__dict__.get("_gradvitals_relay")
+        if relay is not None and relay.is_in_use():
+            raise RuntimeError(
+                "another variance-reduced optimizer uses the ranks of this model; put all its parameters into groups "
+                "of one optimizer"
+            )
         if relay is None:
             relay = model.__dict__["_gradvitals_relay"] = _Relay()
             # A lambda, because torch compares a function's annotations with types, and here they are text.
@@ -139,6 +144,9 @@ class _Relay:
     def point_to(self, sums: RankSums) -> None:
         self._sums = weakref.ref(sums)
         self._average = partial(sums._hook, sums._hook_state)
+
+    def is_in_use(self) -> bool:
+        return self._sums() is not None
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         sums = self._sums()

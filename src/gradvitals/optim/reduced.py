@@ -88,6 +88,7 @@ class VarianceReduced(torch.optim.Optimizer):
         self._factors_hooks: OrderedDict[int, FactorsHook] = OrderedDict()
         self._unmade: list[Tensor] = []  # averages that a step without gradients is to begin
         self._warned: set[int] = set()
+        self._has_scaled = False
 
     def register_factors_hook(self, hook: FactorsHook) -> RemovableHandle:
         """Have a function called in each step with the rule's factors, before any moving average of them.
@@ -260,10 +261,14 @@ class VarianceReduced(torch.optim.Optimizer):
         world_size = self._num_ranks()
         self._num_local = self._parts.num_parts
         self.last_num_parts = self._num_local * world_size
-        if not self._has_enough_parts(world_size):
+        if self.last_num_parts == 0 and self._only_zeros():
             return []
+        enough = self._has_enough_parts(world_size)
         for group in self.param_groups:
             group["vr_steps"] += 1
+        if not enough:
+            return []
+        self._has_scaled = True
         self._parts.flush()
         if self._ranks is not None:
             self._ranks.finish()
@@ -286,15 +291,13 @@ class VarianceReduced(torch.optim.Optimizer):
     def _has_enough_parts(self, world_size: int) -> bool:
         """Whether gradients can be scaled. If not, this step is the base's; or an error, if none ever could be."""
         found, groups = self.last_num_parts, self.param_groups
-        if found == 0 and self._only_zeros():
-            return False
         where = f" ({self._num_local} on each of {world_size} ranks)" if world_size > 1 else ""
         check_announced(found, where, groups)
         if found >= ENOUGH_PARTS:
             return True
         if all(group["gamma"] == 1 for group in groups):
             return found >= MIN_PARTS
-        if found < MIN_PARTS and not any(group["vr_steps"] for group in groups):
+        if found < MIN_PARTS and not self._has_scaled:
             raise RuntimeError(too_few_parts(found, where))
         if found not in self._warned:
             self._warned.add(found)
