@@ -35,6 +35,7 @@ from torch import Tensor
 
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training
 from gradvitals.monitor import Monitor, watch
 
@@ -323,18 +324,8 @@ def format_overhead(result: dict[str, Any]) -> str:
                     _percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
                 )
             )
-        lines += _table(rows)
+        lines.append(markdown_table(rows))
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        for row in rows
-    ]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return [f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:])]
 
 
 def _percent(ratio: float) -> str:

@@ -20,6 +20,7 @@ from gradvitals.lab.faults.score import (
     healthy_steps,
     tally,
 )
+from gradvitals.lab.markdown import markdown_table
 
 LABELS = {TRAINPULSE: "trainpulse 0.4"}
 TWINS = {"mlp": "adamw_cosine", "cnn": "sgd_cosine", "transformer": "adamw_cosine", "rnn": "usual"}
@@ -197,7 +198,7 @@ def _side_by_side(rows: Sequence[dict[str, Any]]) -> str:
     ]
     note = "False alarms per 10,000 steps: of healthy runs, and of faulty ones before the fault. Delays are medians.\n"
     note += "Other detectors than gradvitals find a fault by any flag after it, and can name no place."
-    return f"Side by side\n\n{_table([head, *cells])}\n\n{note}"
+    return f"Side by side\n\n{markdown_table([head, *cells])}\n\n{note}"
 
 
 def _verdicts(counts: dict[str, Counter[str]]) -> str:
@@ -227,14 +228,14 @@ def _faults_table(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return f"By fault and model, gradvitals\n\n{_table([head, *cells], left=(0, 1, 2, 7, 8))}"
+    return f"By fault and model, gradvitals\n\n{markdown_table([head, *cells], left=(0, 1, 2, 7, 8))}"
 
 
 def _planted_table(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
     cells = [(row["fault"], row["what"], ", ".join(row["finds"])) for row in rows]
-    table = _table([("fault", "what was planted", "found if one of these is said"), *cells], left=(0, 1, 2))
+    table = markdown_table([("fault", "what was planted", "found if one of these is said"), *cells], left=(0, 1, 2))
     return f"The faults\n\n{table}"
 
 
@@ -245,7 +246,7 @@ def _rules_table(rows: Sequence[dict[str, Any]]) -> str:
     names = ("finds", "first", "false_alarms", "before_fault", "beside_fault")
     cells = [(row["rule"], *(str(row[name]) for name in names)) for row in rows]
     note = "Beside the fault: findings in a faulty run that do not name its fault, right or wrong."
-    return f"By rule\n\n{_table([head, *cells])}\n\n{note}"
+    return f"By rule\n\n{markdown_table([head, *cells])}\n\n{note}"
 
 
 def _models_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -261,7 +262,7 @@ def _models_table(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return f"By model\n\n{_table([head, *cells], left=(0, 5))}"
+    return f"By model\n\n{markdown_table([head, *cells], left=(0, 5))}"
 
 
 def _effects_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -276,20 +277,7 @@ def _effects_table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     note = "Against the healthy twin of the same seed: the ratios where they are furthest from 1 after the fault."
-    return f"What each fault did\n\n{_table([head, *cells], left=(0, 1))}\n\n{note}"
-
-
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    rule = ["-" * width if place in left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:]))
+    return f"What each fault did\n\n{markdown_table([head, *cells], left=(0, 1))}\n\n{note}"
 
 
 def _percent(share: float | None) -> str:
