@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import gradvitals as gv
+from gradvitals.cli import main
 from gradvitals.functional import vrgd_scale
 
 NUM_PARTS = 8
@@ -70,6 +72,15 @@ def test_factors_are_kept_for_every_tensor(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(values, wanted, rtol=1e-5)
             whole = [float(measure(torch.cat([factor.flatten() for factor in factors]))) for factors in expected]
             np.testing.assert_allclose(run.series(metric)[1], whole, rtol=1e-5)
+
+
+def test_a_report_shows_them(tmp_path: Path) -> None:
+    monitor, _ = train(tmp_path / "run", CASES["VRSGD"], gv.Config(tensor_every=1, quiet=True))
+    shown = CliRunner().invoke(main, ["report", str(monitor.run_path)]).output
+    with gv.open_run(monitor.run_path) as run:
+        latest = run.series("vrgd/mean")[1][-1]
+    (line,) = (line for line in shown.splitlines() if line.startswith("VRGD factor"))
+    assert float(line.split()[2]) == pytest.approx(latest, rel=0.01)
 
 
 def test_other_optimizers_have_no_factors(tmp_path: Path) -> None:

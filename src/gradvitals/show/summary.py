@@ -136,7 +136,7 @@ def summarize(run: Run) -> Summary:
     meta, findings = run.meta, run.findings()
     source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
     layers_step, layers = layer_rows(run, source)
-    trends = (_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr"))
+    trends = (_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr", "vrgd/mean"))
     return Summary(
         run=str(run.path),
         last_step=run.last_step,

@@ -23,7 +23,7 @@ from gradvitals.types import FloatArray
 
 __all__ = ["Spark", "findings_section", "render_report", "render_summary", "sparkline"]
 
-LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR"}
+LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/mean": "VRGD factor"}
 STATES = {"running": "still running", "finished": "finished", "stopped": "stopped without being closed"}
 WIDE = 76
 """Columns of screen from which the layer table shows intervals."""
