@@ -35,9 +35,9 @@ def summary_of(path: Path) -> Summary:
 def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     with open_run(write_run()) as run:
         text = shown(render_report(run))
+    # Where the first line breaks depends on how long the folder's name is.
+    assert "finished, step 39, 0.0 s, 4 tensors, 80 parameters" in " ".join(text.split())
     for part in (
-        "finished, step 39",
-        "4 tensors, 80 parameters",
         "samples (95 %: 50 to 90)",
         "GSNR from microbatch at batch size 32",
         "0.75 to 1.25",
