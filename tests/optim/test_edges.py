@@ -401,3 +401,24 @@ def test_it_is_an_optimizer(wrap: bool) -> None:
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert type(optimizer).__name__ in repr(optimizer)
         assert "gamma" in repr(optimizer)
+
+
+def test_another_rule_in_the_place_of_a_function() -> None:
+    params, truth = parameters(starting_weights()), truth_of("sgd")
+    optimizer = build("sgd", params, lr=LR["sgd"], scale=lambda mean, variance, k, gamma: torch.zeros_like(mean))
+    optimizer.param_groups[0]["scale"] = "paper"
+    truth.step(weighted(STEPS[0]))
+    train(optimizer, params, STEPS[:1])
+    compare(params, truth)
+
+
+def test_averages_follow_a_model_to_another_dtype() -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = gv.optim.VRSGD(model.parameters(), lr=0.1, beta3=0.9)
+    for dtype in (torch.float32, torch.float64, torch.float64):
+        model.to(dtype)
+        for _ in range(8):
+            model(torch.randn(5, 4, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {optimizer.state[p]["factor_avg"].dtype for p in model.parameters()} == {torch.float64}

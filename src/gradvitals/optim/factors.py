@@ -105,7 +105,7 @@ def averaged(share: Share, factors: list[Tensor]) -> list[Tensor]:
     """
     # A first average is laid out like the gradient and by itself: factors are pieces of one large tensor.
     used = [
-        torch.empty_like(grad).copy_(factor) if average is None else average
+        torch.empty_like(grad).copy_(factor) if average is None else average.to(grad.dtype)
         for average, factor, grad in zip(share.averages, factors, share.grads, strict=True)
     ]
     if share.compiled_weights:

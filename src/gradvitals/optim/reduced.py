@@ -339,7 +339,7 @@ class VarianceReduced(torch.optim.Optimizer):
             num_added=self._num_local,
             num_parts=self.last_num_parts,
             gamma=group["gamma"],
-            rule=self._rules.get(block.kind.group, group["scale"]),
+            rule=self._rules[block.kind.group] if group["scale"] == "custom" else group["scale"],
             granularity=group["granularity"] or DEFAULT_GRANULARITY.get(group["scale"], ""),
             layers=layers_of(group, parameters) if group["granularity"] == "layer" else [],
             averages=[state.get("factor_avg") for state in states],
