@@ -233,11 +233,18 @@ class _Run:
         return [] if group in self.failures else pending(self.groups[group], self._scores[group], self.plan)
 
     def _expected_seconds(self, trial: Trial) -> float:
-        """From trials like it, of this run before those of others; else from any."""
-        runs = (self._durations, self._earlier)
-        alike = ([seconds for other, seconds in known if _same_work(other, trial)] for known in runs)
-        any_kind = ([seconds for _, seconds in known] for known in runs)
-        return next((statistics.median(seconds) for seconds in (*alike, *any_kind) if seconds), 0.0)
+        """From trials like it, of this run before those of others; else from any.
+
+        Of others the shortest, because they may have shared the machine with more trials at once.
+        """
+        runs: tuple[tuple[list[tuple[Trial, float]], Callable[[list[float]], float]], ...]
+        runs = ((self._durations, statistics.median), (self._earlier, min))
+        for alike in (True, False):
+            for known, typical in runs:
+                found = [seconds for other, seconds in known if not alike or _same_work(other, trial)]
+                if found:
+                    return typical(found)
+        return 0.0
 
 
 def _same_work(first: Trial, second: Trial) -> bool:
