@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
-from gradvitals.lab.vrgd.arms import Shuffled, adaptive_factor, make_optimizer, mean_factor, warmup_cosine
+from gradvitals.lab.vrgd.arms import Shuffled, adaptive_factor, cap4_factor, make_optimizer, mean_factor, warmup_cosine
 from gradvitals.lab.vrgd.trial import ARMS, OPTIMIZERS, Trial
 
 TRIAL = Trial(
@@ -196,3 +196,12 @@ def test_every_arm_takes_a_step() -> None:
         moved, optimizer = run(replace(TRIAL, arm=arm))
         assert all(torch.isfinite(parameter).all() for parameter in moved.values())
         assert arm == "base" or optimizer.last_num_parts == 8  # type: ignore[attr-defined]
+
+
+def test_a_cap_at_4_lets_elements_go_faster() -> None:
+    """Ratios 16, 1, 1 and 0.02 have the mean 4.505; an element without variance does not enter it."""
+    mean = torch.tensor([4.0, 1.0, -1.0, 0.02**0.5, 5.0])
+    variance = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    factors = cap4_factor(mean, variance, 8, 0.1)[:4]
+    torch.testing.assert_close(factors, torch.tensor([16 / 4.505, 1 / 4.505, 1 / 4.505, 0.1]))
+    assert cap4_factor(torch.tensor([100.0, 0.1, 0.1, 0.1, 0.1, 0.1]), torch.ones(6), 8, 0.1)[0] == 4

@@ -4,6 +4,7 @@
 ``base``                     the optimizer as it is
 ``vr``                       its VRGD twin, by the paper's rule: factors from the GSNR over its mean in each tensor
 ``vr-row``, ``vr-layer``     the same with the mean taken over rows, or over layers
+``vr-cap4``                  the paper's rule clipped to [gamma, 4]: elements with much signal may go faster
 ``mean``                     each tensor's gradient times the mean of the paper's factors: is it just a smaller step?
 ``shuffled``                 the paper's factors, in each tensor given to coordinates at random, anew in every step
 ``shuffled-fixed``           the same with one exchange of coordinates for the whole run, so that factors last as long
@@ -111,6 +112,8 @@ def _vr_options(trial: Trial, num_steps: int) -> dict[str, Any]:
         return options | {"granularity": arm.removeprefix("vr-")}
     if adaptive:
         return options | {"scale": adaptive_factor}
+    if arm == "vr-cap4":
+        return options | {"scale": cap4_factor}
     if arm == "mean":
         return options | {"scale": mean_factor}
     if arm.startswith("shuffled"):
@@ -126,6 +129,14 @@ def _gamma(trial: Trial, num_steps: int) -> float | Callable[[int], float]:
     if trial.gamma_schedule == "cosine":
         return optim.schedules.cosine(1.0, trial.gamma, num_steps)
     raise ValueError(f"gamma_schedule is {trial.gamma_schedule!r}; expected one of {', '.join(GAMMA_SCHEDULES)}")
+
+
+def cap4_factor(mean: Tensor, variance: Tensor, num_parts: int, gamma: float) -> Tensor:
+    """The paper's ratio over its mean in the tensor, clipped at 4 and not at 1."""
+    ratio = mean.square() / variance
+    counted = torch.isfinite(ratio)
+    average = torch.where(counted, ratio, 0.0).sum() / counted.sum()
+    return (ratio / average).clamp(gamma, 4.0)
 
 
 def mean_factor(mean: Tensor, variance: Tensor, num_parts: int, gamma: float) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lars")
 ARMS = (
-    *("base", "vr", "vr-row", "vr-layer", "mean", "shuffled", "shuffled-fixed"),
+    *("base", "vr", "vr-row", "vr-layer", "vr-cap4", "mean", "shuffled", "shuffled-fixed"),
     *("wiener-element", "wiener-row", "wiener-tensor", "wiener-hierarchical"),
 )
 GAMMA_SCHEDULES = ("constant", "linear", "cosine", "adaptive")
