@@ -10,10 +10,7 @@ from torch import nn
 
 import gradvitals as gv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 NUM_PARTS = 8
 
 

@@ -81,7 +81,8 @@ def cifar(
     """
     from functools import partial
 
-    from gradvitals.lab.vrgd.cifar import CifarSettings, pick_device, start_lr, train_cifar
+    from gradvitals.lab.device import pick_device
+    from gradvitals.lab.vrgd.cifar import CifarSettings, start_lr, train_cifar
 
     place = pick_device(device)
     on_gpu = place == "cuda"

@@ -84,14 +84,15 @@ def text(data: Path, request: Request, device: str, compiled: bool, graphs: bool
     """
     from functools import partial
 
-    from gradvitals.lab.vrgd.cifar import pick_device
-    from gradvitals.lab.vrgd.loop import WARMUP, start_lr
+    from gradvitals.lab.device import pick_device
+    from gradvitals.lab.vrgd.groups import scaled_start_lr
+    from gradvitals.lab.vrgd.loop import WARMUP
     from gradvitals.lab.vrgd.text import START_BATCH, START_LR, train_text
 
     place = pick_device(device)
     train = partial(train_text, data=data, device=place, compiled=compiled, graphs=graphs)
     settings: dict[str, float | str] = {"warmup": WARMUP, "precision": "bf16" if place == "cuda" else "float32"}
-    run_request(request, train, request.groups("text", partial(start_lr, START_LR, START_BATCH)), settings)
+    run_request(request, train, request.groups("text", partial(scaled_start_lr, START_LR, START_BATCH)), settings)
 
 
 @click.command()
@@ -119,7 +120,7 @@ def clicks(request: Request, device: str, graphs: bool, factors: bool) -> None:
     """
     from functools import partial
 
-    from gradvitals.lab.vrgd.cifar import pick_device
+    from gradvitals.lab.device import pick_device
     from gradvitals.lab.vrgd.clicks import (
         START_BATCH,
         START_LR,
@@ -128,10 +129,11 @@ def clicks(request: Request, device: str, graphs: bool, factors: bool) -> None:
         format_factors,
         train_clicks,
     )
-    from gradvitals.lab.vrgd.loop import WARMUP, start_lr
+    from gradvitals.lab.vrgd.groups import scaled_start_lr
+    from gradvitals.lab.vrgd.loop import WARMUP
 
     place = pick_device(device)
-    groups = request.groups("clicks", partial(start_lr, START_LR, START_BATCH))
+    groups = request.groups("clicks", partial(scaled_start_lr, START_LR, START_BATCH))
     if not factors:
         click.echo(f"the AUC of the true probabilities is {ceiling(place):.4f}", err=request.as_json)
         run_request(request, partial(train_clicks, device=place, graphs=graphs), groups, {"warmup": WARMUP})
@@ -173,7 +175,7 @@ def cost(device: str, shape: str | None, rounds: int | None, compiled: bool, sec
       gradvitals lab vrgd cost --device cuda
       gradvitals lab vrgd cost --device cpu --no-compile --json
     """
-    from gradvitals.lab.vrgd.cifar import pick_device
+    from gradvitals.lab.device import pick_device
     from gradvitals.lab.vrgd.cost import format_cost, run_cost
 
     result = run_cost(

@@ -314,8 +314,6 @@ def test_commands_pass_the_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +323,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["momentum", "lamb"])
 @pytest.mark.parametrize("arm", ["base", "vr", "mean", "wiener-row"])
 def test_a_gpu_replays_what_it_would_run(arm: str, optimizer: str, exact: None) -> None:
@@ -337,7 +335,7 @@ def test_a_gpu_replays_what_it_would_run(arm: str, optimizer: str, exact: None) 
 
 
 @pytest.mark.gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_a_gpu_records_any_task() -> None:
     place = torch.device("cuda", torch.cuda.current_device())
     tiny = CharLMConfig(vocab_size=256, context=16, d_model=64, n_layer=1, n_head=2)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.vrgd.arms import make_optimizer, warmup_cosine
 from gradvitals.lab.vrgd.graphs import WARM_UP, GraphedPasses
+from gradvitals.lab.vrgd.groups import scaled_start_lr
 from gradvitals.lab.vrgd.images import Augmented, Images, Normalise, load_cifar10
 from gradvitals.lab.vrgd.resnet import ResNet, make_resnet
 from gradvitals.lab.vrgd.trial import Result, Trial
@@ -30,7 +31,8 @@ CURVE_POINTS = 6
 TRAIN_EVAL_IMAGES = 10_000
 EVAL_BATCH = 2_000
 START_LR = {"sgd": 3.2, "momentum": 0.8, "adam": 3.2e-3, "adamw": 3.2e-3, "lamb": 1.28e-2, "lars": 12.8}
-"""Where a sweep begins at batch 4096: in the middle of what it is likely to need."""
+"""Where a sweep begins at `START_BATCH`: in the middle of what it is likely to need."""
+START_BATCH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +52,8 @@ class CifarSettings:
 
 
 def start_lr(optimizer: str, batch: int) -> float:
-    """Where a sweep begins: the start at 4096 times the square root of the batch, to the next power of 2."""
-    return START_LR[optimizer] * 2.0 ** round(0.5 * math.log2(batch / 4096))
-
-
-def pick_device(name: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is a GPU where there is one.
-
-    Raises:
-        GradvitalsError: when there is no GPU and one was asked for.
-    """
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")
-    return ("cuda" if has_gpu else "cpu") if name == "auto" else name
+    """Where a sweep begins."""
+    return scaled_start_lr(START_LR, START_BATCH, optimizer, batch)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
@@ -70,3 +71,8 @@ def _gammas(arm: str, gammas: Sequence[float], schedules: Sequence[str]) -> Iter
     for gamma, schedule in product(gammas or (default_gamma(arm),), schedules):
         if arm == "vr" or schedule != "adaptive":
             yield gamma, schedule
+
+
+def scaled_start_lr(by_optimizer: dict[str, float], batch_of_those: int, optimizer: str, batch: int) -> float:
+    """Where a sweep begins: what is known at one batch, times the square root of the batch, to the next power of 2."""
+    return by_optimizer[optimizer] * 2.0 ** round(0.5 * math.log2(batch / batch_of_those))

@@ -88,8 +88,3 @@ def check_parts(trial: Trial) -> None:
     """Refuse a batch that does not divide into k micro-batches."""
     if trial.batch % trial.k:
         raise GradvitalsError(f"batch is {trial.batch}; expected a multiple of k, which is {trial.k}")
-
-
-def start_lr(by_optimizer: dict[str, float], batch_of_those: int, optimizer: str, batch: int) -> float:
-    """Where a sweep begins: what is known at one batch, times the square root of the batch, to the next power of 2."""
-    return by_optimizer[optimizer] * 2.0 ** round(0.5 * math.log2(batch / batch_of_those))
