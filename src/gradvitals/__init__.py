@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import diagnose, functional, optim
+    from gradvitals import act, diagnose, functional, optim
+    from gradvitals.act import Guard
     from gradvitals.config import Config
-    from gradvitals.monitor import Monitor, watch
+    from gradvitals.monitor import Monitor
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
+    from gradvitals.watching import watch
 
 __version__ = "0.1.0"
 
@@ -17,10 +19,12 @@ __all__ = [
     "Action",
     "Config",
     "Finding",
+    "Guard",
     "Monitor",
     "Reading",
     "Run",
     "__version__",
+    "act",
     "diagnose",
     "functional",
     "open_run",
@@ -33,18 +37,19 @@ _HOMES = {
     "Action": "gradvitals.types",
     "Config": "gradvitals.config",
     "Finding": "gradvitals.types",
+    "Guard": "gradvitals.act",
     "Monitor": "gradvitals.monitor",
     "Reading": "gradvitals.types",
     "Run": "gradvitals.store.reader",
     "open_run": "gradvitals.store.reader",
-    "watch": "gradvitals.monitor",
+    "watch": "gradvitals.watching",
 }
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("diagnose", "functional", "optim"):
+    if name in ("act", "diagnose", "functional", "optim"):
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -29,6 +29,10 @@ class Judge:
         self._told: dict[str, Severity] = {}
         self.failed = False
         """Whether it has met an error of its own, and looks no more."""
+        self.judged = -1
+        """The last step it has judged."""
+        self.opened: list[tuple[int, Finding]] = []
+        """Findings that opened or got worse, each with the step that showed it, for a Guard to take."""
         facts = replace(facts_of(optimizers), world_size=world_size)
         self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
 
@@ -42,16 +46,18 @@ class Judge:
         self.diagnosis.describe(layout)
         changed = self.diagnosis.read(readings)
         for finding in changed:
-            self._tell(finding)
+            self._tell(finding, readings[0].step)
+        self.judged = readings[0].step
         return changed
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: Finding, step: int) -> None:
         told = self._told.get(finding.id)
         if finding.last_step is not None:
             if self._told.pop(finding.id, None) is not None:
                 say(f"over since step {finding.last_step + 1}: {finding.title} ({finding.id})", self._quiet)
         elif finding.severity != "info" and (told is None or _worse(finding.severity, told)):
             self._told[finding.id] = finding.severity
+            self.opened.append((step, finding))
             cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
             say(f"{finding}{cure}", self._quiet)
 
@@ -66,11 +72,12 @@ class Judge:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules remember."""
-        return self.diagnosis.state_dict()
+        return {**self.diagnosis.state_dict(), "judged": self.judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what the rules remembered."""
         self.diagnosis.load_state_dict(state)
+        self.judged = int(state.get("judged", -1))
         self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
 
 

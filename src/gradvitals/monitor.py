@@ -1,4 +1,4 @@
-"""Monitor and watch(): the one object a user holds. It wires the layers together and holds no maths."""
+"""Monitor: the one object a user holds. It wires the layers together and holds no maths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -42,54 +43,8 @@ CLEAN_STEPS = 20
 STATE_VERSION = 1
 
 
-def watch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    *,
-    run: str | Path | None = None,
-    config: Config | None = None,
-    batch_size: float | None = None,
-    resume: bool = False,
-    on_reading: Callable[[Reading], object] | None = None,
-) -> Monitor:
-    """Watch a training run.
-
-    Args:
-        model: The model being trained.
-        optimizer: The optimizer, or all of them, that step it.
-        run: Folder to keep the run in. If a run is there already, the next free name is taken (``gpt-2``) and
-            said. None takes ``runs/<date and time>``.
-        config: Settings; the defaults are meant to be left alone.
-        batch_size: Samples per optimizer step, over all micro-batches. With it, the noise scale is in samples.
-        resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
-            by itself.
-        on_reading: Called with every `Reading` as it is finished, on a thread of its own and a moment after its step.
-
-    Returns:
-        The Monitor. Training goes on exactly as it would without it.
-
-    Example:
-        >>> import tempfile, torch, gradvitals as gv
-        >>> model = torch.nn.Linear(4, 1)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with gv.watch(model, optimizer, run=tempfile.mkdtemp() + "/first") as monitor:
-        ...     for _ in range(3):
-        ...         loss = model(torch.ones(8, 4)).square().mean()
-        ...         optimizer.zero_grad()
-        ...         loss.backward()
-        ...         monitor.observe(loss)
-        ...         optimizer.step()
-        >>> steps, norms = gv.open_run(monitor.run_path).series("grad/norm")
-        >>> steps.tolist()
-        [0, 1, 2]
-    """
-    return Monitor(
-        model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume, on_reading=on_reading
-    )
-
-
 class Monitor:
-    """Watches one training run and keeps what it sees. See `watch`."""
+    """Watches one training run and keeps what it sees. See `gradvitals.watch`, whose arguments it takes."""
 
     def __init__(
         self,
@@ -106,12 +61,14 @@ class Monitor:
         optimizers = check_arguments(model, optimizer, config, batch_size)
         self.config = config if config is not None else Config()
         self._notices: list[Finding] = []
+        self._actions: list[Action] = []
+        self._at_close: list[Callable[[], object]] = []
         path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
         # Each process keeps a run of its own until there is one record for all of them.
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path
         self._resume = resume
-        self._on_reading = on_reading
+        self._readers = [on_reading] if on_reading is not None else []
         self._writer: BackgroundWriter | None = None
         self._layout: Layout | None = None
         self._latest: dict[Source | None, dict[str, float]] = {}
@@ -131,7 +88,7 @@ class Monitor:
         if resume:
             self._tap.start(next_step(self._path))
         for source, reason in missing_sources(self.config, optimizers):
-            self._report(notices.source_unavailable(source, reason, self._now()))
+            self.report(notices.source_unavailable(source, reason, self._now()))
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
@@ -168,9 +125,53 @@ class Monitor:
         return [*self._notices, *(self._judge.findings if self._judge is not None else ())]
 
     @property
+    def actions(self) -> list[Action]:
+        """What was done to the training so far, by a Guard or a schedule, or would have been."""
+        return list(self._actions)
+
+    @property
     def run_path(self) -> Path:
         """Where the run is kept."""
         return self._writer.path if self._writer is not None else self._path
+
+    # -- for those who act on what it sees ----------------------------------------------------------------------
+
+    @property
+    def tap(self) -> Tap:
+        """Where gradients are read."""
+        return self._tap
+
+    @property
+    def judge(self) -> Judge | None:
+        """Who judges the readings; None where nobody does, or no longer."""
+        return None if self._judge is None or self._judge.failed else self._judge
+
+    def add_reader(self, reader: Callable[[Reading], object]) -> None:
+        """Have this called with every reading, beside `on_reading`."""
+        self._readers.append(reader)
+
+    def record(self, action: Action) -> None:
+        """Keep what was done, or would have been, with the run."""
+        self._actions.append(action)
+        if self._writer is not None:
+            self._writer.put(action)
+
+    def at_close(self, callback: Callable[[], object]) -> None:
+        """Have this called when the Monitor closes, while it still hears and writes."""
+        self._at_close.append(callback)
+
+    def state_soon(self) -> Callable[[], dict[str, Any]]:
+        """The state of this moment, for who cannot wait for it: what is returned waits for it, on another thread."""
+        self._tap.flush()
+        own, answer = self._own_state(), SimpleQueue[dict[str, Any]]()
+
+        def tell() -> tuple[()]:
+            answer.put(self._judged_state())
+            return ()
+
+        if self._writer is None or not self._writer.put(tell):
+            tell()
+        return lambda: {**own, **answer.get(timeout=60.0)}
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -186,9 +187,11 @@ class Monitor:
         """
         if self._closed:
             return
+        for callback in self._at_close:
+            callback()
         self._closed = True
         if error is not None:
-            self._report(notices.training_stopped(error, self._now()))
+            self.report(notices.training_stopped(error, self._now()))
         self._tap.close()
         if self._writer is not None:
             if self._judge is not None:
@@ -218,14 +221,16 @@ class Monitor:
         self._tap.flush()
         if self._writer is not None:
             self._writer.drain(30.0)
-        return {
-            "version": STATE_VERSION,
-            "run": str(self.run_path),
-            "run_id": self._writer.run_id if self._writer is not None else None,
-            "tap": self._tap.state_dict(),
-            "interpreter": self._interpreter.state_dict(),
-            "diagnosis": self._judge.state_dict() if self._judge is not None else None,
-        }
+        return {**self._own_state(), **self._judged_state()}
+
+    def _own_state(self) -> dict[str, Any]:
+        number = self._writer.run_id if self._writer is not None else None
+        tap = self._tap.state_dict()
+        return {"version": STATE_VERSION, "run": str(self.run_path), "run_id": number, "tap": tap}
+
+    def _judged_state(self) -> dict[str, Any]:
+        diagnosis = self._judge.state_dict() if self._judge is not None else None
+        return {"interpreter": self._interpreter.state_dict(), "diagnosis": diagnosis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run from a saved state. Call it before the first step.
@@ -271,8 +276,9 @@ class Monitor:
             queue_size=self.config.queue_size,
             on_error=call_weakly(self._on_store_error),
         )
-        for finding in self._notices:
-            self._writer.put(finding)
+        earlier: list[Record] = [*self._notices, *self._actions]
+        for record in earlier:
+            self._writer.put(record)
         # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
         # weak reference, so that a Monitor that is dropped can go, and its model with it.
         atexit.register(_close, weakref.ref(self))
@@ -328,11 +334,11 @@ class Monitor:
             return ()
 
     def _show(self, reading: Reading) -> None:
-        if self._on_reading is not None:
+        for reader in list(self._readers):
             try:
-                self._on_reading(reading)
+                reader(reading)
             except Exception as error:
-                self._on_reading = None
+                self._readers.remove(reader)
                 self._on_error("on_reading", error)
 
     def _account(self, raw: RawStep, reading: Reading, own_seconds: float) -> Reading:
@@ -347,7 +353,7 @@ class Monitor:
             self._tap.every = wanted
             if wanted > every:
                 share = self._budget.share
-                self._report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
+                self.report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
         return replace(reading, values={**reading.values, "monitor/overhead": spent})
 
     def _note_single_batches(self, raw: RawStep) -> None:
@@ -356,11 +362,12 @@ class Monitor:
         self._single_batch_readings += 1
         if self._single_batch_readings == 2:
             reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
-            self._report(notices.source_unavailable("micro-batches", reason, raw.step))
+            self.report(notices.source_unavailable("micro-batches", reason, raw.step))
 
     # -- findings of our own ------------------------------------------------------------------------------------
 
-    def _report(self, finding: Finding) -> None:
+    def report(self, finding: Finding) -> None:
+        """Keep what gradvitals has to say about itself with the run."""
         self._notices.append(finding)
         if finding.severity != "info":
             say(str(finding), self.config.quiet)
@@ -370,13 +377,13 @@ class Monitor:
             self._writer.put(finding)
 
     def _on_error(self, part: str, error: Exception) -> None:
-        self._report(notices.monitor_error(part, error, self._now()))
+        self.report(notices.monitor_error(part, error, self._now()))
 
     def _on_rule_error(self, rule: str, error: Exception) -> None:
-        self._report(notices.rule_error(rule, error, self._now()))
+        self.report(notices.rule_error(rule, error, self._now()))
 
     def _on_store_error(self, error: BaseException) -> None:
-        self._report(notices.store_error(error, self.run_path, self._now()))
+        self.report(notices.store_error(error, self.run_path, self._now()))
 
     def _now(self) -> int:
         return self._tap.step if hasattr(self, "_tap") else 0

@@ -94,3 +94,18 @@ def store_error(error: BaseException, path: Path, step: int) -> Finding:
         causes=("the disk is full, the folder cannot be written, or the file was damaged",),
         cures=("free space or pass another folder as run=...; writing is tried again meanwhile",),
     )
+
+
+def guard_error(error: BaseException, step: int) -> Finding:
+    """An error of the Guard's; it has stopped guarding."""
+    trace = "".join(traceback.format_exception(error))
+    return Finding(
+        id="guard_error",
+        severity="warning",
+        title=f"the Guard has stopped: {type(error).__name__}: {error}",
+        first_step=step,
+        last_step=step,
+        evidence={"traceback": trace},
+        causes=("an error inside gradvitals; training goes on without a Guard",),
+        cures=("report it with the traceback",),
+    )

@@ -226,6 +226,8 @@ class Action:
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """What it cost: seconds of the training thread, steps of training lost."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values."""

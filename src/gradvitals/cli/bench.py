@@ -36,6 +36,7 @@ def bench() -> None:
       gradvitals bench overhead
       gradvitals bench store --json
       gradvitals bench diagnosis
+      gradvitals bench guard --device cpu
     """
 
 
@@ -120,3 +121,44 @@ def diagnosis(tensors: int, as_json: bool) -> None:
     click.echo(f"{result['rules']} rules, {tensors} tensors; {result['false_alarms']} false alarms in the made-up run")
     for name, label in DIAGNOSIS_LABELS.items():
         click.echo(f"  {label:<52} {result[name]:8.4g} ms")
+
+
+@bench.command()
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to run; auto takes a GPU where there is one.",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    type=click.Choice(SHAPES),
+    multiple=True,
+    help="Model to time; may be given several times. [default: gpt-124m on a GPU, all small ones on a CPU]",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Timed steps of a stretch.")
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True, help="Stretches of each kind.")
+@json_option
+def guard(device: str, shapes: tuple[str, ...], steps: int, rounds: int, as_json: bool) -> None:
+    """Time guarded steps of a healthy run against bare ones, and what a snapshot holds up.
+
+    \b
+    Example:
+      gradvitals bench guard
+      gradvitals bench guard --device cuda --shape gpt-124m --json
+    """
+    from gradvitals.lab.guarding import format_guarding, run_guarding
+
+    result = run_guarding(
+        device=device,
+        shapes=shapes or None,
+        steps=steps,
+        rounds=rounds,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(format_guarding(result))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gradvitals.cli.lab_recovery import recovery
 from gradvitals.cli.lab_vrgd import vrgd
 from gradvitals.cli.output import json_option, print_json
 from gradvitals.cli.progress import progress_bar
@@ -101,4 +102,5 @@ def faults(
         click.echo(format_zoo(result))
 
 
-lab.add_command(vrgd)
+for command in (recovery, vrgd):
+    lab.add_command(command)

@@ -162,7 +162,11 @@ def sweep_options(
             **one,
         ),
         click.option(
-            "--sweep-seeds", type=click.IntRange(1, 100), default=1, help="Trials of each learning rate.", **one
+            "--sweep-seeds",
+            type=click.IntRange(1, 100),
+            default=1,
+            help="Trials that a learning rate must lead with before it counts as the best.",
+            **one,
         ),
         click.option(
             "--seeds", type=click.IntRange(min=0), default=3, help="Fresh seeds at the best learning rate.", **one

@@ -12,8 +12,8 @@ import torch
 
 from gradvitals.config import Config
 from gradvitals.lab.char_lm import Characters, CharLM, CharLMConfig, shakespeare
-from gradvitals.monitor import watch
 from gradvitals.types import Reading
+from gradvitals.watching import watch
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8

@@ -37,7 +37,8 @@ from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training
-from gradvitals.monitor import Monitor, watch
+from gradvitals.monitor import Monitor
+from gradvitals.watching import watch
 
 DEFAULT_ROUNDS = {"cpu": 8, "cuda": 4}
 WARM_UP_STEPS = 10
@@ -149,7 +150,7 @@ def run_overhead(
     results = [_time_shape(name, place, steps, rounds, progress or (lambda line: None)) for name in names]
     return {
         "device": place.type,
-        "machine": _machine(place),
+        "machine": machine_name(place),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -193,7 +194,7 @@ def _time_shape(
                 ratios[variant].stretches.append(stretch)
                 ratios[variant].neighbours.append((bare[-2], bare[-1]))
             so_far = statistics.median(ratios["default"].of(_wall))
-            tell(f"{name}: round {number + 1} of {rounds}, default at {_percent(so_far)} so far")
+            tell(f"{name}: round {number + 1} of {rounds}, default at {percent(so_far)} so far")
     return {
         "shape": name,
         "parameters": training.num_parameters,
@@ -239,14 +240,14 @@ def _time_variant(variant: str, training: Training, steps: int, folder: Path) ->
 
     for _ in range(BARE_SETTLE_STEPS):
         training.step(observe)
-    return _time_steps(training, observe, steps)
+    return time_steps(training, observe, steps)
 
 
 def _time_monitored(config: Config, training: Training, steps: int, folder: Path) -> Stretch:
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     with watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size) as monitor:
         _settle(monitor, training)
-        stretch = _time_steps(training, monitor.observe, steps)
+        stretch = time_steps(training, monitor.observe, steps)
         started = time.perf_counter()
         written = monitor.flush()
         flush_seconds = time.perf_counter() - started
@@ -273,7 +274,8 @@ def _settle(monitor: Monitor, training: Training) -> None:
         training.step(monitor.observe)
 
 
-def _time_steps(training: Training, observe: Observe | None, steps: int) -> Stretch:
+def time_steps(training: Training, observe: Observe | None, steps: int) -> Stretch:
+    """Time some steps, from when the device is idle until it is again."""
     on_gpu = training.device.type == "cuda"
     gc.collect()
     if on_gpu:
@@ -318,21 +320,23 @@ def format_overhead(result: dict[str, Any]) -> str:
             rows.append(
                 (
                     "bare, again" if variant == "bare" else variant,
-                    _percent(found["ratio"]),
-                    f"[{_percent(found['ratio_low'])}, {_percent(found['ratio_high'])}]",
+                    percent(found["ratio"]),
+                    f"[{percent(found['ratio_low'])}, {percent(found['ratio_high'])}]",
                     f"{(found['ratio'] - 1) * shape['bare_ms']:+.3f}",
-                    _percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
+                    percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
                 )
             )
         lines.append(markdown_table(rows))
     return "\n".join(lines)
 
 
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
+    """A ratio as a change."""
     return f"{100 * (ratio - 1):+.2f} %"
 
 
-def _machine(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """What it runs on, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()

@@ -69,6 +69,10 @@ class Packet:
         """What there is on one device."""
         return self._parts.get(device, [])
 
+    def named(self, name: str) -> list[tuple[Sequence[int], Tensor | Sequence[Tensor]]]:
+        """Rows and numbers that were added under a name, as they were added."""
+        return [(rows, values) for parts in self._parts.values() for known, rows, values in parts if known == name]
+
     @property
     def devices(self) -> Iterable[torch.device]:
         """Where its numbers are."""

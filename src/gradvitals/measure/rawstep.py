@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradvitals.measure.clock import Lap
 from gradvitals.measure.packet import Packet, Shipment
 from gradvitals.types import Layout, Stage
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What an optimizer is about to step with, still on the device."""
+
+    norms: list[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
+    """Norms of its gradients, one a tensor, before any clipping: rows, and a vector or a list of single numbers."""
+    parameters: Sequence[nn.Parameter]
+    """The parameter of every row."""
+    scale: Tensor | None
+    """The loss scale that the norms still carry; None for none."""
+    losses: list[Tensor | float]
+    """What the loop has told in this step."""
+    clipped: bool
+    """Whether the loop has clipped the gradients since."""
+    max_norm: float | None
+    """What it clipped their norm to, where known."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from gradvitals.measure.factors import FactorSums
 from gradvitals.measure.microbatch import MicrobatchSums, add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.rawstep import RawStep, StationStep
+from gradvitals.measure.rawstep import Arrival, RawStep, StationStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sentinel import Sentinel, is_distributed
 from gradvitals.measure.updates import UpdateNorms
@@ -55,7 +55,7 @@ class Station:
         self.step = StationStep(rows=rows)
         self.reading: Packet | None = None
         self.read_at = -1
-        self.clipped = self.stepped = self.windowed = False
+        self.clipped = self.stepped = self.windowed = self.arrived = False
         return self.step
 
     @property
@@ -135,6 +135,20 @@ class Station:
         assert self.reading is not None
         # The scaler changes its scale in place, and may do so before the packet leaves.
         self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
+
+    def arrival(self, draft: RawStep, watched: Rows) -> Arrival | None:
+        """What it is about to step with; None where its gradients were not read."""
+        if self.reading is None:
+            return None
+        scales = self.reading.named(f"scale{self.index}") if self.step.scaled and not self.step.ignore_scale else []
+        return Arrival(
+            norms=self.reading.named("norm"),
+            parameters=watched.parameters,
+            scale=scales[0][1][0] if scales else None,
+            losses=list(draft.losses),
+            clipped=self.clipped or self.clips_by_hand,
+            max_norm=draft.max_norm if self.clipped else None,
+        )
 
     def _still_scaled(self, scaler: torch.amp.GradScaler) -> bool:
         state = scaler._per_optimizer_states[id(self.optimizer)]

@@ -21,8 +21,9 @@ from gradvitals.config import Config
 from gradvitals.measure import interpose
 from gradvitals.measure.cadence import YOUNG_EVERY, is_due
 from gradvitals.measure.clock import Clock
+from gradvitals.measure.closure import closure_of, heard
 from gradvitals.measure.outbox import Outbox
-from gradvitals.measure.rawstep import RawStep
+from gradvitals.measure.rawstep import Arrival, RawStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.station import Station
 
@@ -255,17 +256,31 @@ class Tap:
         """Where the optimizer's hooks did not run, the scaler skipped the step."""
         for station in self._stations:
             if station.optimizer is optimizer and station.in_scaler_step:
+                self.leave_out(optimizer)
+
+    # -- the optimizer's step -----------------------------------------------------------------------------------
+
+    def arrive(self, optimizer: torch.optim.Optimizer) -> Arrival | None:
+        """Read what this optimizer is about to step with, for a Guard; its own hook then reads nothing again."""
+        station = next(station for station in self._stations if station.optimizer is optimizer)
+        if not station.in_scaler_step and not station.arrived:
+            self._attempt("read", self._arrive_alone, station)
+        station.arrived = True
+        return station.arrival(self._draft, self.rows)
+
+    def leave_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer's step will not be made."""
+        for station in self._stations:
+            if station.optimizer is optimizer:
                 station.in_scaler_step = False
                 self._draft.skipped = True
                 self._attempt("step", self._leave, station)
 
-    # -- the optimizer's step -----------------------------------------------------------------------------------
-
     def _pre_hook(self, station: Station) -> Callable[..., Any]:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            closure = closure_of(args, kwargs)
             if closure is None:
-                if not station.in_scaler_step:
+                if not station.in_scaler_step and not station.arrived:
                     self._attempt("read", self._arrive_alone, station)
                 self._attempt("update", self._before_update, station)
                 return None
@@ -273,29 +288,15 @@ class Tap:
             if station.stepped:
                 self._attempt("step", self._finish)
             self._attempt("update", self._before_update, station)
-            wrapped = self._wrap_closure(station, closure)
+            wrapped = heard(closure, self._mute, lambda loss: self._attempt("read", self._after_closure, station, loss))
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": wrapped}
             return (args[0], wrapped, *args[2:]), kwargs
 
         return before_step
 
-    def _wrap_closure(self, station: Station, closure: Callable[[], Any]) -> Callable[[], Any]:
-        evaluated = False
-
-        def evaluate() -> Any:
-            nonlocal evaluated
-            self._muted = evaluated  # a line search evaluates again, at other weights
-            try:
-                loss = closure()
-            finally:
-                self._muted = False
-            if not evaluated:
-                evaluated = True
-                self._attempt("read", self._after_closure, station, loss)
-            return loss
-
-        return evaluate
+    def _mute(self, muted: bool) -> None:
+        self._muted = muted
 
     def _after_closure(self, station: Station, loss: Any) -> None:
         if not self._draft.losses and isinstance(loss, (Tensor, float)):

@@ -22,7 +22,7 @@ from gradvitals.show.standouts import (
 from gradvitals.show.verdict import Verdict, about_itself
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
-from gradvitals.types import Finding, FloatArray
+from gradvitals.types import Action, Finding, FloatArray
 
 NAN = float("nan")
 
@@ -107,6 +107,8 @@ class Summary:
     """How the run is, with what was found about the training, worst first."""
     monitoring: tuple[Finding, ...]
     """What gradvitals says about itself."""
+    actions: tuple[Action, ...]
+    """What a Guard or a schedule did, or would have done."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -124,6 +126,7 @@ class Summary:
         data["verdict"] = self.verdict.to_json()
         data["findings"] = [item.to_json() for item in self.verdict.findings]
         data["monitoring"] = [finding.to_json() for finding in self.monitoring]
+        data["actions"] = [action.to_json() for action in self.actions]
         return data
 
     def trend(self, metric: str) -> Trend | None:
@@ -159,6 +162,7 @@ def summarize(run: Run) -> Summary:
         diagnosed=was_diagnosed(meta),
         verdict=judge_run(run, findings),
         monitoring=about_itself(findings),
+        actions=tuple(run.actions()),
     )
 
 

@@ -109,8 +109,8 @@ def test_where_all_diverge_the_sweep_goes_down() -> None:
     assert train.fresh() == [(0.1, 100)]
 
 
-def test_several_seeds_of_a_sweep_count_by_their_mean() -> None:
-    scores = {(0.4, 0): 1, (0.4, 1): 1, (0.8, 0): 3, (0.8, 1): 3, (1.6, 0): 9, (1.6, 1): -9}
+def test_a_learning_rate_leads_with_several_seeds_before_it_is_chosen() -> None:
+    scores = {(0.4, 0): 1, (0.8, 0): 3, (1.6, 0): 9, (1.6, 1): -9, (0.8, 1): 2}
     asked: list[tuple[float, int]] = []
 
     def train(trial: Trial) -> Result:
@@ -118,7 +118,25 @@ def test_several_seeds_of_a_sweep_count_by_their_mean() -> None:
         return {"score": float(scores.get((trial.lr, trial.seed), 0))}
 
     run_sweep(train, [BASE], plan=Plan(refine=0, span=1, sweep_seeds=2, seeds=1))
-    assert asked == [*sorted(scores), (0.8, 100)]
+    assert asked == [*scores, (0.8, 100)]
+
+
+def test_what_lies_beside_the_best_proves_itself_too() -> None:
+    train = Parabola(base=0.8 * 2**0.5)
+    run_sweep(train, [BASE], plan=Plan(span=1, sweep_seeds=2, seeds=1))
+    twice = {trial.lr for trial in train.trials if trial.seed == 1}
+    assert train.fresh() == [(pytest.approx(0.8 * 2**0.5), 100)]
+    assert len(twice) == 2
+    assert len(train.swept()) == 5
+
+
+def test_a_learning_rate_given_by_hand_to_few_digits_is_not_tried_again(tmp_path: Path) -> None:
+    out, plan = tmp_path / "trials.jsonl", Plan(span=1, seeds=1)
+    run_sweep(Parabola(base=0.5657), [replace(BASE, lr=0.5657)], out=out, plan=Plan(span=0, reach=0, refine=0, seeds=1))
+    train = Parabola(base=0.5657)
+    run_sweep(train, [BASE], out=out, plan=plan)
+    assert train.swept() == [0.4, 0.8, 1.6]
+    assert train.fresh() == []
 
 
 # -- a file of finished trials --------------------------------------------------------------------------------------
@@ -368,6 +386,12 @@ def test_a_curve_is_the_mean_over_fresh_seeds() -> None:
 def test_the_papers_cells(optimizer: str, arm: str, batch: int, accuracy: float | None) -> None:
     assert published(replace(BASE, optimizer=optimizer, arm=arm, batch=batch)) == accuracy
     assert published(replace(BASE, task="text", optimizer=optimizer, arm=arm, batch=batch)) is None
+
+
+def test_the_paper_has_one_gamma() -> None:
+    assert published(VR) == 92.70
+    assert published(replace(VR, gamma=0.3)) is published(replace(VR, gamma_schedule="cosine")) is None
+    assert published(replace(BASE, gamma=0.3)) == 17.40
 
 
 def test_the_table_command_reads_several_files(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from gradvitals.judge import facts_of
 from gradvitals.lab.faults.fault import Fault
 from gradvitals.lab.faults.recording import Recording, by_step
 from gradvitals.lab.faults.tasks import Recipe, Training, prepare
-from gradvitals.monitor import Monitor, watch
+from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Reading
+from gradvitals.watching import watch
 
 QUEUE_SIZE = 100_000
 """A whole run: nothing may be dropped."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gradvitals.lab.vrgd.trial import Trial
 
+_GAMMA = (0.1, "constant")
 _BATCHES = (256, 512, 1024, 2048, 4096, 8192)
 _ACCURACY = {
     ("momentum", "base"): (93.68, 93.56, 93.17, 92.19, 17.40, 14.57),
@@ -22,8 +23,10 @@ _ACCURACY = {
 
 
 def published(trial: Trial) -> float | None:
-    """The paper's accuracy for the optimizer, arm and batch of a trial; None where it has none."""
+    """The paper's accuracy for the optimizer, arm, gamma and batch of a trial; None where it has none."""
     row = _ACCURACY.get((trial.optimizer, trial.arm))
     if trial.task != "cifar" or row is None or trial.batch not in _BATCHES:
+        return None
+    if trial.arm != "base" and (trial.gamma, trial.gamma_schedule) != _GAMMA:
         return None
     return row[_BATCHES.index(trial.batch)]

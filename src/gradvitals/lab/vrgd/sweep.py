@@ -39,7 +39,7 @@ class Plan:
     refine: int = 1
     """How often to halve the distance: with 1, learning rates a factor of the square root of 2 beside the best too."""
     sweep_seeds: int = 1
-    """Trials of one learning rate in the sweep; their mean counts."""
+    """Trials that a learning rate must lead with, by its mean, before it counts as the best; the others get one."""
     seeds: int = 3
     """Fresh seeds at the best learning rate."""
 
@@ -135,33 +135,33 @@ def pending(group: Trial, scores: Scores, plan: Plan) -> list[tuple[Phase, Trial
         scores: What is known of this group.
         plan: How far to go.
     """
-    grid = {group.lr * 2.0**step for step in range(-plan.span, plan.span + 1)}
-    left = _missing(group, scores, grid | set(sweep_means(scores)), plan)
+    left = _untried(group, scores, {group.lr * 2.0**step for step in range(-plan.span, plan.span + 1)})
     if left:
         return left
     lr, tried = best_lr(scores), sweep_means(scores)
+    # One trial may lead by luck. With more it leads on, or falls back behind the next, which then has to prove itself.
+    proof = [seed for seed in range(plan.sweep_seeds) if (lr, seed) not in scores]
+    if proof:
+        return [("sweep", replace(group, lr=lr, seed=seed)) for seed in proof]
     farthest = 2.0 ** (plan.span + plan.reach)
     if lr == min(tried) and lr / 2 >= group.lr / farthest:
-        return _missing(group, scores, {lr / 2}, plan)
+        return _untried(group, scores, {lr / 2})
     if lr == max(tried) and lr * 2 <= group.lr * farthest:
-        return _missing(group, scores, {lr * 2}, plan)
+        return _untried(group, scores, {lr * 2})
     for halving in range(1, plan.refine + 1):
         step = 2.0 ** (0.5**halving)
-        beside = _missing(group, scores, {lr / step, lr * step} - _near(tried, lr / step, lr * step), plan)
+        beside = _untried(group, scores, {lr / step, lr * step})
         if beside:
             return beside
     fresh = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + plan.seeds)
     return [("fresh", replace(group, lr=lr, seed=seed)) for seed in fresh if (lr, seed) not in scores]
 
 
-def _near(tried: Iterable[float], *wanted: float) -> set[float]:
-    """Those that were tried already, but for rounding."""
-    return {lr for lr in wanted if any(math.isclose(lr, other, rel_tol=1e-6) for other in tried)}
-
-
-def _missing(group: Trial, scores: Scores, lrs: Iterable[float], plan: Plan) -> list[tuple[Phase, Trial]]:
-    jobs = [(lr, seed) for lr in sorted(lrs) for seed in range(plan.sweep_seeds)]
-    return [("sweep", replace(group, lr=lr, seed=seed)) for lr, seed in jobs if (lr, seed) not in scores]
+def _untried(group: Trial, scores: Scores, wanted: Iterable[float]) -> list[tuple[Phase, Trial]]:
+    """One trial of each learning rate that is wanted, but for those that were tried, or as good as."""
+    tried = sweep_means(scores)
+    lrs = [lr for lr in sorted(wanted) if not any(math.isclose(lr, other, rel_tol=1e-3) for other in tried)]
+    return [("sweep", replace(group, lr=lr, seed=0)) for lr in lrs]
 
 
 def sweep_means(scores: Scores) -> dict[float, float]:

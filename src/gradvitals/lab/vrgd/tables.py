@@ -141,7 +141,8 @@ def format_tables(summary: dict[str, Any]) -> str:
 
 _NOTE = (
     "Score: mean ± standard error over n fresh seeds, at the learning rate that was best in the arm's own sweep (last\n"
-    "column: tried, score). Minus base: with Welch's standard error. Runs that diverged count as chance."
+    "column: tried, score). Minus base: with Welch's standard error, which knows nothing of how the learning rate was\n"
+    "chosen. Runs that diverged count as chance. Seconds: median of a trial; it may have shared its device with others."
 )
 _PAPER_NOTE = "\nPaper: its ResNet-56 on CIFAR-10."
 _EDGE_NOTE = "\nedge: the best is the lowest or highest tried; go further with --reach before you believe it."

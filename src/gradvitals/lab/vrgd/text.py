@@ -34,7 +34,7 @@ A comparison needs many trials more than it needs a large model. The second has 
 has, and a trial of it takes two thirds of the kernels and less than half of the arithmetic.
 """
 
-START_LR = {"sgd": 0.5, "momentum": 0.05, "adam": 2e-3, "adamw": 2e-3, "lamb": 3.2e-2, "lars": 4.0}
+START_LR = {"sgd": 0.5, "momentum": 0.05, "adam": 1e-3, "adamw": 1e-3, "lamb": 8e-3, "lars": 4.0}
 """Where a sweep begins at a batch of `START_BATCH` sequences."""
 START_BATCH = 512
 

@@ -1,0 +1,173 @@
+"""What a step is about to do, against the limits: on the device, where the host need not wait for it.
+
+The limits come from steps before and are plain numbers. The comparison is a handful of operations on single numbers;
+what came of it reaches the host a few steps later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gradvitals.measure.rawstep import Arrival
+from gradvitals.measure.sentinel import is_distributed
+
+LARGEST = torch.finfo(torch.float32).max
+
+LAG = 8
+"""Steps after which the numbers of a step that was decided on a GPU are looked at. The host is hardly ever so far
+ahead, so it does not wait; and as it is always the same number, decisions do not depend on how fast the host was."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The gradient's norm and the loss of a step, as single numbers on one device."""
+
+    norm: Tensor
+    loss: Tensor
+    """nan where the loop told none."""
+    tensor_norms: list[tuple[Sequence[int], Tensor]]
+    """Rows, and the norms of their gradients."""
+
+
+@torch.no_grad()
+def look(arrival: Arrival, *, each: bool) -> Seen | None:
+    """What an optimizer is about to step with. On several ranks the largest of all, so that all decide the same.
+
+    Args:
+        arrival: As the Monitor read it.
+        each: Whether the norms of single tensors are wanted.
+    """
+    parts = [
+        (rows, values if isinstance(values, Tensor) else torch.stack(list(values))) for rows, values in arrival.norms
+    ]
+    if not parts:
+        return None
+    device = parts[0][1].device
+    totals = [torch.linalg.vector_norm(values) for _, values in parts]
+    norm = totals[0]
+    if len(totals) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([total.to(device, torch.float64) for total in totals]))
+    norm = norm.float()
+    if arrival.scale is not None:
+        norm = norm / arrival.scale.to(device)
+        parts = [(rows, values / arrival.scale.to(values.device)) for rows, values in parts] if each else parts
+    loss = _mean(arrival.losses, device)
+    if is_distributed():
+        norm, loss = _agreed(norm, loss)
+    return Seen(norm, loss, parts if each else [])
+
+
+def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+    if len(losses) == 1 and tensors:
+        return tensors[0].to(device, torch.float32, non_blocking=True)
+    if not tensors:
+        value = math.fsum(losses) / len(losses) if losses else math.nan
+        return torch.full((), value, dtype=torch.float32, device=device)
+    as_tensors = [torch.as_tensor(loss, dtype=torch.float32).to(device, non_blocking=True) for loss in losses]
+    return torch.stack(as_tensors).mean()
+
+
+def _agreed(norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest over all ranks; a loss that is not a number only where some rank's is."""
+    told = ~torch.isnan(loss)  # no rank told any, or all did
+    both = torch.stack([torch.nan_to_num(norm, nan=math.inf, posinf=math.inf), torch.nan_to_num(loss, nan=-math.inf)])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return both[0], torch.where(told, both[1], math.nan)
+
+
+class DeviceGate:
+    """Leaves steps out on the device: bad ones, `max_streak` in a row at most, and all that are not finite."""
+
+    def __init__(self, max_streak: int) -> None:
+        self._max_streak = max_streak
+        self.streak: Tensor | float = 0.0
+        """Bad steps in a row, a number on the device."""
+
+    @torch.no_grad()
+    def left_out(self, seen: Seen, norm_limit: float, loss_limit: float) -> Tensor:
+        """1 where the step is to be left out, else 0, as optimizers take it for ``found_inf``.
+
+        Args:
+            seen: What the step is about to be made with.
+            norm_limit: The norm that is bad, inf for none.
+            loss_limit: The loss that is bad, inf for none.
+        """
+        finite = seen.norm <= LARGEST  # neither NaN nor infinite
+        bad = seen.norm > min(norm_limit, LARGEST)
+        if loss_limit < math.inf:
+            bad = bad | (seen.loss > loss_limit)
+        self.streak = torch.where(bad | ~finite, self.streak + 1, 0.0)
+        return (~finite | (bad & (self.streak <= self._max_streak))).float()
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A step that was decided on the device, as the host gets to know it."""
+
+    step: int
+    limits: tuple[float, float]
+    """Of the norm and of the loss, as they were."""
+    norm: float
+    loss: float
+    left_out: bool
+    scaler_skipped: bool
+    """Whether a GradScaler left it out."""
+    factor: float
+    """What was left of the gradient by clipping."""
+    streak: float
+    """Bad steps in a row, this one included."""
+
+
+class Landing:
+    """Numbers of the last steps on their way to the host, each looked at a fixed number of steps later."""
+
+    def __init__(self, lag: int = LAG) -> None:
+        self._lag = lag
+        self._flying: deque[tuple[int, tuple[float, float], Tensor, torch.cuda.Event | None]] = deque()
+
+    def send(self, step: int, limits: tuple[float, float], *numbers: Tensor) -> None:
+        """Start the copy of a step's norm, loss, left_out, what a scaler said, clipping factor and streak."""
+        here = torch.stack([number.float().reshape(()) for number in numbers])
+        event = None
+        if here.device.type == "cuda":
+            host = torch.empty(len(numbers), pin_memory=True)
+            host.copy_(here, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(here.device))
+            here = host
+        self._flying.append((step, limits, here, event))
+
+    def landed(self, now: int | None = None) -> list[Landed]:
+        """The steps that are to be looked at now, before this step; all where it is None."""
+        arrived = []
+        while self._flying and (now is None or self._flying[0][0] <= now - self._lag):
+            arrived.append(_landed(*self._flying.popleft()))  # long there: the device was to be that far a while ago
+        return arrived
+
+    def still_flying(self) -> Callable[[], list[dict[str, Any]]]:
+        """What is on its way now, for a snapshot: what is returned waits for it, on another thread."""
+        flying = list(self._flying)
+        return lambda: [asdict(_landed(*one)) for one in flying]
+
+    def take_off(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Have on their way what a snapshot has saved."""
+        self._flying.clear()
+        for one in saved:
+            numbers = [one[name] for name in ("norm", "loss", "left_out", "scaler_skipped", "factor", "streak")]
+            self._flying.append((one["step"], tuple(one["limits"]), torch.tensor(numbers, dtype=torch.float32), None))
+
+
+def _landed(step: int, limits: tuple[float, float], values: Tensor, event: torch.cuda.Event | None) -> Landed:
+    if event is not None:
+        event.synchronize()
+    norm, loss, left_out, theirs, factor, streak = values.tolist()
+    return Landed(step, limits, norm, loss, left_out > 0, theirs > 0, factor, streak)

@@ -1,0 +1,70 @@
+"""From a run to settings for the next: clipping, batch size, warmup, decay, and which layers need what. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradvitals.advise.advice import CONFIDENCES, Advice, Confidence, Figure
+from gradvitals.advise.batch import advise_batch
+from gradvitals.advise.clip import advise_clip
+from gradvitals.advise.decay import advise_decay
+from gradvitals.advise.layers import advise_layers
+from gradvitals.advise.record import Record
+from gradvitals.advise.warmup import advise_warmup
+from gradvitals.store.reader import Run
+
+__all__ = ["CONFIDENCES", "Advice", "Advised", "Confidence", "Figure", "advise"]
+
+TOPICS = ("max_grad_norm", "batch_size", "warmup", "decay", "layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advised:
+    """Everything `gradvitals advise` has to say."""
+
+    run: str
+    steps: int
+    """How many were read."""
+    live: bool
+    """Whether the run goes on."""
+    max_grad_norm: Advice
+    batch_size: Advice
+    warmup: Advice
+    decay: Advice
+    layers: Advice
+
+    @property
+    def pieces(self) -> tuple[Advice, ...]:
+        """Each piece of advice, in order."""
+        return tuple(getattr(self, topic) for topic in TOPICS)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        told = {advice.topic: advice.to_json() for advice in self.pieces}
+        return {"run": self.run, "steps": self.steps, "live": self.live, **told}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Advised:
+        """The inverse of `to_json`."""
+        return cls(**{**data, **{topic: Advice.from_json(data[topic]) for topic in TOPICS}})
+
+
+def advise(run: Run) -> Advised:
+    """What a run says about how to set the next one, or the rest of itself.
+
+    Raises:
+        RunError: If the run has no readings.
+    """
+    record = Record(run)
+    return Advised(
+        run=str(run.path),
+        steps=record.num_steps,
+        live=run.is_live,
+        max_grad_norm=advise_clip(record),
+        batch_size=advise_batch(record),
+        warmup=advise_warmup(record),
+        decay=advise_decay(record),
+        layers=advise_layers(record),
+    )

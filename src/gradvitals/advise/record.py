@@ -1,0 +1,232 @@
+"""What a run kept, read once and sorted for advice: its numbers over steps, and which of its steps were healthy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.diagnose import Facts
+from gradvitals.diagnose.averages import Average, Averages, alike
+from gradvitals.errors import RunError
+from gradvitals.store.reader import Run
+from gradvitals.types import SOURCES, Finding, Reading, Source
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+TROUBLE = (
+    "stale_gradients",
+    "loss_nonfinite",
+    "loss_spike",
+    "loss_rising",
+    "nonfinite",
+    "explosion",
+    "oscillation",
+    "update_spike",
+    "high_effort_low_progress",
+    "warmup_needed",
+    "replica_mismatch",
+)
+"""Findings whose steps show gradients as they should not be; told as a warning or worse, they are left out."""
+
+MENDED = ("clip", "skip", "reset_momentum", "roll_back")
+"""Kinds of actions that answer a gradient which should not have been."""
+
+BLOCK = 50
+"""Steps that a norm is compared with: those around it."""
+OUTLIER_Z = 5.0
+"""Robust standard deviations of the logarithm above those around it, from which a norm is an outlier."""
+SMALLEST_SPREAD = 0.03
+"""Spread of the logarithm that neighbours have at least."""
+
+AT_ONE_POINT: tuple[Source, ...] = ("microbatch", "ranks")
+"""Sources whose samples were all taken with the same weights."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number over steps, oldest first. Only finite ones."""
+
+    steps: Steps
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def chosen(self, mask: Mask) -> Series:
+        """A part of it."""
+        return Series(self.steps[mask], self.values[mask])
+
+    def since(self, step: float) -> Series:
+        """What is from a step on."""
+        return self.chosen(self.steps >= step)
+
+    def at(self, steps: Steps) -> Floats:
+        """Its values at some steps; nan where it has none."""
+        if not len(self):
+            return np.full(len(steps), np.nan)
+        places = np.searchsorted(self.steps, steps).clip(max=len(self) - 1)
+        return np.where(self.steps[places] == steps, self.values[places], np.nan)
+
+
+class Record:
+    """A run, read for advice.
+
+    Raises:
+        RunError: If it has no readings.
+    """
+
+    def __init__(self, run: Run) -> None:
+        last = run.last_step
+        if last is None:
+            raise RunError(f"{run.path} has no readings yet; there is nothing to advise on")
+        self.run = run
+        self.last_step = last
+        meta = run.meta
+        self.facts = Facts.from_json(meta.get("facts") or {})
+        config = meta.get("config")
+        kept = config.get("gsnr_window") if isinstance(config, dict) else None
+        self.window = kept if isinstance(kept, int) and kept >= 2 else 20
+        self.findings = run.findings()
+        self.norms = self._norms()
+        self.lr, self.loss = self.series("lr"), self.series("loss")
+        steps = self.norms.steps if len(self.norms) else self.loss.steps
+        self.num_steps = len(steps) or last + 1
+        self.first_step = int(steps[0]) if len(steps) else last
+
+    def series(self, metric: str, source: str | None = None) -> Series:
+        """A global number over steps; empty where the run has none."""
+        if metric not in self.run.metrics("values"):
+            return Series(np.zeros(0, dtype=np.int64), np.zeros(0))
+        steps, values = self.run.series(metric, source=source)
+        return Series(steps, values).chosen(np.isfinite(values))
+
+    def _norms(self) -> Series:
+        norms = self.series("grad/norm")
+        self.norms_after_clipping = 0
+        if not len(norms):
+            return norms
+        steps, stages = self.run.stage("grad/norm")
+        raw = ~np.isin(norms.steps, steps[stages == "clipped"])
+        self.norms_after_clipping = int((~raw).sum())
+        return norms.chosen(raw & (norms.values > 0))
+
+    @cached_property
+    def troubled(self) -> Mask:
+        """Which of the norms are of steps inside a finding, or of steps at which something was done about them."""
+        steps = self.norms.steps
+        inside = np.isin(steps, [action.step for action in self.run.actions() if action.kind in MENDED])
+        for finding in self.findings:
+            if finding.id in TROUBLE and finding.severity != "info":
+                until = self.last_step if finding.last_step is None else finding.last_step
+                inside |= (steps >= finding.first_step) & (steps <= until)
+        return inside
+
+    @cached_property
+    def outliers(self) -> Mask:
+        """Which of the norms lie far over those around them."""
+        return far_above(self.norms.values)
+
+    @property
+    def healthy(self) -> Series:
+        """The norms of the run without either."""
+        return self.norms.chosen(~(self.troubled | self.outliers))
+
+    @property
+    def batch_size(self) -> float:
+        """Samples of one optimizer step, at the end of the run; nan where not told."""
+        for metric in ("grad/norm", "loss"):
+            if metric in self.run.metrics("values"):
+                sizes = self.run.batch_sizes(metric)[1]
+                return float(np.median(sizes[-20:])) if len(sizes) else math.nan
+        return math.nan
+
+    @cached_property
+    def gsnr_source(self) -> Source | None:
+        """The most trustworthy source of GSNR for the whole model; None where there is none."""
+        names = self.run.sources("gsnr", "values")
+        return next((source for source in SOURCES if source in names), None)
+
+    @cached_property
+    def averages(self) -> tuple[Average, ...]:
+        """The GSNR of the model, of the source at one point and of the batch size that the run ended with.
+
+        None of another source or batch size is among them: those are other quantities.
+        """
+        source = self.gsnr_source
+        if source not in AT_ONE_POINT:
+            return ()
+        found = list(_averages(self.run, source, self.window))
+        same = 0
+        for i, (a, b) in enumerate(pairwise(found), 1):
+            if not (alike(a.batch_size, b.batch_size) and alike(a.step_size, b.step_size)):
+                same = i
+        return tuple(found[same:])
+
+    def finding(self, *ids: str) -> Finding | None:
+        """The first finding of one of these kinds."""
+        return next((finding for finding in self.findings if finding.id in ids), None)
+
+
+def far_above(values: Floats) -> Mask:
+    """Which values lie far over those around them, by the median and the spread of their logarithms."""
+    count = len(values)
+    if not count:
+        return np.zeros(0, dtype=bool)
+    logs = np.log(values)
+    edges = np.linspace(0, count, max(1, count // BLOCK) + 1).astype(int)
+    found = np.zeros(count, dtype=bool)
+    for begin, end in pairwise(edges):
+        part = logs[begin:end]
+        away = part - np.median(part)
+        spread = max(1.4826 * float(np.median(np.abs(away))), SMALLEST_SPREAD)
+        found[begin:end] = away > OUTLIER_Z * spread
+    return found
+
+
+def apart(averages: Iterable[Average]) -> tuple[Average, ...]:
+    """Averages that share no reading, the newest among them, in order: only these tell something new."""
+    kept: list[Average] = []
+    for average in reversed(list(averages)):
+        if not kept or average.step < kept[-1].begins:
+            kept.append(average)
+    return tuple(reversed(kept))
+
+
+def _averages(run: Run, source: Source, window: int) -> Iterable[Average]:
+    """Every live GSNR of one source with what it is an average over."""
+    steps, sizes = run.batch_sizes("gsnr", source=source)
+    parts = {name: _at(run, name, steps, source) for name in ("gsnr", "gsnr_low", "gsnr_high")}
+    ratios, wholes = _at(run, "grad/spike_ratio", steps), _sizes_at(run, steps)
+    averages = Averages(window=window)
+    for i, step in enumerate(steps.tolist()):
+        values = {name: part[i] for name, part in parts.items()}
+        reading = Reading(step=step, time=0.0, source=source, batch_size=float(sizes[i]), values=values)
+        whole = Reading(step=step, time=0.0, batch_size=wholes[i], values={"grad/spike_ratio": ratios[i]})
+        average = averages.take(reading, whole)
+        if average is not None:
+            yield average
+
+
+# A run that is being written grows from one question to the next: answers are matched by their steps.
+
+
+def _at(run: Run, metric: str, steps: Steps, source: str | None = None) -> list[float]:
+    if metric not in run.metrics("values"):
+        return [math.nan] * len(steps)
+    known = dict(zip(*(part.tolist() for part in run.series(metric, source=source)), strict=True))
+    return [known.get(step, math.nan) for step in steps.tolist()]
+
+
+def _sizes_at(run: Run, steps: Steps) -> list[float]:
+    if "grad/norm" not in run.metrics("values"):
+        return [math.nan] * len(steps)
+    known = dict(zip(*(part.tolist() for part in run.batch_sizes("grad/norm")), strict=True))
+    return [known.get(step, math.nan) for step in steps.tolist()]

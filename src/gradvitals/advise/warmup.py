@@ -1,0 +1,240 @@
+"""How long to warm up: when norms and updates settled and a signal showed, and when the rate was at its height."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell, rounded_up
+from gradvitals.advise.record import Floats, Record, Series
+from gradvitals.diagnose.explain import number
+from gradvitals.types import Finding
+
+TOPIC = "warmup"
+NAMES = ("steps", "used", "peak_lr", "peak_step", "norms_settled", "updates_settled", "gsnr_seen", "harm")
+"""`steps` is the length advised, `used` the one in use, both in steps; the others are what they rest on."""
+
+WINDOW = 20
+"""Values whose median is compared with a later one."""
+SETTLED = 1.5
+"""Factor within which it has to stay."""
+FULL = 0.999
+"""Share of its highest value from which the learning rate is at its height."""
+AVERAGED = 5
+"""Readings in a GSNR before that it does not differ from zero says anything."""
+SILENT = 0.5
+"""GSNR at the batch of one step that the upper end of its interval is below where there is no signal."""
+LONGEST_GUESS = 200
+"""Steps of warmup that are advised at most where the run shows harm and not how long it takes to settle."""
+EARLY = 50
+"""Steps at the start that harm is looked for in, or twice as many as the warmup has."""
+ROSE = 1.2
+"""Times its first value that the loss rose to, as the median of three."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run began. Steps are counted from its first one; None is not known."""
+
+    used: int
+    peak_lr: float
+    norms: int | None
+    updates: int | None
+    signal: int | None
+    """Steps without a GSNR beyond zero, where it was looked for."""
+    restless: str
+    """What was read and did not settle; empty for nothing."""
+    seen: int | None
+    """The step at which it was first known to be beyond zero."""
+    harm: str
+
+    @property
+    def settled(self) -> int | None:
+        """When everything that is known had settled."""
+        known = [steps for steps in (self.norms, self.updates, self.signal) if steps is not None]
+        return max(known) if known else None
+
+
+def advise_warmup(record: Record) -> Advice:
+    """How long the learning rate should rise, by how this run began."""
+    why = _why_not(record)
+    if why:
+        return cannot_tell(TOPIC, why, NAMES)
+    start = _start(record)
+    if start.settled is None:
+        return cannot_tell(
+            TOPIC, "norms and updates were still changing fast at the end of the run", NAMES, _figures(record, start)
+        )
+    steps, answer, confidence, because = _advice(record, start, start.settled)
+    values = {
+        "steps": steps,
+        "used": start.used,
+        "peak_lr": start.peak_lr,
+        "peak_step": record.first_step + start.used,
+        "norms_settled": start.norms,
+        "updates_settled": start.updates,
+        "gsnr_seen": start.seen,
+        "harm": start.harm or None,
+    }
+    return Advice(
+        topic=TOPIC,
+        answer=answer,
+        confidence=confidence,
+        because=because,
+        values=values,
+        figures=tuple(_figures(record, start)),
+        notes=("This holds for the learning rate of this run; a higher one takes a longer warmup.",),
+    )
+
+
+def settled_after(values: Floats) -> int | None:
+    """Values after which a series no longer changes fast: what it is after i of them is what it is after 2 i.
+
+    Medians over 20 values, or a quarter of those before, are compared. It has settled where they stay within a factor
+    of 1.5 from i on, up to an eighth of the series: what changes later is no matter of the start. None where they do
+    not, or where there are too few values.
+    """
+    settled: int | None = None
+    at = 0
+    while at <= len(values) / 8:
+        width = max(WINDOW, at // 4)
+        later = 2 * at + width
+        if later + width > len(values):
+            break
+        early, late = (float(np.median(values[begin : begin + width])) for begin in (at, later))
+        if not (late > 0 and 1 / SETTLED < early / late < SETTLED):
+            settled = None
+        elif settled is None:
+            settled = at
+        at += max(1, at // 20)
+    return settled
+
+
+def _why_not(record: Record) -> str:
+    if record.first_step > 0:
+        return f"the record begins at step {record.first_step:,}: how training began is not in it"
+    if not len(record.lr):
+        return "no learning rate was read"
+    if len(record.norms) < 4 * WINDOW:
+        return f"{len(record.norms):,} steps are too few to see what settles; it takes {4 * WINDOW:,}"
+    if record.lr.values.max() <= 0:
+        return "the learning rate is zero"
+    used = _warmup_used(record.lr)
+    if used > 0.9 * len(record.lr):
+        return "the learning rate was still rising at the end of the run"
+    return ""
+
+
+def _warmup_used(lr: Series) -> int:
+    """Steps of the warmup that the run had."""
+    peak = float(lr.values.max())
+    if lr.values[0] >= 0.9 * peak:
+        return 0
+    below = int(np.argmax(lr.values >= FULL * peak))
+    return below + int(lr.values[0] > 0)  # one that begins at peak / n is at its height in its n-th step
+
+
+def _start(record: Record) -> Start:
+    used = _warmup_used(record.lr)
+    moves = record.series("update/rms")
+    rates = record.lr.at(moves.steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_rate = moves.values / rates  # the change itself follows the learning rate
+    signal, seen = _signal(record)
+    norms = settled_after(record.norms.values)
+    usable = per_rate[np.isfinite(per_rate) & (per_rate > 0)]
+    updates = settled_after(usable)
+    restless = [] if norms is not None else ["norms"]
+    restless += ["updates"] if updates is None and len(usable) >= 4 * WINDOW else []
+    return Start(
+        used=used,
+        peak_lr=float(record.lr.values.max()),
+        norms=norms,
+        updates=updates,
+        restless=" and ".join(restless),
+        signal=signal,
+        seen=seen,
+        harm=_harm(record, used),
+    )
+
+
+def _signal(record: Record) -> tuple[int | None, int | None]:
+    """Steps at the start that had no signal, and the step by which there was one."""
+    looked = [average for average in record.averages if average.count >= AVERAGED and math.isfinite(average.low)]
+    first = next((average for average in looked if average.low > 0), None)
+    if first is None or first.begins > record.last_step / 2:
+        return None, None
+    # A wide interval that holds zero says nothing; a narrow one says that there was no signal.
+    silent = [average for average in looked if average.step < first.step and average.high * average.per_step < SILENT]
+    return (silent[-1].step if silent else 0), first.step
+
+
+def _harm(record: Record, used: int) -> str:
+    """What went wrong in the first steps; empty for nothing."""
+    until = max(EARLY, 2 * used)
+    early = ("warmup_needed", "explosion", "loss_nonfinite", "nonfinite", "near_zero_initial_gsnr")
+    for finding in record.findings:
+        if finding.id in early and finding.severity != "info" and finding.first_step < until:
+            return _told(finding)
+    losses = record.loss.chosen(record.loss.steps < until).values
+    if len(losses) >= 10:
+        highest = float(np.max(np.median(np.lib.stride_tricks.sliding_window_view(losses, 3), axis=1)))
+        if highest > ROSE * losses[0] > 0:
+            return f"the loss went from {number(float(losses[0]))} up to {number(highest)}"
+    return ""
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.title} (step {finding.first_step:,}, {finding.id})"
+
+
+def _advice(record: Record, start: Start, settled: int) -> tuple[int, str, Confidence, str]:
+    used, single = start.used, "it is one run at one learning rate"
+    if start.harm:
+        guess = min(LONGEST_GUESS, max(WINDOW, record.num_steps // 10))
+        steps = round(rounded_up(max(settled, 2 * used, guess)))
+        now = f"instead of {used:,}" if used else "where there was none"
+        because = "that one is needed is clear, how long is not: a tenth of the run" if steps == guess else single
+        return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", "fair", because
+    kept = f"Keep the warmup of {used:,} steps" if used else "Go on without a warmup"
+    if start.restless:
+        answer = f"{kept}: nothing went wrong in the first steps."
+        return used, answer, "low", f"{start.restless} still changed fast after an eighth of the run"
+    if settled <= used:
+        calm = f"the start was calm, and all had settled by step {settled:,}"
+        return used, f"{kept}: {calm}.", "fair" if used else "low", single
+    if settled <= WINDOW:
+        text = f"A warmup of {used:,} steps is" if used else "No warmup is"
+        return used, f"{text} enough, as far as this run shows: all settled in {settled} steps.", "low", single
+    steps = round(rounded_up(settled))
+    answer = (
+        f"A longer warmup may help, about {steps:,} steps: the learning rate was at its height after {used:,}, and "
+        f"it took {settled:,} until all had settled. Nothing shows that this did harm."
+    )
+    return steps, answer, "low", f"that it settled late is no proof that it suffered, and {single}"
+
+
+def _figures(record: Record, start: Start) -> list[Figure]:
+    first, begun = record.first_step, float(record.lr.values[0])
+    rise = f"rose from {number(begun)} to {number(start.peak_lr)} over {start.used:,} steps"
+    text = f"the learning rate {rise if start.used else f'was at its height from the start, {number(begun)}'}"
+    values = {"first": begun, "peak": start.peak_lr, "steps": start.used}
+    figures = [Figure(text=text, values=values, first_step=first, last_step=first + start.used)]
+    for name, what, at in (
+        ("norms_settled", "the gradient norm", start.norms),
+        ("updates_settled", "the size of updates over the learning rate", start.updates),
+    ):
+        when = f"had settled by step {first + at:,}" if at is not None else "is not known to have settled"
+        figures.append(Figure(text=f"{what} {when}", values={name: at}))
+    if start.seen is not None:
+        late = f", and still nothing but noise at step {start.signal:,}" if start.signal else ""
+        text = f"the GSNR was above zero by step {start.seen:,}, beyond its interval{late}"
+        figures.append(Figure(text=text, values={"gsnr_seen": start.seen, "no_signal_until": start.signal}))
+    figures.append(Figure(text=start.harm or _no_harm(record), values={"harm": bool(start.harm)}, first_step=first))
+    return figures
+
+
+def _no_harm(record: Record) -> str:
+    return "nothing went wrong in the first steps" if len(record.loss) else "no loss was observed to show harm"

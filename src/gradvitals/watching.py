@@ -1,0 +1,66 @@
+"""watch(): the one line that puts a Monitor, and a Guard where one is wanted, into a training script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gradvitals.act import Guard
+from gradvitals.config import Config
+from gradvitals.monitor import Monitor
+from gradvitals.types import Reading
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    run: str | Path | None = None,
+    config: Config | None = None,
+    batch_size: float | None = None,
+    resume: bool = False,
+    on_reading: Callable[[Reading], object] | None = None,
+    guard: Guard | None = None,
+) -> Monitor:
+    """Watch a training run.
+
+    Args:
+        model: The model being trained.
+        optimizer: The optimizer, or all of them, that step it.
+        run: Folder to keep the run in. If a run is there already, the next free name is taken (``gpt-2``) and
+            said. None takes ``runs/<date and time>``.
+        config: Settings; the defaults are meant to be left alone.
+        batch_size: Samples per optimizer step, over all micro-batches. With it, the noise scale is in samples.
+        resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
+            by itself.
+        on_reading: Called with every `Reading` as it is finished, on a thread of its own and a moment after its step.
+
+        guard: A `Guard` that may act on what is seen. Without one nothing is ever changed.
+
+    Returns:
+        The Monitor. Without a Guard, training goes on exactly as it would without it.
+
+    Example:
+        >>> import tempfile, torch, gradvitals as gv
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with gv.watch(model, optimizer, run=tempfile.mkdtemp() + "/first") as monitor:
+        ...     for _ in range(3):
+        ...         loss = model(torch.ones(8, 4)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         monitor.observe(loss)
+        ...         optimizer.step()
+        >>> steps, norms = gv.open_run(monitor.run_path).series("grad/norm")
+        >>> steps.tolist()
+        [0, 1, 2]
+    """
+    monitor = Monitor(
+        model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume, on_reading=on_reading
+    )
+    if guard is not None:
+        guard.attach(monitor)
+    return monitor
