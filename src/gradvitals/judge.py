@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,8 +32,8 @@ class Judge:
         """Whether it has met an error of its own, and looks no more."""
         self.judged = -1
         """The last step it has judged."""
-        self.opened: list[tuple[int, Finding]] = []
-        """Findings that opened or got worse, each with the step that showed it, for a Guard to take."""
+        self.opened: deque[tuple[int, Finding]] = deque(maxlen=100)
+        """The last findings that opened or got worse, each with the step that showed it, for a Guard to take."""
         facts = replace(facts_of(optimizers), world_size=world_size)
         self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
 
@@ -72,12 +73,15 @@ class Judge:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules remember."""
-        return {**self.diagnosis.state_dict(), "judged": self.judged}
+        opened = [[step, finding.to_json()] for step, finding in list(self.opened)]
+        return {**self.diagnosis.state_dict(), "judged": self.judged, "opened": opened}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what the rules remembered."""
         self.diagnosis.load_state_dict(state)
         self.judged = int(state.get("judged", -1))
+        self.opened.clear()
+        self.opened.extend((step, Finding.from_json(finding)) for step, finding in state.get("opened", ()))
         self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
 
 

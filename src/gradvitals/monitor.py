@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +62,11 @@ class Monitor:
         optimizers = check_arguments(model, optimizer, config, batch_size)
         self.config = config if config is not None else Config()
         self._notices: list[Finding] = []
-        self._actions: list[Action] = []
+        self._actions: deque[Action] = deque(maxlen=10_000)
         self._at_close: list[Callable[[], object]] = []
         path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
-        # Each process keeps a run of its own until there is one record for all of them.
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path
+        self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path  # one run a process, so far
         self._resume = resume
         self._readers = [on_reading] if on_reading is not None else []
         self._writer: BackgroundWriter | None = None
@@ -121,17 +121,17 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, about the training and about the monitoring. Those without a last step go on."""
+        """What was found so far, about training and monitoring. Those without a last step go on."""
         return [*self._notices, *(self._judge.findings if self._judge is not None else ())]
 
     @property
     def actions(self) -> list[Action]:
-        """What was done to the training so far, by a Guard or a schedule, or would have been."""
+        """What a Guard or a schedule did so far, or would have done: the last 10,000; the run keeps all."""
         return list(self._actions)
 
     @property
     def run_path(self) -> Path:
-        """Where the run is kept."""
+        """Its folder."""
         return self._writer.path if self._writer is not None else self._path
 
     # -- for those who act on what it sees ----------------------------------------------------------------------
@@ -156,8 +156,14 @@ class Monitor:
         if self._writer is not None:
             self._writer.put(action)
 
+    def hurry(self) -> None:
+        """Have the steps made so far judged now rather than with the next ones; does not wait for it."""
+        self._tap.flush()
+        if self._writer is not None:
+            self._writer.hurry()
+
     def at_close(self, callback: Callable[[], object]) -> None:
-        """Have this called when the Monitor closes, while it still hears and writes."""
+        """Have this called when the Monitor closes, while it still writes."""
         self._at_close.append(callback)
 
     def state_soon(self) -> Callable[[], dict[str, Any]]:
@@ -171,7 +177,7 @@ class Monitor:
 
         if self._writer is None or not self._writer.put(tell):
             tell()
-        return lambda: {**own, **answer.get(timeout=60.0)}
+        return lambda: own | answer.get(timeout=60.0)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -188,7 +194,10 @@ class Monitor:
         if self._closed:
             return
         for callback in self._at_close:
-            callback()
+            try:
+                callback()
+            except Exception as failure:
+                self._on_error("close", failure)
         self._closed = True
         if error is not None:
             self.report(notices.training_stopped(error, self._now()))
@@ -199,9 +208,8 @@ class Monitor:
             self._writer.close(30.0)
 
     def __del__(self) -> None:
-        # Dropped without being closed, e.g. by a function that returned: its last steps are still to be written.
         with contextlib.suppress(Exception):
-            self.close()
+            self.close()  # dropped by a function that returned: its last steps are still to be written
 
     def __enter__(self) -> Monitor:
         return self
@@ -225,12 +233,12 @@ class Monitor:
 
     def _own_state(self) -> dict[str, Any]:
         number = self._writer.run_id if self._writer is not None else None
-        tap = self._tap.state_dict()
-        return {"version": STATE_VERSION, "run": str(self.run_path), "run_id": number, "tap": tap}
+        named = {"version": STATE_VERSION, "run": str(self.run_path), "run_id": number}
+        return {**named, "tap": self._tap.state_dict()}
 
     def _judged_state(self) -> dict[str, Any]:
-        diagnosis = self._judge.state_dict() if self._judge is not None else None
-        return {"interpreter": self._interpreter.state_dict(), "diagnosis": diagnosis}
+        judged = self._judge.state_dict() if self._judge is not None else None
+        return {"interpreter": self._interpreter.state_dict(), "diagnosis": judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run from a saved state. Call it before the first step.
@@ -276,8 +284,7 @@ class Monitor:
             queue_size=self.config.queue_size,
             on_error=call_weakly(self._on_store_error),
         )
-        earlier: list[Record] = [*self._notices, *self._actions]
-        for record in earlier:
+        for record in cast(list[Record], [*self._notices, *self._actions]):
             self._writer.put(record)
         # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
         # weak reference, so that a Monitor that is dropped can go, and its model with it.
@@ -344,9 +351,7 @@ class Monitor:
     def _account(self, raw: RawStep, reading: Reading, own_seconds: float) -> Reading:
         """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
         assert self._budget is not None
-        hidden = bool(raw.lap.events)  # beside a GPU the host's threads are not what training waits for
-        cost = raw.lap.cost_seconds() + (0.0 if hidden else own_seconds)
-        self._budget.add(full=raw.full, wall_seconds=raw.lap.wall_seconds, cost_seconds=cost)
+        self._budget.charge(raw.lap, own_seconds, full=raw.full)
         spent, every = self._budget.spent, self._tap.every
         wanted = self._budget.propose(every)
         if wanted != every:

@@ -109,3 +109,42 @@ def guard_error(error: BaseException, step: int) -> Finding:
         causes=("an error inside gradvitals; training goes on without a Guard",),
         cures=("report it with the traceback",),
     )
+
+
+def snapshot_error(problem: str, step: int) -> Finding:
+    """A snapshot could not be written."""
+    return Finding(
+        id="snapshot_error",
+        severity="warning",
+        title=f"a snapshot could not be kept: {problem}",
+        first_step=step,
+        last_step=step,
+        causes=("the folder is gone or full, or cannot be written",),
+        cures=("make room; later snapshots go on being tried",),
+    )
+
+
+def guard_blind(seconds: float, step: int) -> Finding:
+    """Findings do not reach the Guard any more."""
+    return Finding(
+        id="guard_error",
+        severity="warning",
+        title=f"the Guard goes on without findings: the diagnosis was over {seconds:g} s behind",
+        first_step=step,
+        last_step=step,
+        causes=("the writer's thread has stopped, or the disk is very slow",),
+        cures=("look for a store_error; norms and losses are still guarded",),
+    )
+
+
+def guard_absent(step: int) -> Finding:
+    """An optimizer evaluates the loss itself."""
+    return Finding(
+        id="guard_error",
+        severity="warning",
+        title="the Guard does not see this optimizer's steps: they are made with a closure",
+        first_step=step,
+        last_step=step,
+        causes=("gradients are computed inside optimizer.step(closure)",),
+        cures=("call backward before optimizer.step(), without a closure",),
+    )

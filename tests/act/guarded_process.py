@@ -38,7 +38,9 @@ class Data:
         return inputs, targets
 
 
-def run(folder: Path, steps: int, decide: str, kill_after: int | None = None, *, snapshots: bool = True) -> dict[str, Any]:
+def run(
+    folder: Path, steps: int, decide: str, kill_after: int | None = None, *, snapshots: bool = True
+) -> dict[str, Any]:
     """Train until so many batches have been drawn."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))

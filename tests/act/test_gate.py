@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradvitals.act.gate import LARGEST, DeviceGate, Landing, Seen, look
+from gradvitals.act.gate import DeviceGate, Landing, Seen, look
+from gradvitals.act.limits import LARGEST_NORM
 from gradvitals.measure.rawstep import Arrival
 
 NAN, INF = math.nan, math.inf
@@ -64,7 +65,7 @@ def test_there_is_nothing_to_see_without_gradients() -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_one_tensor_that_is_not_finite_makes_the_norm_so(bad: float) -> None:
-    assert not float(looked([1.0, bad], [2.0]).norm) <= LARGEST
+    assert not float(looked([1.0, bad], [2.0]).norm) <= LARGEST_NORM
 
 
 def test_the_loss_is_the_mean_of_what_the_loop_told() -> None:
@@ -114,7 +115,7 @@ def test_finite_steps_are_never_left_out_more_than_max_streak_times_in_a_row(nor
 
 def send(landing: Landing, step: int, **numbers: float) -> None:
     names = ("norm", "loss", "left_out", "scaler", "factor", "streak")
-    landing.send(step, (5.0, 6.0), *(torch.tensor(numbers.get(name, 0.0)) for name in names))
+    landing.send(step, (5.0, 6.0), False, *(torch.tensor(numbers.get(name, 0.0)) for name in names))
 
 
 def test_numbers_are_looked_at_a_fixed_number_of_steps_later() -> None:

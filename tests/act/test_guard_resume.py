@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from guarded import NAN, Run, bug
+from guarded import NAN, Run
 from guarded_process import run
 
 import gradvitals as gv
@@ -149,7 +149,6 @@ def test_a_state_kept_by_the_user_has_the_same_future(decide: str, tmp_path: Pat
     assert second.all_bits() == whole.all_bits()
 
 
-@bug("findings that a Guard has not taken yet are not kept with the judge's state")
 def test_a_finding_that_was_not_taken_yet_is_taken_after_a_resume(tmp_path: Path) -> None:
     def build(name: str) -> Run:
         reset = gv.act.ResetMomentum(on=("loss_rising",), warmup=0)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from guarded import bug
 
 from gradvitals.act.ladder import Call, Evidence, Ladder, Purse
 from gradvitals.act.rungs import PER_STEPS, CutLR, ResetMomentum, RollBack, Skip
@@ -51,7 +50,11 @@ def stories(draw: st.DrawFn) -> list[Evidence]:
         healthy, far = draw(st.booleans()), draw(st.booleans())
         told += [
             Evidence(
-                step=len(told) + offset, trouble=trouble, words="w", far=far and trouble == "norm", can_roll_back=healthy
+                step=len(told) + offset,
+                trouble=trouble,
+                words="w",
+                far=far and trouble == "norm",
+                can_roll_back=healthy,
             )
             for offset in range(length)
         ]
@@ -99,7 +102,7 @@ def test_budgets_and_cooldowns_are_kept(ladder: Ladder, story: list[Evidence]) -
         if rung.budget is not None:
             for index, first in enumerate(steps):
                 assert sum(step < first + PER_STEPS for step in steps[index:]) <= rung.budget
-        assert all(later - earlier >= rung.cooldown for earlier, later in zip(steps, steps[1:], strict=False))
+        assert all(later - earlier >= rung.cooldown for earlier, later in pairwise(steps))
         assert len(set(steps)) == len(steps)
 
 
@@ -240,8 +243,7 @@ def test_a_run_that_was_not_calm_for_long_goes_on_where_it_was() -> None:
     bad(ladder, range(4))
     calm(ladder, range(4, 4 + ladder.calm_after - 1))
     waited = bad(ladder, range(100, 120))
-    assert ("reset_momentum", 103, True) not in waited
-    assert ("cut_lr", 107, True) in waited or ("cut_lr", 108, True) in waited
+    assert next(kind for kind, _, _ in waited if kind != "skip") == "cut_lr"
 
 
 def test_a_crowd_of_bad_steps_is_trouble_too() -> None:
@@ -275,7 +277,6 @@ def test_rolling_back_begins_at_the_bottom_and_keeps_what_was_spent() -> None:
     assert ("roll_back", 17, False) in told  # the rungs before it are on cooldown, and its budget is spent
 
 
-@bug("a rung that was refused once is not tried again before the run is calm, which it cannot be")
 def test_a_roll_back_that_had_to_wait_for_its_cooldown_comes_after_it() -> None:
     ladder = ladder_of(back=RollBack(cooldown=20))
     assert ("roll_back", 3, True) in bad(ladder, range(4), "nonfinite")
@@ -283,7 +284,6 @@ def test_a_roll_back_that_had_to_wait_for_its_cooldown_comes_after_it() -> None:
     assert any(kind == "roll_back" and taken for kind, _, taken in told)
 
 
-@bug("a rung that was refused once is not tried again before the run is calm, which it cannot be")
 def test_a_roll_back_that_had_no_snapshot_comes_when_there_is_one() -> None:
     ladder = ladder_of()
     bad(ladder, range(10), "nonfinite", can_roll_back=False)
@@ -311,7 +311,6 @@ def test_a_finding_calls_for_the_rungs_that_name_it() -> None:
     assert ladder.judge(Evidence(step=200, words="w", findings=("loss_spike",), can_roll_back=True)) == []
 
 
-@bug("a finding that comes between two bad steps counts as a good step, and the streak begins anew")
 def test_a_finding_in_the_middle_of_a_streak_does_not_make_it_longer() -> None:
     """The Guard tells findings before it has looked at the step, as evidence of their own."""
     ladder = ladder_of(reset=ResetMomentum(mode="off"), lr=CutLR(mode="off"), back=RollBack(mode="off"))
@@ -321,7 +320,6 @@ def test_a_finding_in_the_middle_of_a_streak_does_not_make_it_longer() -> None:
     assert len([one for one in told if one[0] == "skip"]) == 3
 
 
-@bug("where a finding called for a rung, a step that is not finite is not left out")
 def test_a_step_that_is_not_finite_is_left_out_whatever_a_finding_called_for() -> None:
     ladder = ladder_of(reset=ResetMomentum(on=("loss_rising",)))
     calls = ladder.judge(Evidence(step=5, trouble="nonfinite", words="w", findings=("loss_rising",)))
@@ -345,7 +343,6 @@ def test_a_purse_says_why_not() -> None:
     assert purse.refusal(1000) == ""
 
 
-@bug("what was spent is only forgotten where a budget is asked for, and nobody asks for what is not finite")
 def test_what_an_unlimited_run_of_bad_steps_leaves_behind_is_bounded() -> None:
     ladder = ladder_of(back=RollBack(mode="off"))
     bad(ladder, range(5000), "nonfinite")

@@ -16,6 +16,7 @@ from gradvitals.act.post import Post
 from gradvitals.act.rates import Rates
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import CutLR, ResetMomentum, RollBack
+from gradvitals.act.snapshot import arrived
 
 Done = tuple[dict[str, Any], int]
 """How things are afterwards, and how many steps of training were lost."""
@@ -57,25 +58,36 @@ class Answers:
             self.rates.add(kind, now, share=cut.factor, hold=cut.hold, rise=cut.restore, shape="linear")
             return {"lr_factor": self.rates.factor(now)}, 0
         if kind == RollBack.kind:
-            return self._roll_back(step)
+            return self._roll_back(evidence, now, step)
         return {"step": step}, 1  # a step that is left out: nothing to do
 
     def _forget_momentum(self, evidence: Evidence, now: int) -> Done:
         names = set() if self._reset.whole else self._review.tensors(evidence.findings)
         chosen = [parameter for name, parameter in self._model.named_parameters() if name in names] or None
-        count = sum(reset_momentum(post.optimizer, chosen) for post in self._posts)
+        count = 0
+        for post in self._posts:
+            count += reset_momentum(post.optimizer, chosen)
+            post.is_new = True
         reset = self._reset
         if reset.warmup:
             self.rates.add(reset.kind, now, share=reset.warmup_from, hold=0, rise=reset.warmup, shape="cosine")
         return {"tensors": count, "lr_factor": self.rates.factor(now)}, 0
 
-    def _roll_back(self, step: int) -> Done:
+    def _roll_back(self, evidence: Evidence, now: int, step: int) -> Done:
+        """Nothing where no snapshot fits any more, as after a change of the model."""
         assert self._keeper is not None
-        restored = self._keeper.restore()
-        assert restored is not None, "the ladder asks only where there is a healthy snapshot"
-        state = restored.extra["guard"]
-        self.rates.load_state_dict(state["rates"])
+        restored = self._keeper.restore(self._review.began(evidence.findings))
+        if restored is None:
+            return {}, 0
+        state = arrived({**restored.extra["guard"]})
+        self.rates.load_state_dict(state["rates"], shift=now - restored.step)
+        done, uncounted = int(state["step"]), set[int]()
         for post, saved in zip(self._posts, state["posts"], strict=True):
-            post.load_state_dict(saved)
+            # What was on its way then has long landed: some of it did not count.
+            uncounted |= {one["step"] for one in saved["flying"] if one["left_out"] or one["scaler_skipped"]}
+            post.load_state_dict({**saved, "flying": []})
+            for one in saved["flying"]:
+                post.usual.learn(one["norm"], one["loss"])
         self.buffers.remember()
-        return {"step": int(state["step"])}, step - int(state["step"])
+        self.hold.left_out()
+        return {"step": done - len(uncounted)}, step - done + len(uncounted)

@@ -6,52 +6,55 @@ what it did to the buffers is undone, too.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-Pairs = list[tuple[Tensor, Tensor]]
-
 
 class Buffers:
-    """Remembers the buffers that steps change, and puts them back."""
+    """Keeps a copy of every buffer as it was after the last step that was made, and puts it back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._all = list(model.buffers())
-        # Batch norm writes its statistics where autograd does not count it; all others show by their version.
-        norms = (module for module in model.modules() if isinstance(module, _NormBase))
-        self._always = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {id(live): (live, live.clone()) for live in self._all}
-        """Buffers, and what they were after the last step that was made."""
-        self._ever: set[int] = set()
-        """Those that have been seen to change."""
-        self._versions = [live._version for live in self._all]
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._group()
+        self._model = model
+        self._places: list[tuple[nn.Module, str, bool]] = []
+        """Module, name, and whether to copy the buffer at every step."""
+        self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """By place: the buffer, its copy, and its version when it was copied."""
+        self.remember()
+        # A checkpoint that is loaded later is not to be undone.
+        reference = weakref.WeakMethod(self.remember)
+        self._hook = model.register_load_state_dict_post_hook(lambda *_: (reference() or int)())
 
-    def _group(self) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], Pairs] = defaultdict(list)
-        for live, kept in self._kept.values():
-            groups[live.device, live.dtype].append((live, kept))
-        self._groups = [([live for live, _ in pairs], [kept for _, kept in pairs]) for pairs in groups.values()]
+    def close(self) -> None:
+        """Hear of the model no more."""
+        self._hook.remove()
+
+    def _find(self) -> None:
+        modules = list(self._model.modules())
+        # Batch norm writes its statistics where autograd does not count it; all others show by their version.
+        self._places = [(one, name, isinstance(one, _NormBase)) for one in modules for name in one._buffers]
+        self._kept.clear()
 
     @torch.no_grad()
     def remember(self) -> None:
         """A step was made: what the buffers hold now is right."""
-        changed = {
-            id(live): live
-            for live, then in zip(self._all, self._versions, strict=True)
-            if live._version != then or id(live) in self._always or id(live) in self._ever
-        }
-        if changed.keys() != self._kept.keys():  # most models have buffers that never change, and need no copy
-            self._ever |= changed.keys()
-            self._kept = {key: (live, self._kept.get(key, (live, live.clone()))[1]) for key, live in changed.items()}
-            self._group()
-        for live, kept in self._groups:
-            torch._foreach_copy_(kept, live)
-        self._versions = [live._version for live in self._all]
+        if any(name not in one._buffers for one, name, _ in self._places) or not self._places:
+            self._find()
+        changed: list[tuple[Tensor, Tensor]] = []
+        for place, (module, name, always) in enumerate(self._places):
+            live = module._buffers[name]
+            if live is None:
+                continue
+            kept = self._kept.get(place)
+            if kept is None or kept[0] is not live:
+                self._kept[place] = (live, live.clone(), live._version)
+            elif always or kept[2] != live._version:
+                changed.append((kept[1], live))
+                self._kept[place] = (live, kept[1], live._version)
+        _copy_all(changed)
 
     @torch.no_grad()
     def put_back(self, where: Tensor | None = None) -> None:
@@ -60,10 +63,21 @@ class Buffers:
         Args:
             where: A number on the device that is not 0 where it was left out; None where that is known.
         """
-        for live, kept in self._groups:
-            if where is None:
-                torch._foreach_copy_(live, kept)
-            else:
-                left_out = where.to(live[0].device) != 0
-                right = [torch.where(left_out, old, new) for old, new in zip(kept, live, strict=True)]
-                torch._foreach_copy_(live, right)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for place, (live, kept, version) in self._kept.items():
+            module, name, always = self._places[place]
+            now = module._buffers.get(name)
+            if now is not live and where is None:
+                module._buffers[name] = now = live  # a forward pass may also put a new tensor there
+            if now is not None and (always or now is not live or live._version != version):
+                old = kept if where is None else torch.where(where.to(now.device) != 0, kept, now)
+                pairs.append((now, old))
+        _copy_all(pairs)
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for to, source in pairs:
+        groups[to.device, to.dtype].append((to, source))
+    for group in groups.values():
+        torch._foreach_copy_([to for to, _ in group], [source for _, source in group])

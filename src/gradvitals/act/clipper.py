@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradvitals.act.gate import LARGEST, Seen
-from gradvitals.act.limits import Usual
+from gradvitals.act.gate import Seen
+from gradvitals.act.limits import LARGEST_NORM, Usual
 from gradvitals.act.rungs import Clip
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
 from gradvitals.measure.rawstep import Arrival
@@ -61,7 +61,7 @@ class Clipper:
         same = [tuple(values.shape) for values in self._averages] == [tuple(values.shape) for values in norms]
         if not same:
             self._averages, self._seen = [values.clone() for values in norms], 1
-        self._averages = [kept.to(now.device) for kept, now in zip(self._averages, norms, strict=True)]
+        self._averages = [kept.to(now) for kept, now in zip(self._averages, norms, strict=True)]
         if self._seen <= self.clip.first_steps:
             self._averages = [_lower(kept, now) for kept, now in zip(self._averages, norms, strict=True)]
             return None
@@ -69,7 +69,7 @@ class Clipper:
             adagc_factors(now, kept, self.clip.tensor_ratio) for now, kept in zip(norms, self._averages, strict=True)
         ]
         self._averages = [
-            torch.where(now <= LARGEST, BETA * kept + (1 - BETA) * factor * now, kept)
+            torch.where(now <= LARGEST_NORM, BETA * kept + (1 - BETA) * factor * now, kept)
             for now, kept, factor in zip(norms, self._averages, factors, strict=True)
         ]
         return factors
@@ -93,12 +93,14 @@ class Clipper:
                     grad.mul_(factor.to(grad.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving averages."""
-        return {"averages": [values.cpu() for values in self._averages], "seen": self._seen}
+        """The moving averages, by a function that waits for the device."""
+        averages = [values.clone() for values in self._averages]
+        return {"averages": lambda: [values.tolist() for values in averages], "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with saved averages."""
-        self._averages, self._seen = list(state["averages"]), int(state["seen"])
+        self._averages = [torch.tensor(values) for values in state["averages"]]
+        self._seen = int(state["seen"])
 
 
 def smallest(factors: list[Tensor]) -> Tensor:
@@ -109,4 +111,4 @@ def smallest(factors: list[Tensor]) -> Tensor:
 
 
 def _lower(kept: Tensor, now: Tensor) -> Tensor:
-    return torch.where(now < kept, now, kept.where(kept <= LARGEST, now))
+    return torch.where(now < kept, now, kept.where(kept <= LARGEST_NORM, now))

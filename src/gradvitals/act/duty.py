@@ -11,15 +11,20 @@ import torch
 
 from gradvitals.act.answers import Answers
 from gradvitals.act.clipper import smallest
-from gradvitals.act.gate import LARGEST, Landed, Seen, look
+from gradvitals.act.gate import LAG, Landed, Seen, look
 from gradvitals.act.keeper import Keeper
-from gradvitals.act.ladder import Call, Evidence, Ladder, Purse, Trouble
+from gradvitals.act.ladder import FINDING_OF, Call, Evidence, Ladder, Purse
+from gradvitals.act.limits import LARGEST_NORM, judged
+from gradvitals.act.lr_factor import lr_factors
 from gradvitals.act.post import Post
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import Clip, CutLR, RollBack, Skip
 from gradvitals.measure.rawstep import Arrival
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
+
+REFUSALS = 20
+"""Steps in a row that a GradScaler leaves out before that is trouble: it also does so to find its scale."""
 
 
 class Duty:
@@ -62,6 +67,13 @@ class Duty:
         """Whether something of it was left out."""
         self._dropped = False
         """Whether the rest of it is dropped, as it was rolled back."""
+        self._refused = False
+        """Whether a GradScaler left it out."""
+        self._ended = True
+        self._uncounted = -1
+        """The last step that turned out not to count after all."""
+        self._refusals = 0
+        """Steps in a row that a GradScaler left out."""
         self.begun = False
         """Whether there is a snapshot of where the run began."""
         self.snapshots = 0
@@ -71,8 +83,8 @@ class Duty:
     def before(self, post: Post) -> bool:
         """Whether this optimizer is to make its step."""
         arrival = self.monitor.tap.arrive(post.optimizer)
-        if self.monitor.step != self._now:
-            self._begin(self.monitor.step)
+        self._begin(self.monitor.step)
+        self.answers.hold.begin(post.optimizer)
         make = not self._dropped and (arrival is None or self._may_step(post, arrival))
         if make:
             self.answers.rates.lower(post.optimizer, self._now)
@@ -80,18 +92,43 @@ class Duty:
 
     def after(self, post: Post, made: bool) -> None:
         """The optimizer has made its step, or was kept from it."""
-        if not made:
+        if made:
+            post.is_new = False
+            if self._refused and self.skip.mode == "on":
+                self.answers.buffers.put_back()
+            else:
+                self.answers.buffers.remember()
+        else:
+            if not self._left_out:
+                self.answers.hold.uncount()
             self._left_out = True
-            self.answers.hold.uncount()
+            self.answers.hold.left_out(None if self._dropped else post.optimizer)
+            self.answers.buffers.put_back()
             self.monitor.tap.leave_out(post.optimizer)
             post.optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns of a wrong order
         if self.monitor.step != self._now:
             self._end()
 
+    def failed(self, post: Post) -> None:
+        """The optimizer's step ended in an error: whoever catches it may step again."""
+        self.monitor.tap.abandon(post.optimizer)
+        lr_factors(post.optimizer).restore()
+
+    def scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler has found infinite gradients, and leaves the optimizer's step out without asking it."""
+        self._begin(self.monitor.step)
+        self._refused = self._left_out = True
+        if self.skip.mode == "on":
+            self.answers.buffers.put_back()
+        self._judge_refused(self._now)
+
     def _begin(self, now: int) -> None:
-        """A new step: put right what follows from the last one, and see what was found meanwhile."""
-        self._now, self._left_out, self._dropped = now, False, False
-        self.answers.hold.begin()
+        """If a new step has begun, put right what follows from the last one, and see what was found meanwhile."""
+        if now == self._now:
+            return
+        if not self._ended:  # an optimizer steps again before others have: its data is drawn already
+            self._end(late=True)
+        self._now, self._left_out, self._dropped, self._refused, self._ended = now, False, False, False, False
         for kind in self.answers.rates.over(now):
             if kind == CutLR.kind:
                 self._record("restore_lr", now, "", True, "the time it was lowered for is over")
@@ -101,21 +138,24 @@ class Duty:
                 self.begun = True
                 self.snapshots += self.keeper.take(now, self._snapshot(), to_disk=False, wait=True)
                 self.keeper.before_update()
-            self.keeper.settle(now)
+            # What the device has decided is known some steps later, and so is whether there was trouble.
+            self.keeper.settle(now - LAG if any(post.on_device for post in self.posts) else now)
         findings = self.review.due(now)
         if findings:
             words = "; ".join(finding.title for finding in findings.values())
+            if self.keeper is not None:
+                self.keeper.spoil(now)
             self._answer(Evidence(step=now, words=words, findings=tuple(findings), can_roll_back=self._can_roll_back))
 
-    def _end(self) -> None:
+    def _end(self, *, late: bool = False) -> None:
         """The step is over: all optimizers have had their turn."""
-        if self._left_out:
-            self.answers.hold.left_out()
-            self.answers.buffers.put_back()
+        self._ended = True
+        if self._left_out or self._refused:
             return
         self.step += 1
-        self.answers.buffers.remember()
-        if self.keeper is not None and self.keeper.due(self.monitor.step) and not self.ladder.streak:
+        self._refusals = 0
+        due = self.keeper is not None and self.keeper.due(self.monitor.step) and not self.ladder.bad
+        if self.keeper is not None and due and not late:
             self.snapshots += self.keeper.take(self.monitor.step, self._snapshot())
 
     # -- deciding -----------------------------------------------------------------------------------------------
@@ -124,12 +164,14 @@ class Duty:
         seen = look(arrival, each=post.clipper.each)
         if seen is None:
             return True
+        if post.on_device:
+            # A new optimizer is decided here; what is still on its way comes first.
+            for landed in post.landing.landed(None if post.is_new else self._now):
+                self.judge_landed(post, landed)
+                if self._dropped:
+                    return False
         if not post.on_device or post.is_new:
             return self._decide_here(post, arrival, seen)
-        for landed in post.landing.landed(self._now):
-            self.judge_landed(post, landed)
-        if self._dropped:
-            return False
         self._decide_there(post, arrival, seen)
         return True
 
@@ -143,12 +185,14 @@ class Duty:
         """Decide on the host, which knows the numbers at once."""
         scaler = getattr(post.optimizer, "found_inf", None)
         if scaler is not None and float(scaler) > 0:
-            return True  # the step will do nothing, and the scaler knows why
+            self._refused = True
+            self._judge_refused(self._now)
+            return not self._dropped  # the step will do nothing, and the scaler knows why
         norm, loss = float(seen.norm), float(seen.loss)
         factors = post.clipper.factors(seen, arrival, post.usual) if self.clip.mode != "off" else None
         calls = self._judge(post, self._now, norm, loss, self._limits(post))
         make = not self._dropped and not any(call.kind == Skip.kind and call.taken for call in calls)
-        if make and factors is not None and norm <= LARGEST:
+        if make and factors is not None and norm <= LARGEST_NORM:
             factor = float(smallest(factors))
             if factor < 1 and self._note_clip(self._now, norm, factor):
                 post.clipper.apply(factors, seen, arrival, post.optimizer)
@@ -163,24 +207,61 @@ class Duty:
             left_out = torch.zeros_like(left_out)
         theirs = post.mark(left_out)
         factors = post.clipper.factors(seen, arrival, post.usual) if self.clip.mode != "off" else None
-        if factors is not None and self.clip.mode == "on" and not self.clip_purse.refusal(self._now):
+        clipping = factors is not None and self.clip.mode == "on" and not self.clip_purse.refusal(self._now)
+        if factors is not None and clipping:
             post.clipper.apply(factors, seen, arrival, post.optimizer)
         if self.skip.mode == "on":
             self.answers.buffers.put_back(left_out)
-            self.answers.hold.uncount(left_out * (1 - theirs.to(left_out)))
+            if post is self.posts[0]:
+                self.answers.hold.uncount(left_out * (1 - theirs.to(left_out)))
         factor = torch.ones_like(seen.norm) if factors is None else smallest(factors)
         streak = torch.as_tensor(post.gate.streak)
-        post.landing.send(self._now, limits, seen.norm, seen.loss, left_out, theirs, factor, streak)
+        post.landing.send(self._now, limits, clipping, seen.norm, seen.loss, left_out, theirs, factor, streak)
 
-    def judge_landed(self, post: Post, landed: Landed) -> None:
-        """A step that was decided on the device, a few steps ago."""
+    def judge_landed(self, post: Post, landed: Landed, *, over: bool = False) -> None:
+        """A step that was decided on the device some steps ago. `over`: training has ended; for the record alone."""
         if landed.scaler_skipped:
-            self.step -= 1
+            self._uncount(landed.step)
+            if not over:
+                self._judge_refused(landed.step)
             return
-        self.step -= landed.left_out
-        self._judge(post, landed.step, landed.norm, landed.loss, landed.limits, left_out=landed.left_out)
+        self._refusals = 0
+        if landed.left_out:
+            self._uncount(landed.step)
+            self.answers.hold.left_out(post.optimizer)  # its tick is long counted: the one to come is not
+        told: list[Call] = []
+        if not over:
+            told = self._judge(post, landed.step, landed.norm, landed.loss, landed.limits, left_out=landed.left_out)
+        if landed.left_out and not self._dropped and not any(call.kind == Skip.kind for call in told):
+            trouble, words = judged(landed.norm, landed.loss, landed.limits)
+            cost = {"steps": 1, "seconds": 0.0}
+            self._record(Skip.kind, landed.step, FINDING_OF.get(trouble, ""), True, words, cost=cost)
         if landed.factor < 1 and not landed.left_out:
-            self._note_clip(landed.step, landed.norm, landed.factor)
+            self._note_clip(landed.step, landed.norm, landed.factor, done=landed.clipping)
+
+    def _judge_refused(self, step: int) -> None:
+        """A GradScaler left this step out. Now and then it does; where it goes on, lowering the scale did not help."""
+        self._refusals += 1
+        if self.keeper is not None:
+            self.keeper.spoil(step)
+        if self._refusals >= REFUSALS:
+            words = f"the GradScaler has left out {self._refusals} steps in a row"
+            self._answer(
+                Evidence(
+                    step=step,
+                    now=self._now,
+                    trouble="nonfinite",
+                    words=words,
+                    can_roll_back=self._can_roll_back,
+                    persistent=True,
+                )
+            )
+
+    def _uncount(self, step: int) -> None:
+        """This step does not count; several optimizers may say so of the same one."""
+        if step != self._uncounted:
+            self._uncounted = step
+            self.step -= 1
 
     def _judge(
         self,
@@ -194,7 +275,8 @@ class Duty:
         trouble, words = judged(norm, loss, limits)
         ratio = self.rollback.ratio
         far = ratio is not None and norm > ratio * post.usual.usual_norm
-        evidence = Evidence(step=step, trouble=trouble, words=words, far=far, can_roll_back=self._can_roll_back)
+        able = self._can_roll_back
+        evidence = Evidence(step=step, now=self._now, trouble=trouble, words=words, far=far, can_roll_back=able)
         calls = self._answer(evidence, left_out=left_out)
         post.usual.learn(norm, loss)
         harmless = any(call.kind == Skip.kind and call.taken for call in calls) and self.ladder.streak < 2
@@ -217,21 +299,34 @@ class Duty:
             steps = 0
             if taken:
                 after, steps = self.answers.do(call.kind, evidence, self._now, self.step)
+            reason = call.reason
             if taken and call.kind == RollBack.kind:
-                self.step, self._dropped = after["step"], True
+                if after:
+                    self.step, self._dropped, self.review.rolled_back = after["step"], True, self._now
+                    self._refusals = 0
+                else:
+                    taken, reason = False, "no snapshot fits the model as it is now"
             cost = {"steps": steps, "seconds": time.perf_counter() - started} if taken else {}
-            self._record(call.kind, evidence.step, call.finding, taken, call.reason, before, after, cost)
+            self._record(call.kind, evidence.step, call.finding, taken, reason, before, after, cost)
         return calls
 
-    def _note_clip(self, step: int, norm: float, factor: float) -> bool:
-        """Record that a gradient was clipped, or would have been; returns whether it is to be."""
+    def _note_clip(self, step: int, norm: float, factor: float, *, done: bool | None = None) -> bool:
+        """Record that a gradient was clipped, or would have been; returns whether it is to be.
+
+        Args:
+            step: Which step.
+            norm: The norm before.
+            factor: What is left of it.
+            done: What was done already, on the device; None where that is to be decided here.
+        """
         refusal = self.clip_purse.refusal(step)
-        if not refusal:
+        taken = self.clip.mode == "on" and not refusal if done is None else done
+        if taken or not refusal:
             self.clip_purse.spent.append(step)
-        taken = self.clip.mode == "on" and not refusal
         words = f"the gradient norm is {norm:.3g}; it was clipped to {norm * factor:.3g} ({self.clip.method})"
         if not taken:
-            words = refusal or f"dry run; the gradient norm is {norm:.3g}; {norm * factor:.3g} would be left of it"
+            words = f"dry run; the gradient norm is {norm:.3g}; {norm * factor:.3g} would be left of it"
+            words = refusal or words if self.clip.mode == "on" else words
         self._record("clip", step, "explosion", taken, words, {"norm": norm}, {"norm": norm * factor} if taken else {})
         return taken
 
@@ -271,29 +366,26 @@ class Duty:
         """Everything that its decisions depend on: plain values, or functions that wait for them."""
         return {
             "step": self.step,
+            "now": self.monitor.step,
             "ladder": self.ladder.state_dict(),
             "clipped": list(self.clip_purse.spent),
             "rates": self.answers.rates.state_dict(),
+            "hold": self.answers.hold.state_dict(),
+            "rolled_back": self.review.rolled_back,
             "posts": [post.state_dict() for post in self.posts],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state. Where the Monitor counts its steps anew, so does what is remembered of them."""
+        shift = self.monitor.step - int(state["now"])
         self.step = int(state["step"])
-        self.ladder.load_state_dict(state["ladder"])
-        self.clip_purse.spent = list(state["clipped"])
-        self.answers.rates.load_state_dict(state["rates"])
+        self.ladder.load_state_dict(state["ladder"], shift)
+        self.clip_purse.spent = [step + shift for step in state["clipped"]]
+        self.answers.rates.load_state_dict(state["rates"], shift)
+        self.answers.hold.load_state_dict(state["hold"])
+        self.review.rolled_back = int(state["rolled_back"]) + shift
         for post, saved in zip(self.posts, state["posts"], strict=True):
-            post.load_state_dict(saved)
-
-
-def judged(norm: float, loss: float, limits: tuple[float, float]) -> tuple[Trouble, str]:
-    """What is wrong with a step, if anything, and in words."""
-    norm_limit, loss_limit = limits
-    if not norm <= LARGEST:
-        return "nonfinite", f"the gradient norm is {norm}"
-    if norm > norm_limit:
-        return "norm", f"the gradient norm is {norm:.3g}, over the limit of {norm_limit:.3g}"
-    if loss > loss_limit:
-        return "loss", f"the loss is {loss:.4g}, over the limit of {loss_limit:.4g}"
-    return "", ""
+            flying = [{**one, "step": one["step"] + shift} for one in saved["flying"]]
+            post.load_state_dict({**saved, "flying": flying})
+        self.answers.buffers.remember()
+        self.review.first = self.monitor.step

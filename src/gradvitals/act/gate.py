@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from gradvitals.act.limits import LARGEST_NORM
 from gradvitals.measure.rawstep import Arrival
 from gradvitals.measure.sentinel import is_distributed
-
-LARGEST = torch.finfo(torch.float32).max
 
 LAG = 8
 """Steps after which the numbers of a step that was decided on a GPU are looked at. The host is hardly ever so far
@@ -59,9 +58,18 @@ def look(arrival: Arrival, *, each: bool) -> Seen | None:
     if arrival.scale is not None:
         norm = norm / arrival.scale.to(device)
         parts = [(rows, values / arrival.scale.to(values.device)) for rows, values in parts] if each else parts
+    if arrival.by_hand:  # what the loop did to them since may have made them NaN
+        grads = [
+            parameter.grad
+            for rows, _ in parts
+            for row in rows
+            if (parameter := arrival.parameters[row]).grad is not None
+        ]
+        now = torch.stack([torch.linalg.vector_norm(grad).to(device, torch.float32) for grad in grads]).sum()
+        norm = torch.where(now <= LARGEST_NORM, norm, now)
     loss = _mean(arrival.losses, device)
     if is_distributed():
-        norm, loss = _agreed(norm, loss)
+        norm, loss = _agreed(norm, loss, told=bool(arrival.losses))
     return Seen(norm, loss, parts if each else [])
 
 
@@ -76,12 +84,14 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.stack(as_tensors).mean()
 
 
-def _agreed(norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest over all ranks; a loss that is not a number only where some rank's is."""
-    told = ~torch.isnan(loss)  # no rank told any, or all did
-    both = torch.stack([torch.nan_to_num(norm, nan=math.inf, posinf=math.inf), torch.nan_to_num(loss, nan=-math.inf)])
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return both[0], torch.where(told, both[1], math.nan)
+def _agreed(norm: Tensor, loss: Tensor, *, told: bool) -> tuple[Tensor, Tensor]:
+    """The largest over all ranks. A loss that is not a number on any of them counts as infinite; nan: none told any."""
+    broken = torch.isnan(loss) & told
+    lowest = torch.nan_to_num(loss, nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+    numbers = torch.stack([torch.nan_to_num(norm, nan=math.inf, posinf=math.inf), lowest, broken.float()])
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    loss = torch.where(numbers[1] == -math.inf, math.nan, numbers[1])
+    return numbers[0], torch.where(numbers[2] > 0, math.inf, loss)
 
 
 class DeviceGate:
@@ -101,8 +111,8 @@ class DeviceGate:
             norm_limit: The norm that is bad, inf for none.
             loss_limit: The loss that is bad, inf for none.
         """
-        finite = seen.norm <= LARGEST  # neither NaN nor infinite
-        bad = seen.norm > min(norm_limit, LARGEST)
+        finite = seen.norm <= LARGEST_NORM  # neither NaN nor infinite
+        bad = seen.norm > min(norm_limit, LARGEST_NORM)
         if loss_limit < math.inf:
             bad = bad | (seen.loss > loss_limit)
         self.streak = torch.where(bad | ~finite, self.streak + 1, 0.0)
@@ -116,6 +126,8 @@ class Landed:
     step: int
     limits: tuple[float, float]
     """Of the norm and of the loss, as they were."""
+    clipping: bool
+    """Whether gradients were multiplied by `factor`; in a dry run, or with a spent budget, they were not."""
     norm: float
     loss: float
     left_out: bool
@@ -132,9 +144,9 @@ class Landing:
 
     def __init__(self, lag: int = LAG) -> None:
         self._lag = lag
-        self._flying: deque[tuple[int, tuple[float, float], Tensor, torch.cuda.Event | None]] = deque()
+        self._flying: deque[tuple[int, tuple[float, float], bool, Tensor, torch.cuda.Event | None]] = deque()
 
-    def send(self, step: int, limits: tuple[float, float], *numbers: Tensor) -> None:
+    def send(self, step: int, limits: tuple[float, float], clipping: bool, *numbers: Tensor) -> None:
         """Start the copy of a step's norm, loss, left_out, what a scaler said, clipping factor and streak."""
         here = torch.stack([number.float().reshape(()) for number in numbers])
         event = None
@@ -144,7 +156,7 @@ class Landing:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(here.device))
             here = host
-        self._flying.append((step, limits, here, event))
+        self._flying.append((step, limits, clipping, here, event))
 
     def landed(self, now: int | None = None) -> list[Landed]:
         """The steps that are to be looked at now, before this step; all where it is None."""
@@ -163,11 +175,14 @@ class Landing:
         self._flying.clear()
         for one in saved:
             numbers = [one[name] for name in ("norm", "loss", "left_out", "scaler_skipped", "factor", "streak")]
-            self._flying.append((one["step"], tuple(one["limits"]), torch.tensor(numbers, dtype=torch.float32), None))
+            values = torch.tensor(numbers, dtype=torch.float32)
+            self._flying.append((one["step"], tuple(one["limits"]), one["clipping"], values, None))
 
 
-def _landed(step: int, limits: tuple[float, float], values: Tensor, event: torch.cuda.Event | None) -> Landed:
+def _landed(
+    step: int, limits: tuple[float, float], clipping: bool, values: Tensor, event: torch.cuda.Event | None
+) -> Landed:
     if event is not None:
         event.synchronize()
     norm, loss, left_out, theirs, factor, streak = values.tolist()
-    return Landed(step, limits, norm, loss, left_out > 0, theirs > 0, factor, streak)
+    return Landed(step, limits, clipping, norm, loss, left_out > 0, theirs > 0, factor, streak)

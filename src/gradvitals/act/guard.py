@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,18 +15,23 @@ from gradvitals.act.duty import Duty
 from gradvitals.act.hold import Hold
 from gradvitals.act.keeper import Keeper
 from gradvitals.act.ladder import Ladder
-from gradvitals.act.post import Post, can_be_told
+from gradvitals.act.post import Post, can_be_told, is_guarded
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import RUNGS, Clip, CutLR, Mode, ResetMomentum, RollBack, Rung, Skip, rung_of
 from gradvitals.act.snapshot import arrived
 from gradvitals.act.subject import Subject
-from gradvitals.errors import ConfigError, GradvitalsError
+from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.judge import say
+from gradvitals.measure.sentinel import is_distributed
 from gradvitals.monitor import Monitor
 from gradvitals.show.actions import summarise
+from gradvitals.store.reader import open_run
 from gradvitals.types import Action
 
 STATE_VERSION = 1
+
+KINDS = {*(rung.kind for rung in RUNGS.values()), "restore_lr"}
+"""What a Guard does; schedules keep their own actions in the same record."""
 
 
 class Guard:
@@ -97,6 +103,8 @@ class Guard:
         self._duty: Duty | None = None
         self._keeper: Keeper | None = None
         self._standing = False
+        self._closed = self._said_absent = False
+        self._earlier: list[Action] = []
         if monitor is not None:
             self.attach(monitor)
 
@@ -115,12 +123,16 @@ class Guard:
         assert isinstance(cut, CutLR)
         assert isinstance(rollback, RollBack)
         optimizers, model = monitor.tap.rows.optimizers, monitor.tap.rows.model
+        if any(map(is_guarded, optimizers)):
+            raise GradvitalsError("a Guard stands before this optimizer already; close its Monitor first")
         on_device = self._decides_on_device(monitor)
+        subject = Subject(model, optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data)
         if rollback.mode == "on" or self._folder is not None:
-            subject = Subject(model, optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data)
             cadence = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
-            problem: Callable[[str], object] = lambda words: say(words, monitor.config.quiet)  # noqa: E731
-            self._keeper = Keeper(subject, **cadence, folder=self._folder, on_problem=problem)
+            self._keeper = Keeper(subject, **cadence, folder=self._folder, on_problem=self._note_problem)
+            if self._keeper.found:
+                words = f"{self._folder} holds snapshots of an earlier run, the newest of step {self._keeper.found[-1]}"
+                say(f"{words}; guard.resume() goes on from it, else new ones take their place", monitor.config.quiet)
             if self._folder is not None and subject.cannot_restore:
                 say("snapshots cannot restore " + "; ".join(subject.cannot_restore), monitor.config.quiet)
         posts = [Post(one, on_device=on_device, clip=clip, skip=skip) for one in optimizers]
@@ -140,8 +152,13 @@ class Guard:
         )
         self._standing = True
         for post in posts:
-            post.stand(self._before, self._after)
+            post.stand(self._before, self._after, self._failed, self._unguarded)
+        monitor.tap.on_scaler_skip = self._scaler_skipped
         monitor.at_close(self.close)
+
+    def _note_problem(self, words: str) -> None:
+        if self._duty is not None:
+            self._duty.monitor.report(notices.snapshot_error(words, self._duty.monitor.step))
 
     def _decides_on_device(self, monitor: Monitor) -> bool:
         optimizers = monitor.tap.rows.optimizers
@@ -154,13 +171,15 @@ class Guard:
 
     def close(self) -> None:
         """Stop guarding: optimizers step alone again, snapshots are on disk, and what was done is said."""
-        if not self._standing:
+        if self._duty is None or self._closed:
             return
-        duty = self._on_duty
-        for post in duty.posts:
-            for landed in post.landing.landed():
-                self._attempt(lambda post=post, landed=landed: duty.judge_landed(post, landed), None)  # type: ignore[misc]
+        self._closed = True
+        duty = self._duty
+        if self._standing:
+            self._attempt(self._settle_up, None)
         self._standing = False
+        duty.monitor.tap.on_scaler_skip = None
+        duty.answers.buffers.close()
         for post in duty.posts:
             post.leave()
             duty.answers.rates.release(post.optimizer)
@@ -168,6 +187,14 @@ class Guard:
             self._keeper.close()
         if self.actions:
             say(self.summary(), duty.monitor.config.quiet)
+
+    def _settle_up(self) -> None:
+        """What is still on its way is for the record alone: the model is the user's by now."""
+        duty = self._on_duty
+        for post in duty.posts:
+            for landed in post.landing.landed():
+                duty.judge_landed(post, landed, over=True)
+        duty.answers.hold.begin()
 
     @property
     def _on_duty(self) -> Duty:
@@ -184,13 +211,31 @@ class Guard:
         if self._standing:
             self._attempt(lambda: self._on_duty.after(post, made), None)
 
+    def _failed(self, post: Post) -> None:
+        if self._standing:
+            self._attempt(lambda: self._on_duty.failed(post), None)
+
+    def _scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._standing:
+            self._attempt(lambda: self._on_duty.scaler_skipped(optimizer), None)
+
+    def _unguarded(self) -> None:
+        if self._standing and not self._said_absent:
+            self._said_absent = True
+            self._on_duty.monitor.report(notices.guard_absent(self._on_duty.monitor.step))
+
     def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Do our part of a step. An error of ours ends the guarding, not the training."""
+        """Do our part of a step. An error of ours ends the guarding, not the training.
+
+        With several ranks it ends that, too: the others would wait for this one's numbers for ever.
+        """
         try:
             return work()
         except Exception as error:
             self._standing = False
             duty = self._on_duty
+            if is_distributed():
+                raise
             for post in duty.posts:
                 duty.answers.rates.release(post.optimizer)
             duty.monitor.report(notices.guard_error(error, duty.monitor.step))
@@ -213,8 +258,9 @@ class Guard:
 
     @property
     def actions(self) -> list[Action]:
-        """What was done so far, would have been in a dry run, or was refused."""
-        return self._duty.monitor.actions if self._duty is not None else []
+        """What was done so far, would have been in a dry run, or was refused; after `resume`, before it too."""
+        done = self._duty.monitor.actions if self._duty is not None else ()
+        return [*self._earlier, *(action for action in done if action.kind in KINDS)]
 
     def summary(self) -> str:
         """What the Guard did, in a few lines."""
@@ -238,8 +284,9 @@ class Guard:
         duty.monitor.load_state_dict(restored.extra["monitor"])
         duty.load_state_dict(restored.extra["guard"])
         duty.begun = True
-        duty.answers.buffers.remember()
-        duty.review.first = duty.monitor.step
+        with contextlib.suppress(RunError), open_run(duty.monitor.run_path) as run:
+            before = [action for action in run.actions() if action.step < duty.monitor.step]
+            self._earlier = [action for action in before if action.kind in KINDS]
         return duty.step
 
     def state_dict(self) -> dict[str, Any]:

@@ -184,30 +184,37 @@ class Keeper:
         """Trouble at `step`: pending snapshots may hold it, and go from memory and disk. Returns their steps."""
         bad = self._ring.spoil()
         for entry in bad:
-            self._forget(entry, spoiled=True)
-            if self._vault is not None:
-                self._vault.discard(entry.serial)
+            self._discard(entry)
         return [entry.step for entry in bad]
 
     # -- going back ---------------------------------------------------------------------------------------------
 
-    def restore(self) -> Restored | None:
+    def restore(self, began: int | None = None) -> Restored | None:
         """Go back to the newest healthy snapshot, in place; random generators and the data position stay.
 
         Pending ones are dropped: what follows is another course of training. None if there is no healthy one.
+
+        Args:
+            began: The step at which the trouble began, where it was found late: snapshots from after it go too, if
+                there is one from before.
         """
         self.spoil(-1)
         self.complete()
+        if began is not None and any(entry.step <= began for entry in self._ring.healthy):
+            for late in [entry for entry in self._ring.healthy if entry.step > began]:
+                self._ring.drop(late)
+                self._discard(late)
         while (entry := self._ring.newest_healthy()) is not None:
             snapshot = self._snapshots.get(entry.serial)
             try:
                 plain, tensors = snapshot.content() if snapshot is not None else self._read(entry)
-            except SnapshotError as error:  # what an earlier process left cannot be read; an older one may do
+                if snapshot is not None:
+                    check_fit(self.subject, plain, snapshot.sizes, f"the snapshot of step {entry.step}")
+            except SnapshotError as error:  # it cannot be read, or the model has changed; an older one may do
                 self._note_problem(str(error))
                 self._ring.drop(entry)
+                self._forget(entry)
                 continue
-            if snapshot is not None:
-                check_fit(self.subject, plain, snapshot.sizes, f"the snapshot of step {entry.step}")
             self.subject.put_back(plain, tensors, position=False)
             self._ring.go_on_from(entry.step)
             return Restored(entry.step, deepcopy(plain["extra"]))
@@ -254,6 +261,11 @@ class Keeper:
         assert self._vault is not None
         self._vault.flush()  # it reads through the same processes that it writes through
         return self._vault.read(entry.serial, self.subject)
+
+    def _discard(self, entry: Entry) -> None:
+        self._forget(entry, spoiled=True)
+        if self._vault is not None:
+            self._vault.discard(entry.serial)
 
     def _forget(self, entry: Entry, *, spoiled: bool = False) -> None:
         snapshot = self._snapshots.pop(entry.serial, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradvitals.act.rungs import PER_STEPS, RollBack, Rung, Skip
@@ -26,6 +26,8 @@ class Evidence:
     """What one step showed."""
 
     step: int
+    now: int | None = None
+    """The step in progress when it is judged, where that is a later one."""
     trouble: Trouble = ""
     words: str = ""
     """What was seen beside what was expected, for the record."""
@@ -35,6 +37,8 @@ class Evidence:
     """Ids of findings that opened or got worse since the step before."""
     can_roll_back: bool = False
     """Whether there is a healthy snapshot."""
+    persistent: bool = False
+    """Whether it is known to go on, as with a GradScaler that has refused many steps; it has left this one out, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class Purse:
 
 @dataclass
 class Ladder:
-    """Decides about one step after the other."""
+    """Decides about one step after the other. A step may have several pieces of evidence, one for each optimizer."""
 
     skip: Skip
     higher: Sequence[Rung]
@@ -80,47 +84,64 @@ class Ladder:
     """Bad steps in a row."""
     calm: int = field(default=0, init=False)
     """Good steps in a row."""
-    tried: int = field(default=0, init=False)
-    """Rungs above skipping that were tried since the run was calm."""
     waiting: int = field(default=0, init=False)
-    """Bad steps that the last of them still has to help."""
-    recent: deque[int] = field(default_factory=deque, init=False)
-    """Bad steps among the last ones."""
+    """Bad steps that the last rung above skipping still has to help."""
+    used: set[str] = field(default_factory=set, init=False)
+    """Rungs above skipping that have acted since the run was calm, or since all of them had."""
     refused: set[str] = field(default_factory=set, init=False)
     """Rungs whose refusal has been recorded since the run was calm."""
+    recent: deque[int] = field(default_factory=deque, init=False)
+    """Bad steps among the last ones."""
+    step: int = field(default=-1, init=False)
+    """The last step it was shown."""
+    bad: bool = field(default=False, init=False)
+    """Whether that one was bad."""
+    acted: int = field(default=-1, init=False)
+    """The step at which a rung above skipping last acted. What steps before it showed calls for no other."""
 
     def __post_init__(self) -> None:
+        self.skip = replace(self.skip, mode=self.skip.mode or "on")
+        self.higher = [replace(rung, mode=rung.mode or "on") for rung in self.higher]
         self.purses = {rung.kind: Purse(rung) for rung in (self.skip, *self.higher)}
 
     def judge(self, evidence: Evidence) -> list[Call]:
         """Who answers this step."""
+        if evidence.step != self.step:
+            self._begin(evidence.step)
         calls = self._called_for(evidence)
         if evidence.trouble:
-            calls = self._trouble(evidence, calls)
-        else:
-            self.streak, self.calm = 0, self.calm + 1
-            if self.calm >= self.calm_after:
-                self.tried, self.waiting, self.refused = 0, 0, set()
+            calls += self._trouble(evidence, answered=any(call.taken for call in calls))
         if any(call.kind == RollBack.kind and call.taken for call in calls):
             self._start_over()
         return calls
 
-    def _trouble(self, evidence: Evidence, calls: list[Call]) -> list[Call]:
-        self.streak, self.calm = self.streak + 1, 0
-        self.recent.append(evidence.step)
-        while self.recent[0] <= evidence.step - self.crowd_window:
-            self.recent.popleft()
-        if any(call.taken for call in calls):
-            return calls
-        persistent = self.streak > self.skip.max_streak or len(self.recent) >= self.crowd
-        if persistent:
+    def _begin(self, step: int) -> None:
+        """The step before is over: was it a good one?"""
+        if not self.bad and self.step >= 0:
+            self.streak, self.calm = 0, self.calm + 1
+            if self.calm >= self.calm_after:
+                self.waiting, self.used, self.refused = 0, set(), set()
+        self.step, self.bad = step, False
+
+    def _trouble(self, evidence: Evidence, *, answered: bool) -> list[Call]:
+        late = evidence.step < self.acted
+        if not self.bad and not late:
+            self.bad = True
+            self.streak, self.calm = self.streak + 1, 0
+            self.recent.append(evidence.step)
+            while self.recent[0] <= evidence.step - self.crowd_window:
+                self.recent.popleft()
             self.waiting -= 1
-            if self.waiting <= 0:
-                calls += self._escalate(evidence)
+        calls: list[Call] = []
+        persistent = self.streak > self.skip.max_streak or len(self.recent) >= self.crowd or evidence.persistent
+        if persistent and not (answered or late) and self.waiting <= 0:
+            calls += self._escalate(evidence)
+        if any(call.kind == RollBack.kind and call.taken for call in calls):
+            return calls
+        if evidence.persistent:
+            return calls
         # What is not finite would ruin the weights: it is left out however often it comes.
-        if not any(call.kind == RollBack.kind and call.taken for call in calls) and (
-            not persistent or evidence.trouble == "nonfinite"
-        ):
+        if evidence.trouble == "nonfinite" or not (persistent or answered):
             calls += self._answer(self.skip, evidence, bounded=evidence.trouble != "nonfinite")
         return calls
 
@@ -134,15 +155,21 @@ class Ladder:
         return calls
 
     def _escalate(self, evidence: Evidence) -> list[Call]:
+        """The lowest rung that has not acted yet and may; where all have acted, they begin anew."""
+        self.waiting = self.patience
+        # Nothing but going back helps weights that are not finite.
+        able = [rung for rung in self.higher if evidence.trouble != "nonfinite" or rung.kind == RollBack.kind]
+        able = [rung for rung in able if rung.mode != "off"]
+        if all(rung.kind in self.used for rung in able):
+            self.used.clear()
         calls: list[Call] = []
-        while self.tried < len(self.higher):
-            rung = self.higher[self.tried]
-            self.tried += 1
-            if evidence.trouble == "nonfinite" and rung.kind != RollBack.kind:
-                continue  # weights that are not finite stay so
-            calls += self._answer(rung, evidence)
-            if calls and (calls[-1].taken or rung.mode == "dry_run"):
-                self.waiting = self.patience
+        for rung in able:
+            if rung.kind in self.used:
+                continue
+            calls += (answer := self._answer(rung, evidence))
+            if answer and (answer[0].taken or rung.mode == "dry_run"):
+                self.used.add(rung.kind)
+                self.acted = evidence.step if evidence.now is None else evidence.now
                 break
         return calls
 
@@ -152,35 +179,41 @@ class Ladder:
         if rung.mode == "off":
             return []
         purse = self.purses[rung.kind]
-        refusal = purse.refusal(evidence.step) if bounded else ""
-        if rung.kind == RollBack.kind and not evidence.can_roll_back:
+        refusal = purse.refusal(evidence.step)
+        if not bounded:
+            refusal = ""
+        if rung.kind == RollBack.kind and rung.mode == "on" and not evidence.can_roll_back:
             refusal = "there is no healthy snapshot yet"
         finding = finding or FINDING_OF[evidence.trouble]
         if refusal:
-            told = rung.kind in self.refused
+            told = rung.kind in self.refused or rung.mode == "dry_run"
             self.refused.add(rung.kind)
             return [] if told else [Call(kind=rung.kind, taken=False, finding=finding, reason=refusal)]
-        purse.spent.append(evidence.step)
+        if not purse.spent or purse.spent[-1] != evidence.step:
+            purse.spent.append(evidence.step)
         reason = evidence.words if rung.mode == "on" else f"dry run; {evidence.words}"
         return [Call(kind=rung.kind, taken=rung.mode == "on", finding=finding, reason=reason)]
 
     def _start_over(self) -> None:
         """The state is that of a healthy step again."""
-        self.streak, self.waiting, self.tried = 0, 0, 0
+        self.streak, self.waiting, self.bad = 0, 0, False
+        self.used.clear()
         self.recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers, as plain values."""
-        names = ("streak", "calm", "tried", "waiting")
+        own = {name: getattr(self, name) for name in ("streak", "calm", "waiting", "step", "bad", "acted")}
         spent = {kind: list(purse.spent) for kind, purse in self.purses.items()}
-        own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return {**own, "recent": list(self.recent), "refused": sorted(self.refused), "spent": spent}
+        sets = {"used": sorted(self.used), "refused": sorted(self.refused)}
+        return {**own, **sets, "recent": list(self.recent), "spent": spent}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        for name in ("streak", "calm", "tried", "waiting"):
-            setattr(self, name, int(state[name]))
-        self.recent, self.refused = deque(state["recent"]), set(state["refused"])
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+        """Go on from a saved state; `shift` is added to the numbers of its steps."""
+        for name in ("streak", "calm", "waiting", "bad"):
+            setattr(self, name, type(getattr(self, name))(state[name]))
+        self.step, self.acted = int(state["step"]) + shift, int(state["acted"]) + shift
+        self.recent = deque(step + shift for step in state["recent"])
+        self.used, self.refused = set(state["used"]), set(state["refused"])
         for kind, spent in state["spent"].items():
             if kind in self.purses:
-                self.purses[kind].spent = list(spent)
+                self.purses[kind].spent = [step + shift for step in spent]

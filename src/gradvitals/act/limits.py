@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
+from gradvitals.act.ladder import Trouble
 from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, SMALLEST_SPREAD
+
+LARGEST_NORM = float(np.finfo(np.float32).max)
+"""A norm beyond it is not finite."""
 
 FIRST_LOSSES = 5
 """Losses whose mean is the unit of the run's losses."""
@@ -147,3 +153,15 @@ class Usual:
         for name in ("norm", "loss", "log_loss"):
             setattr(self, name, Level(**state[name]))
         self.first_losses, self.norms = list(state["first_losses"]), deque(state["norms"])
+
+
+def judged(norm: float, loss: float, limits: tuple[float, float]) -> tuple[Trouble, str]:
+    """What is wrong with a step, if anything, and in words."""
+    norm_limit, loss_limit = limits
+    if not norm <= LARGEST_NORM:
+        return "nonfinite", f"the gradient norm is {norm}"
+    if norm > norm_limit:
+        return "norm", f"the gradient norm is {norm:.3g}, over the limit of {norm_limit:.3g}"
+    if loss > loss_limit:
+        return "loss", f"the loss is {loss:.4g}, over the limit of {loss_limit:.4g}"
+    return "", ""

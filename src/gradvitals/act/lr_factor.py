@@ -38,7 +38,7 @@ class LrFactors:
         return math.prod(self._factors.values())
 
     def _multiply(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # where the last step ended in an error its post-hook did not run
+        self.restore()
         factor = self.product
         if factor == 1:
             return
@@ -57,9 +57,10 @@ class LrFactors:
                 self._undo.append((group, group["lr"], lr))
 
     def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
+        self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put the rates back; after a step that ended in an error, where its post-hook did not."""
         undo, self._undo = self._undo, []
         for group, multiplied, lr in undo:
             if isinstance(multiplied, Tensor):

@@ -37,19 +37,25 @@ class Post:
         self.clipper = Clipper(clip)
         self.gate = DeviceGate(skip.max_streak)
         self.landing = Landing()
+        self.is_new = True
+        """Whether the optimizer has no state yet: some make it in the step that is left out, and do not fill it."""
         self._marked = False
         self._theirs: Tensor | None = None
         self._leave: Callable[[], None] = lambda: None
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the optimizer has made no step yet: some make their state in the step that is left out."""
-        return not self.optimizer.state
-
     # -- in the place of step() ---------------------------------------------------------------------------------
 
-    def stand(self, before: Before, after: After) -> None:
-        """Take the place of the optimizer's `step`."""
+    def stand(
+        self, before: Before, after: After, failed: Callable[[Post], None], unguarded: Callable[[], None]
+    ) -> None:
+        """Take the place of the optimizer's `step`.
+
+        Args:
+            before: Decides whether the step is made.
+            after: Told whether it was.
+            failed: Told of a step that ended in an error.
+            unguarded: Told of a step with a closure, which is made without being looked at.
+        """
         optimizer = self.optimizer
         original = optimizer.step
         own = "step" in vars(optimizer)
@@ -57,17 +63,23 @@ class Post:
         # Schedulers, which wrap `step` too, want a bound method; GradScaler looks at its arguments.
         @functools.wraps(original)
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs.get("closure") is not None:
+            if (args[0] if args else kwargs.get("closure")) is not None:
+                unguarded()
                 return original(*args, **kwargs)
             if not before(self):
                 after(self, False)
                 return None
             try:
-                return original(**kwargs)
-            finally:
+                result = original(*args, **kwargs)
+            except BaseException:  # Ctrl-C too
                 self.unmark()
-                after(self, True)
+                failed(self)
+                raise
+            self.unmark()
+            after(self, True)
+            return result
 
+        step.guarded = True  # type: ignore[attr-defined]
         replacement = types.MethodType(step, optimizer)
         optimizer.step = replacement  # type: ignore[method-assign]
 
@@ -110,15 +122,21 @@ class Post:
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt; what is still on its way to the host is a function that waits for it."""
         flying = self.landing.still_flying()
-        return {"usual": self.usual.state_dict(), "clipper": self.clipper.state_dict(), "flying": flying}
+        learnt = {"usual": self.usual.state_dict(), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
+        return {**learnt, "flying": flying}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what it had learnt."""
         self.usual.load_state_dict(state["usual"])
         self.clipper.load_state_dict(state["clipper"])
-        flying = () if callable(state["flying"]) else state["flying"]  # after a rollback they did not happen
-        self.landing.take_off(flying)
-        self.gate.streak = flying[-1]["streak"] if flying else 0.0
+        self.is_new = bool(state["is_new"])
+        self.landing.take_off(state["flying"])
+        self.gate.streak = state["flying"][-1]["streak"] if state["flying"] else 0.0
+
+
+def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a Guard stands before this optimizer already."""
+    return getattr(optimizer.step, "guarded", False) is True
 
 
 def can_be_told(optimizer: torch.optim.Optimizer) -> bool:

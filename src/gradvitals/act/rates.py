@@ -76,6 +76,6 @@ class Rates:
         """The reasons in force."""
         return {kind: asdict(ease) for kind, ease in self.eases.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with saved reasons."""
-        self.eases = {kind: Ease(**values) for kind, values in state.items()}
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+        """Go on with saved reasons; `shift` is added to the steps at which they began."""
+        self.eases = {kind: Ease(**{**values, "begin": values["begin"] + shift}) for kind, values in state.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from gradvitals.diagnose.rule import RULES
@@ -21,21 +21,25 @@ class Rung:
     """What all rungs have. Each is on, off, or a dry run, which records what it would have done."""
 
     kind: ClassVar[str]
-    mode: Mode = "on"
+    mode: Mode | None = None
+    """None: as the Guard's own mode has it."""
     cooldown: int = 0
     """Steps after it acted during which it does not act again."""
     budget: int | None = None
     """How often it may act within 1,000 steps; None for any number."""
     on: tuple[str, ...] = ()
-    """Ids of findings that call for it at once, without the rungs below; see `gradvitals.diagnose`."""
+    """Ids of findings that call for it at once, without the rungs below; see `gradvitals.diagnose`. Not for the two
+    lowest rungs, which answer single steps."""
 
     def __post_init__(self) -> None:
-        expect(self.mode in MODES, self, "mode", "one of " + ", ".join(map(repr, MODES)))
+        expect(self.mode in (None, *MODES), self, "mode", "one of " + ", ".join(map(repr, MODES)))
         expect(_whole(self.cooldown) and self.cooldown >= 0, self, "cooldown", "a number of steps, 0 or more")
         fine = self.budget is None or (_whole(self.budget) and self.budget >= 0)
         expect(fine, self, "budget", "how often it may act within 1,000 steps, 0 or more, or None for any number")
-        unknown = [name for name in self.on if name not in RULES]
-        expect(not unknown, self, "on", f"ids of findings, such as 'loss_rising'; unknown: {', '.join(unknown)}")
+        listed = isinstance(self.on, tuple) and all(isinstance(name, str) for name in self.on)
+        unknown = [name for name in self.on if name not in RULES] if listed else []
+        told = f"; unknown: {', '.join(unknown)}" if unknown else ""
+        expect(listed and not unknown, self, "on", f"a tuple of ids of findings, such as ('loss_rising',){told}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +68,11 @@ class Clip(Rung):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expect(not self.on, self, "on", "nothing: this rung answers single steps, by their norm or loss")
         methods = ("outlier", "quantile", "zscore", "tensor")
         expect(self.method in methods, self, "method", "one of " + ", ".join(map(repr, methods)))
         positive(self, "ratio", "z", "z_threshold", "tensor_ratio")
-        expect(0 < self.quantile < 1, self, "quantile", "a share between 0 and 1")
+        expect(_number(self.quantile) and 0 < self.quantile < 1, self, "quantile", "a share between 0 and 1")
         expect(_whole(self.window) and self.window >= 20, self, "window", "20 norms or more")
         expect(_whole(self.first_steps) and self.first_steps >= 2, self, "first_steps", "2 steps or more")
 
@@ -82,7 +87,7 @@ class Skip(Rung):
     """Times the usual gradient norm; and `z` too."""
     z: float = 12.0
     """Standard deviations of its logarithm over the usual norm."""
-    loss_z: float = 9.0
+    loss_z: float = 6.0
     """Standard deviations over the usual loss, of the loss and of its logarithm."""
     loss_rise: float = 0.2
     """And at least this share of the first loss above the usual one."""
@@ -93,6 +98,7 @@ class Skip(Rung):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expect(not self.on, self, "on", "nothing: this rung answers single steps, by their norm or loss")
         positive(self, "ratio", "z", "loss_z", "loss_rise")
         expect(_whole(self.max_streak) and self.max_streak >= 1, self, "max_streak", "1 step or more")
         expect(_whole(self.first_steps) and self.first_steps >= 2, self, "first_steps", "2 steps or more")
@@ -115,7 +121,9 @@ class ResetMomentum(Rung):
     def __post_init__(self) -> None:
         super().__post_init__()
         expect(_whole(self.warmup) and self.warmup >= 0, self, "warmup", "a number of steps, 0 or more")
-        expect(0 <= self.warmup_from <= 1, self, "warmup_from", "a share of the learning rate, 0 to 1")
+        fine = _number(self.warmup_from) and 0 <= self.warmup_from <= 1
+        expect(fine, self, "warmup_from", "a share of the learning rate, 0 to 1")
+        expect(isinstance(self.whole, bool), self, "whole", "True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +142,8 @@ class CutLR(Rung):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(0 < self.factor < 1, self, "factor", "a share of the learning rate between 0 and 1")
+        fine = _number(self.factor) and 0 < self.factor < 1
+        expect(fine, self, "factor", "a share of the learning rate between 0 and 1")
         for name in ("hold", "restore"):
             expect(_whole(getattr(self, name)) and getattr(self, name) >= 0, self, name, "a number of steps, 0 or more")
 
@@ -146,7 +155,7 @@ class RollBack(Rung):
     kind = "roll_back"
     cooldown: int = 20
     budget: int | None = 3
-    on: tuple[str, ...] = ("loss_rising",)
+    on: tuple[str, ...] = ("loss_rising", "update_spike")
     ratio: float | None = None
     """Roll back at once where the norm is over this many times its usual size; None never does."""
     every: int = 100
@@ -158,7 +167,8 @@ class RollBack(Rung):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(self.ratio is None or self.ratio > 1, self, "ratio", "a number over 1, or None")
+        fine = self.ratio is None or (_number(self.ratio) and self.ratio > 1)
+        expect(fine, self, "ratio", "a number over 1, or None")
         expect(_whole(self.every) and self.every >= 1, self, "every", "1 step or more")
         expect(_whole(self.settle) and self.settle >= 0, self, "settle", "a number of steps, 0 or more")
         expect(_whole(self.keep) and self.keep >= 1, self, "keep", "1 snapshot or more")
@@ -176,7 +186,7 @@ def rung_of(name: str, given: Any, mode: Mode) -> Rung:
     if isinstance(given, str):
         return kind(mode=given)  # type: ignore[arg-type]
     if isinstance(given, kind):
-        return given
+        return given if given.mode is not None else replace(given, mode=mode)
     expected = f"{', '.join(map(repr, MODES))} or a gradvitals.act.{kind.__name__}"
     raise ConfigError(f"{name} is {given!r}; expected {expected}")
 
@@ -191,14 +201,12 @@ def positive(rung: Rung, *names: str) -> None:
     """Check that these settings are positive numbers."""
     for name in names:
         value = getattr(rung, name)
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-        expect(fine, rung, name, "a positive number")
+        expect(_number(value) and 0 < value < math.inf, rung, name, "a positive number")
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def settings_of(rung: Rung) -> dict[str, Any]:
-    """All settings as plain values, for the record."""
-    return {f.name: getattr(rung, f.name) for f in fields(rung)}
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from gradvitals.measure.clock import Lap
+
 WARM_UP_STEPS = 5
 MAX_EVERY = 10_000
 
@@ -34,6 +36,12 @@ class Budget:
             self._wall += wall_seconds
             self._cost[full] += cost_seconds
             self._count[full] += 1
+
+    def charge(self, lap: Lap, own_seconds: float, *, full: bool) -> None:
+        """Account for one step: what it took, and what its readings took on the writer's thread."""
+        hidden = bool(lap.events)  # beside a GPU the host's threads are not what training waits for
+        cost = lap.cost_seconds() + (0.0 if hidden else own_seconds)
+        self.add(full=full, wall_seconds=lap.wall_seconds, cost_seconds=cost)
 
     @property
     def spent(self) -> float:

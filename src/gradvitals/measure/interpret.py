@@ -123,7 +123,7 @@ class Interpreter:
             values["grad/carried"] = 1.0
         if step.raw.max_norm is not None:
             values["clip/max_norm"] = step.raw.max_norm
-        if step.under_scaler:
+        if step.under_scaler or step.skipped():
             values["step/skipped"] = float(step.skipped())
         return step.reading(values=values, tensors=tensors)
 

@@ -28,6 +28,8 @@ class Arrival:
     """Whether the loop has clipped the gradients since."""
     max_norm: float | None
     """What it clipped their norm to, where known."""
+    by_hand: bool = False
+    """Whether it did so by means that nobody hears, so that they may be anything by now."""
 
 
 @dataclass
@@ -80,6 +82,16 @@ class RawStep:
     """Row and head that each number of the head views belongs to."""
     shipment: Shipment = field(default_factory=Shipment)
     lap: Lap = field(default_factory=Lap)
+
+    def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        """The loop told a loss, and the samples behind it."""
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
+        elif loss is not None:
+            self.losses.append(float(loss))
+        self.sizes.append(batch_size)
+        if batch_size is not None:
+            self.batch_size = (self.batch_size or 0.0) + batch_size
 
     def forget_observations(self) -> None:
         """The batch they belonged to was given up."""

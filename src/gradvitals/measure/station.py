@@ -111,6 +111,10 @@ class Station:
         """Whether the optimizer has other parameters than when its rows were assigned."""
         return self._current_members() != self._members
 
+    def is_due(self) -> bool:
+        """Whether its gradients are still to be read: not for this step yet, or it steps once more."""
+        return self.stepped or not self.arrived
+
     def is_fresh(self) -> bool:
         """Whether it has gradients of the current step to read."""
         return not self.stepped and self.sentinel.backwards > 0
@@ -147,6 +151,7 @@ class Station:
             scale=scales[0][1][0] if scales else None,
             losses=list(draft.losses),
             clipped=self.clipped or self.clips_by_hand,
+            by_hand=self.clips_by_hand,
             max_norm=draft.max_norm if self.clipped else None,
         )
 

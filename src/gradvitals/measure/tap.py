@@ -56,7 +56,9 @@ class Tap:
         self.every = config.tensor_every
         self.autocast: str | None = None  # the dtype it computes in, where it was seen to
         self.count_nonfinite = False
-        """Set once a norm was not finite: how much of it is only worth a pass from then on."""
+        """Set once a norm was not finite: how much of it is worth a pass only then."""
+        self.guarded = False  # where a Guard decides, gradients are read as they are when the optimizer steps
+        self.on_scaler_skip: Callable[[torch.optim.Optimizer], None] | None = None
         self.rows = Rows(model, optimizers, config)
         self._on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
         self._clock = Clock(use_events=self._on_gpu and config.overhead_budget is not None)
@@ -183,19 +185,12 @@ class Tap:
         again = any(station.stepped and station.sentinel.backwards for station in self._stations)
         if again and not any(station.is_fresh() for station in self._stations):
             self._finish()  # an optimizer that has stepped goes on alone
-        draft = self._draft
         self._observes += 1
-        if isinstance(loss, Tensor):
-            draft.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
-        elif loss is not None:
-            draft.losses.append(float(loss))
-        draft.sizes.append(batch_size)
-        if batch_size is not None:
-            draft.batch_size = (draft.batch_size or 0.0) + batch_size
+        self._draft.note(loss, batch_size)
         for station in self._stations:
             if station.expects_clip or not station.is_fresh() or not station.is_stale(self._observes):
                 continue
-            certain = self._observes >= self._observes_expected
+            certain = self._observes >= self._observes_expected and not self.guarded
             # A loop that alters gradients by hand after its last observe can only be read at every one.
             if certain or station.clips_by_hand or self._observes_expected == math.inf:
                 self._read(station)
@@ -254,33 +249,40 @@ class Tap:
 
     def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Where the optimizer's hooks did not run, the scaler skipped the step."""
-        for station in self._stations:
-            if station.optimizer is optimizer and station.in_scaler_step:
-                self.leave_out(optimizer)
+        if any(station.optimizer is optimizer and station.in_scaler_step for station in self._stations):
+            if self.on_scaler_skip is not None:
+                self.on_scaler_skip(optimizer)
+            self.leave_out(optimizer)
 
     # -- the optimizer's step -----------------------------------------------------------------------------------
 
     def arrive(self, optimizer: torch.optim.Optimizer) -> Arrival | None:
         """Read what this optimizer is about to step with, for a Guard; its own hook then reads nothing again."""
-        station = next(station for station in self._stations if station.optimizer is optimizer)
-        if not station.in_scaler_step and not station.arrived:
+        station = self._station(optimizer)
+        if not station.in_scaler_step and station.is_due():
             self._attempt("read", self._arrive_alone, station)
-        station.arrived = True
+        station.arrived = self.guarded = True
         return station.arrival(self._draft, self.rows)
+
+    def abandon(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer's step ended in an error."""
+        self._station(optimizer).arrived = self._station(optimizer).in_scaler_step = False
+
+    def _station(self, optimizer: torch.optim.Optimizer) -> Station:
+        return next(station for station in self._stations if station.optimizer is optimizer)
 
     def leave_out(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer's step will not be made."""
-        for station in self._stations:
-            if station.optimizer is optimizer:
-                station.in_scaler_step = False
-                self._draft.skipped = True
-                self._attempt("step", self._leave, station)
+        station = self._station(optimizer)
+        station.in_scaler_step = False
+        self._draft.skipped = True
+        self._attempt("step", self._leave, station)
 
     def _pre_hook(self, station: Station) -> Callable[..., Any]:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             closure = closure_of(args, kwargs)
             if closure is None:
-                if not station.in_scaler_step and not station.arrived:
+                if not station.in_scaler_step and station.is_due():
                     self._attempt("read", self._arrive_alone, station)
                 self._attempt("update", self._before_update, station)
                 return None
@@ -318,7 +320,7 @@ class Tap:
             self._finish()
         # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
         by_hand = station.sentinel.altered() and not station.clipped and station.scaler is None
-        station.clips_by_hand = station.clips_by_hand or by_hand
+        station.clips_by_hand |= by_hand
         if station.is_stale(self._observes):
             self._read(station)
         self._attempt("window", self._push_windows, station)

@@ -11,7 +11,14 @@ from gradvitals.types import SEVERITIES, Finding, Severity
 
 Level = Literal["healthy", "watch", "unhealthy"]
 
-ABOUT_ITSELF = ("source_unavailable", "readings_thinned", "monitor_error", "store_error", "guard_error")
+ABOUT_ITSELF = (
+    "source_unavailable",
+    "readings_thinned",
+    "monitor_error",
+    "store_error",
+    "guard_error",
+    "snapshot_error",
+)
 """Ids of what gradvitals says about itself (`gradvitals.notices`). They say nothing about the training."""
 
 CLEAR_STEPS = 20

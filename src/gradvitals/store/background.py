@@ -107,6 +107,10 @@ class BackgroundWriter:
                 self._wake.set()
         return True
 
+    def hurry(self) -> None:
+        """Have the thread look at the queue now; does not wait for it."""
+        self._wake.set()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything put so far is safely on disk; False if `timeout` seconds were not enough."""
         if os.getpid() != self._pid:

@@ -251,10 +251,12 @@ class Run:
             rows = self._db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall()
             return _parsed(Finding, (text for segment, first, text in rows if hidden or first < cutoffs[segment]))
 
-    def actions(self) -> list[Action]:
-        """What was done to the run, oldest first. Nothing is hidden here."""
+    def actions(self, *, hidden: bool = False) -> list[Action]:
+        """What was done to the run, oldest first; `hidden` adds what was done in steps that were done again later."""
         with self._transaction():
-            return _parsed(Action, (text for (text,) in self._db.execute("SELECT content FROM action ORDER BY id")))
+            cutoffs = self._catalog.cutoffs()
+            rows = self._db.execute("SELECT segment, step, content FROM action ORDER BY id").fetchall()
+            return _parsed(Action, (text for segment, step, text in rows if hidden or step < cutoffs[segment]))
 
     def close(self) -> None:
         """Let go of the file."""
