@@ -40,7 +40,6 @@ STORED_SPIKE_RATIO = 2.0
 
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps have been free of them."""
-
 STATE_VERSION = 1
 
 
@@ -64,7 +63,7 @@ class Monitor:
         self._notices: list[Finding] = []
         self._actions: deque[Action] = deque(maxlen=10_000)
         self._at_close: list[Callable[[], object]] = []
-        path = Path(run) if run is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+        path = Path(run or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path  # one run a process, so far
         self._resume = resume
@@ -132,7 +131,7 @@ class Monitor:
     @property
     def run_path(self) -> Path:
         """Its folder."""
-        return self._writer.path if self._writer is not None else self._path
+        return self._path if self._writer is None else self._writer.path
 
     # -- for those who act on what it sees ----------------------------------------------------------------------
 
@@ -189,7 +188,7 @@ class Monitor:
     def close(self, error: BaseException | None = None) -> None:
         """Stop watching: hooks go, what is on its way is written, the run is marked finished.
 
-        An error that ended training before its time is kept with the run; a ``with`` block tells it by itself.
+        An error that ended training is kept with the run; a ``with`` block tells it by itself.
         """
         if self._closed:
             return

@@ -153,7 +153,8 @@ class Duty:
         if self._left_out or self._refused:
             return
         self.step += 1
-        self._refusals = 0
+        if not any(post.on_device for post in self.posts):
+            self._refusals = 0
         due = self.keeper is not None and self.keeper.due(self.monitor.step) and not self.ladder.bad
         if self.keeper is not None and due and not late:
             self.snapshots += self.keeper.take(self.monitor.step, self._snapshot())

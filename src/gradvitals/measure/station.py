@@ -37,7 +37,7 @@ class Station:
             self.moments = MomentSums(optimizer)
         self.micro: MicrobatchSums | None = None
         self.factors: FactorSums | None = None
-        self.on_given_up: Callable[[], None] = lambda: None
+        self.on_given_up: Callable[[Station], None] = lambda station: None
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
         self._one_device = True
@@ -102,7 +102,7 @@ class Station:
     def _give_up(self) -> None:
         if self.micro is not None and self.micro.armed:
             self.micro.restart()
-        self.on_given_up()
+        self.on_given_up(self)
 
     def _current_members(self) -> list[int]:
         return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]

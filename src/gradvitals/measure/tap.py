@@ -131,8 +131,7 @@ class Tap:
                 station.follow_first(self.rows.arrivals, self.rows)
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
-        if draft.batch_size is None:
-            draft.batch_size = self.batch_size
+        draft.batch_size = self.batch_size if draft.batch_size is None else draft.batch_size
         draft.pack_losses()
         draft.lap = self._clock.lap()
         self.step += 1
@@ -140,11 +139,14 @@ class Tap:
         self._outbox.add(draft)
 
     def flush(self) -> None:
-        """Send all finished steps to the host."""
+        """Send all finished steps."""
         self._attempt("step", self._outbox.send)
 
-    def _on_given_up(self) -> None:
-        if not self._muted and not any(station.stepped for station in self._stations):
+    def _on_given_up(self, station: Station) -> None:
+        if self._muted:
+            return
+        station.reading = None
+        if not any(station.stepped for station in self._stations):
             self._draft.forget_observations()
             self._observes = 0
 
@@ -290,15 +292,13 @@ class Tap:
             if station.stepped:
                 self._attempt("step", self._finish)
             self._attempt("update", self._before_update, station)
-            wrapped = heard(closure, self._mute, lambda loss: self._attempt("read", self._after_closure, station, loss))
+            first = partial(self._attempt, "read", self._after_closure, station)
+            wrapped = heard(closure, partial(setattr, self, "_muted"), first)
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": wrapped}
             return (args[0], wrapped, *args[2:]), kwargs
 
         return before_step
-
-    def _mute(self, muted: bool) -> None:
-        self._muted = muted
 
     def _after_closure(self, station: Station, loss: Any) -> None:
         if not self._draft.losses and isinstance(loss, (Tensor, float)):
