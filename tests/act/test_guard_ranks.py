@@ -1,0 +1,48 @@
+"""Two real processes under DDP: whatever one rank alone sees, both do the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "guarded_ranks.py"
+SKIPPED = [["skip", 35, True]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=110)
+        assert process.returncode == 0, errors
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "actions"),
+    [
+        ("clean", []),
+        ("nan_gradient", SKIPPED),
+        ("loss_on_one", SKIPPED),
+        ("told_by_one", SKIPPED),
+        ("nan_loss", SKIPPED),
+        ("finding_on_one", [["roll_back", 50, True]]),
+    ],
+)
+def test_both_decide_the_same(ranks: list[dict[str, Any]], scenario: str, actions: list[Any]) -> None:
+    first, second = (rank[scenario] for rank in ranks)
+    assert first["actions"] == second["actions"] == actions
+    assert first["step"] == second["step"]
+    assert first["weights"] == second["weights"]
+    assert not first["errors"]
+    assert not second["errors"]
