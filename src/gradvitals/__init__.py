@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import act, diagnose, functional, optim
+    from gradvitals import act, advise, diagnose, functional, optim
     from gradvitals.act import Guard
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor
@@ -25,6 +25,7 @@ __all__ = [
     "Run",
     "__version__",
     "act",
+    "advise",
     "diagnose",
     "functional",
     "open_run",
@@ -49,7 +50,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("act", "diagnose", "functional", "optim"):
+    if name in ("act", "advise", "diagnose", "functional", "optim"):
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

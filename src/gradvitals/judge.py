@@ -62,6 +62,13 @@ class Judge:
             cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
             say(f"{finding}{cure}", self._quiet)
 
+    def start_over(self) -> list[Finding]:
+        """The run was rolled back: judge it anew. Called on the thread that judges."""
+        self.opened.clear()
+        closed = self.diagnosis.start_over()
+        self._told.clear()
+        return closed
+
     def finish(self) -> list[Finding]:
         """The run is over: what was not seen any more at its end closes."""
         return self.diagnosis.finish()

@@ -37,7 +37,6 @@ Record = Reading | Finding | Action | Layout
 
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
-
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps have been free of them."""
 STATE_VERSION = 1
@@ -107,7 +106,7 @@ class Monitor:
 
     @property
     def step(self) -> int:
-        """The optimizer step in progress, counted from 0."""
+        """The optimizer step in progress, from 0."""
         return self._tap.step
 
     @property
@@ -149,9 +148,10 @@ class Monitor:
         """Have this called with every reading, beside `on_reading`."""
         self._readers.append(reader)
 
-    def record(self, action: Action) -> None:
-        """Keep what was done, or would have been, with the run."""
-        self._actions.append(action)
+    def record(self, action: Action | Callable[[], Iterable[Record]]) -> None:
+        """Keep what was done with the run; or what a function returns, once the steps so far are judged."""
+        if isinstance(action, Action):
+            self._actions.append(action)
         if self._writer is not None:
             self._writer.put(action)
 
@@ -253,9 +253,9 @@ class Monitor:
         self._interpreter.load_state_dict(state["interpreter"])
         if self._judge is not None and state["diagnosis"] is not None:
             self._judge.load_state_dict(state["diagnosis"])
-        saved = Path(state["run"])
-        if run_id(saved) == state["run_id"] and state["run_id"] is not None:
-            self._path, self._resume = saved, True
+        for place in (self._path, Path(state["run"])):  # a run that was copied or moved goes on where it is now
+            if state["run_id"] is not None and run_id(place) == state["run_id"] and not self._resume:
+                self._path, self._resume = place, True
 
     # -- on the training thread ---------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ METRICS: dict[str, str] = {
     "clip/max_norm": "the norm that the training loop clips gradients to",
     "grad/carried": "1 where backward added to gradients that the step before had left: they were not zeroed",
     "step/skipped": "1 where a GradScaler skipped the optimizer step",
+    "step/left_out": "1 where a Guard left the optimizer step out",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
 }
 """Every metric id and what it means: the same strings in the store, the commands and the docs."""
@@ -228,6 +229,15 @@ class Action:
     reason: str = ""
     cost: Mapping[str, Any] = field(default_factory=dict)
     """What it cost: seconds of the training thread, steps of training lost."""
+
+    def __str__(self) -> str:
+        done = self.kind.replace("_", " ") if self.taken else f"no {self.kind.replace('_', ' ')}"
+        back = (
+            f" to step {self.after['step']}" if self.taken and self.kind == "roll_back" and "step" in self.after else ""
+        )
+        steps = self.cost.get("steps", 0)
+        lost = f" ({steps} step{'s' if steps != 1 else ''} lost)" if steps else ""
+        return f"step {self.step}: {done}{back}{lost}; {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values."""

@@ -58,6 +58,8 @@ def watch(
         >>> steps.tolist()
         [0, 1, 2]
     """
+    if guard is not None and not isinstance(guard, Guard):
+        raise TypeError(f"watch got {guard!r} as guard; expected a gradvitals.Guard, such as Guard(mode='act')")
     monitor = Monitor(
         model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume, on_reading=on_reading
     )

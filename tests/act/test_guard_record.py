@@ -80,7 +80,7 @@ def test_readings_are_right_and_without_gaps_under_a_guard(decide: str, tmp_path
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_a_step_that_was_left_out_is_marked_in_the_readings(decide: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {**ACT, "decide": decide}, optimizers=fused, bad=BAD).train(range(40)).close()
-    steps, values = gv.open_run(run.monitor.run_path).series("step/skipped")
+    steps, values = gv.open_run(run.monitor.run_path).series("step/left_out")
     assert steps[values > 0].tolist() == list(BAD)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Diagnosis, Rule, Sign, Step
+from gradvitals.diagnose.explain import explain
 from gradvitals.diagnose.words import WORDS
 from gradvitals.show import catalogue
 from gradvitals.types import METRICS, SOURCES, Reading
@@ -162,3 +164,9 @@ def test_a_rule_that_there_is_not() -> None:
     result = CliRunner().invoke(main, ["doctor", "--explain", "nope"])
     assert result.exit_code == 2
     assert "--rules" in result.stderr
+
+
+def test_a_batch_whose_size_nobody_told_is_said_to_be_unknown() -> None:
+    sign = Sign(severity="info", seen={"batch_size": math.nan, "gsnr": 0.1, "below_one": 0.5})
+    title = explain(WORDS["noisy_gradients"], sign, 3).title
+    assert "at a batch of unknown size" in title

@@ -122,6 +122,8 @@ def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
         notices.readings_thinned(5, spent=0.1, budget=0.01, before=1, after=2),
         notices.monitor_error("stats", error, 7),
         notices.store_error(OSError("full"), Path("run"), 8),
+        notices.guard_error(error, 9),
+        notices.snapshot_error("the disk is full", 10),
     ]
     assert {finding.id for finding in own} == set(ABOUT_ITSELF)
     judged = verdict(*own, found())

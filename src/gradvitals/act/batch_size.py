@@ -69,8 +69,11 @@ class Growth:
         if math.isnan(average.step_size) or math.isnan(average.batch_size):
             return self._keep(average, "the loop does not tell its samples; it has to, observe(loss, batch_size=...)")
         if not alike(average.step_size, size):
-            told = f"the readings are of a batch of {average.step_size:g}, and this schedule is at {size}"
-            return self._keep(average, f"{told}; the loop has to tell its samples, observe(loss, batch_size=...)")
+            told = f"the loop tells {average.step_size:g} samples a step so far, and this schedule is at {size}"
+            more = (
+                "waiting for readings at that size" if self.changed_at >= 0 else "give it the samples of a whole step"
+            )
+            return self._keep(average, f"{told}; {more}")
         if average.count < self.readings:
             return self._keep(average, f"only {average.count} readings so far, {self.readings} are needed")
         if average.low <= 0:

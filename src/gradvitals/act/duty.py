@@ -19,9 +19,13 @@ from gradvitals.act.lr_factor import lr_factors
 from gradvitals.act.post import Post
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import Clip, CutLR, RollBack, Skip
+from gradvitals.judge import say
 from gradvitals.measure.rawstep import Arrival
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
+
+CALM = 50
+"""Steps without clipping, or without one left out, after which the next is said aloud again."""
 
 REFUSALS = 20
 """Steps in a row that a GradScaler leaves out before that is trouble: it also does so to find its scale."""
@@ -74,6 +78,8 @@ class Duty:
         """The last step that turned out not to count after all."""
         self._refusals = 0
         """Steps in a row that a GradScaler left out."""
+        self._said: dict[str, int] = {}
+        """When each kind of action last came."""
         self.begun = False
         """Whether there is a snapshot of where the run began."""
         self.snapshots = 0
@@ -305,6 +311,9 @@ class Duty:
                 if after:
                     self.step, self._dropped, self.review.rolled_back = after["step"], True, self._now
                     self._refusals = 0
+                    if self.monitor.judge is not None:
+                        self.monitor.tap.flush()
+                        self.monitor.record(self.monitor.judge.start_over)
                 else:
                     taken, reason = False, "no snapshot fits the model as it is now"
             cost = {"steps": steps, "seconds": time.perf_counter() - started} if taken else {}
@@ -342,18 +351,14 @@ class Duty:
         after: Mapping[str, Any] | None = None,
         cost: Mapping[str, Any] | None = None,
     ) -> None:
-        self.monitor.record(
-            Action(
-                kind=kind,
-                step=step,
-                finding=finding,
-                taken=taken,
-                before=before or {},
-                after=after or {},
-                reason=reason,
-                cost=cost or {},
-            )
-        )
+        told = {"before": before or {}, "after": after or {}, "cost": cost or {}}
+        action = Action(kind=kind, step=step, finding=finding, taken=taken, reason=reason, **told)
+        self.monitor.record(action)
+        # Rungs that answer single steps may do so often: the first of them in a while is said.
+        news = kind not in (Clip.kind, Skip.kind) or step - self._said.get(kind, -CALM) >= CALM
+        self._said[kind] = step
+        if taken and news:
+            say(f"Guard, {action}", self.monitor.config.quiet)
 
     # -- what a snapshot holds of it ----------------------------------------------------------------------------
 
@@ -389,4 +394,3 @@ class Duty:
             flying = [{**one, "step": one["step"] + shift} for one in saved["flying"]]
             post.load_state_dict({**saved, "flying": flying})
         self.answers.buffers.remember()
-        self.review.first = self.monitor.step

@@ -114,6 +114,8 @@ class Guard:
         """Guard the run of this Monitor. `gradvitals.watch` does it for a Guard it is given."""
         if not isinstance(monitor, Monitor):
             raise TypeError(f"Guard got a {type(monitor).__name__} as monitor; expected what gradvitals.watch returns")
+        if monitor._closed:
+            raise GradvitalsError("this Monitor is closed; make a new one with gradvitals.watch")
         if self._duty is not None:
             raise GradvitalsError("this Guard guards a run already; make another one for another run")
         clip, skip, reset, cut, rollback = (self.rungs[name] for name in RUNGS)
@@ -130,9 +132,6 @@ class Guard:
         if rollback.mode == "on" or self._folder is not None:
             cadence = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
             self._keeper = Keeper(subject, **cadence, folder=self._folder, on_problem=self._note_problem)
-            if self._keeper.found:
-                words = f"{self._folder} holds snapshots of an earlier run, the newest of step {self._keeper.found[-1]}"
-                say(f"{words}; guard.resume() goes on from it, else new ones take their place", monitor.config.quiet)
             if self._folder is not None and subject.cannot_restore:
                 say("snapshots cannot restore " + "; ".join(subject.cannot_restore), monitor.config.quiet)
         posts = [Post(one, on_device=on_device, clip=clip, skip=skip) for one in optimizers]
@@ -205,6 +204,9 @@ class Guard:
     # -- at every step ------------------------------------------------------------------------------------------
 
     def _before(self, post: Post) -> bool:
+        if self._keeper is not None and self._keeper.found and not self._on_duty.begun:
+            words = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would go on from"
+            say(f"{words}; this run's own take their place as they become healthy", self._on_duty.monitor.config.quiet)
         return not self._standing or self._attempt(lambda: self._on_duty.before(post), True)
 
     def _after(self, post: Post, made: bool) -> None:
@@ -284,6 +286,7 @@ class Guard:
         duty.monitor.load_state_dict(restored.extra["monitor"])
         duty.load_state_dict(restored.extra["guard"])
         duty.begun = True
+        say(f"the Guard goes on from step {duty.step}, from {self._folder}", duty.monitor.config.quiet)
         with contextlib.suppress(RunError), open_run(duty.monitor.run_path) as run:
             before = [action for action in run.actions() if action.step < duty.monitor.step]
             self._earlier = [action for action in before if action.kind in KINDS]

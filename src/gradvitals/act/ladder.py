@@ -141,7 +141,8 @@ class Ladder:
         if evidence.persistent:
             return calls
         # What is not finite would ruin the weights: it is left out however often it comes.
-        if evidence.trouble == "nonfinite" or not (persistent or answered):
+        forever = evidence.trouble == "nonfinite" and self.skip.mode == "on"
+        if forever or not (persistent or answered):
             calls += self._answer(self.skip, evidence, bounded=evidence.trouble != "nonfinite")
         return calls
 
@@ -161,6 +162,8 @@ class Ladder:
         able = [rung for rung in self.higher if evidence.trouble != "nonfinite" or rung.kind == RollBack.kind]
         able = [rung for rung in able if rung.mode != "off"]
         if all(rung.kind in self.used for rung in able):
+            if all(rung.mode == "dry_run" for rung in able):
+                return []  # what would have followed is not what follows
             self.used.clear()
         calls: list[Call] = []
         for rung in able:

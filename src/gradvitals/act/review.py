@@ -32,8 +32,6 @@ class Review:
         self._blind = False
         self.rolled_back = -2
         """The last step at which the run was rolled back."""
-        self.first = monitor.step
-        """The first step that is judged in this process."""
 
     def due(self, now: int) -> dict[str, Finding]:
         """Findings that opened or got worse, by their id; nothing between two looks. The same on all ranks."""
@@ -50,7 +48,7 @@ class Review:
         if judge is None or self._blind:
             return {}
         deadline = time.monotonic() + PATIENCE
-        while judge.judged < until >= self.first and not judge.failed:
+        while judge.judged < until >= self._monitor.tap.first and not judge.failed:
             if time.monotonic() > deadline:  # its thread is gone, or the disk is: act without it
                 self._blind = True
                 self._monitor.report(notices.guard_blind(PATIENCE, self._monitor.step))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,20 @@ class Diagnosis:
         self._open: dict[str, _Open] = {}
         self._last = -1
         self._on_error = on_error
+
+    def start_over(self) -> list[Finding]:
+        """Training has gone back to an earlier state: what was seen since does not say what is usual there.
+
+        Returns:
+            The findings that were open; they are closed.
+        """
+        closed = [self._close(name) for name in list(self._open)]
+        self.rules = [
+            type(rule)(**{f.name: getattr(rule, f.name) for f in fields(rule) if f.init})  # type: ignore[arg-type]
+            for rule in self.rules
+        ]
+        self.history = History()
+        return closed
 
     def describe(self, layout: Layout) -> None:
         """What the rows of per-tensor arrays stand for, from here on. Rows are only ever added."""

@@ -96,7 +96,7 @@ class LossNonfinite(Rule):
         if step.norm_judged[0] == step.norm_judged[0]:
             self.largest = max(step.norm_judged[0], 0.8 * self.largest)
         # A step that is taken with a gradient that is not finite leaves weights that are not.
-        taken = step.value("grad/nonfinite") > 0 and step.value("step/skipped") != 1
+        taken = step.value("grad/nonfinite") > 0 and step.was_made
         if self.broken < 0 and (taken or not math.isfinite(step.general.values.get("weight/norm", 0.0))):
             self.broken = step.number
         return None

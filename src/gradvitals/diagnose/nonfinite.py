@@ -10,6 +10,7 @@ import numpy as np
 
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, Step
+from gradvitals.types import Severity
 
 DIVERGED = 1e3
 """A loss so many times the first one is that of a run which was lost before anything overflowed."""
@@ -43,16 +44,23 @@ class Nonfinite(Rule):
         if self.last < 0 or step.number - self.last > self.closes_after:
             self._begin(step)
         self.bad_for, self.last = self.bad_for + 1, step.number
-        skipped = step.value("step/skipped") == 1
-        ordinary = skipped and self.bad_for <= self.skips
+        skipped, guarded = step.value("step/skipped") == 1, step.value("step/left_out") == 1
+        ordinary = (skipped or guarded) and self.bad_for <= self.skips
+        if guarded:
+            return self._sign("info" if ordinary else "critical", (self.cause,), ("guard", self.cause))
+        if ordinary:
+            return self._sign("info", ("scaler", self.cause), ("scaler",))
+        return self._sign("critical", (self.cause,), ("skipping", self.cause) if skipped else (self.cause,))
+
+    def _sign(self, severity: Severity, causes: tuple[str, ...], cures: tuple[str, ...]) -> Sign:
         return Sign(
-            severity="info" if ordinary else "critical",
+            severity=severity,
             seen={**self.seen, "steps": self.bad_for},
             expected={"share": 0.0},
             tensors=tuple(self.first),
             since=self.since,
-            causes=("scaler", self.cause) if ordinary else (self.cause,),
-            cures=("scaler",) if ordinary else ("skipping", self.cause) if skipped else (self.cause,),
+            causes=causes,
+            cures=cures,
         )
 
     def _begin(self, step: Step) -> None:

@@ -42,6 +42,11 @@ class Step:
         self.general = by_source.get(None, Reading(step=first.step, time=first.time))
 
     @property
+    def was_made(self) -> bool:
+        """Whether the optimizer made its step: neither a GradScaler nor a Guard left it out."""
+        return self.value("step/skipped") != 1 and self.value("step/left_out") != 1
+
+    @property
     def is_full(self) -> bool:
         """Whether more was read than what every step has."""
         return len(self.readings) > 1 or "weight/norm" in self.general.values

@@ -104,7 +104,7 @@ class UnchangedWeights(Rule):
     def look(self, step: Step) -> Sign | None:
         """Fires while weights with a gradient stay as they are."""
         rms, norms = step.tensors("update/rms"), step.tensors("grad/norm")
-        if rms is None or norms is None or step.value("step/skipped") == 1:
+        if rms is None or norms is None or not step.was_made:
             return None
         size = len(rms)
         self.still_for, self.moved = grown(self.still_for, size), grown(self.moved, size)
@@ -197,7 +197,7 @@ class UpdateRatio(Rule):
             self.first_losses.append(loss)
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
-        if step.value("step/skipped") == 1 or lr == 0:
+        if not step.was_made or lr == 0:
             return None
         sign = self._cut(step)
         ratios, weights = step.tensors("update/ratio"), step.tensors("weight/norm")

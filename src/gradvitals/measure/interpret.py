@@ -123,8 +123,10 @@ class Interpreter:
             values["grad/carried"] = 1.0
         if step.raw.max_norm is not None:
             values["clip/max_norm"] = step.raw.max_norm
-        if step.under_scaler or step.skipped():
+        if step.under_scaler:
             values["step/skipped"] = float(step.skipped())
+        elif step.skipped():  # nobody but a Guard leaves steps out without a scaler
+            values["step/left_out"] = 1.0
         return step.reading(values=values, tensors=tensors)
 
     def _changes(self, step: LandedStep, tensors: dict[str, Floats]) -> dict[str, float]:

@@ -87,7 +87,7 @@ class Tap:
 
     def start(self, step: int) -> None:
         """Begin with the step of this number."""
-        self.step = step
+        self.step = self.first = step
         for station in self._stations:
             self._arm(station, step)
         self._draft = self._begin()

@@ -37,7 +37,8 @@ def summarise(actions: Sequence[Action]) -> str:
     steps = sum(action.cost.get("steps", 0) for action in actions if action.taken)
     seconds = sum(action.cost.get("seconds", 0.0) for action in actions if action.taken)
     if done:
-        lines.append(f"cost: {steps} step{'' if steps == 1 else 's'} of training and {seconds:.2g} s")
+        spent = f" and {seconds:.2g} s" if seconds >= 0.1 else ""
+        lines.append(f"cost: {steps} step{'' if steps == 1 else 's'} of training{spent}")
     return "\n  ".join(lines)
 
 
@@ -49,6 +50,10 @@ def _phrase(counts: Counter[str]) -> str:
 
 
 def latest(actions: Sequence[Action]) -> list[str]:
-    """The last actions that were taken, one line each."""
-    taken = [action for action in actions if action.taken][-SHOWN:]
-    return [f"step {action.step}: {action.kind.replace('_', ' ')}; {action.reason}" for action in taken]
+    """The last actions that were taken, one line each; those that answer single steps only where there is room."""
+    taken = [action for action in actions if action.taken]
+    rare = [action for action in taken if action.kind not in ("clip", "skip")][-SHOWN:]
+    often = [action for action in taken if action.kind in ("clip", "skip")]
+    room = SHOWN - len(rare)
+    shown = [*rare, *(often[-room:] if room else ())]
+    return [str(action) for action in sorted(shown, key=lambda action: action.step)]

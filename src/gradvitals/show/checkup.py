@@ -15,7 +15,7 @@ from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was
 from gradvitals.show.verdict import Verdict, about_itself, judge
 from gradvitals.store.frames import KINDS
 from gradvitals.store.reader import Run
-from gradvitals.types import SOURCES, Finding
+from gradvitals.types import SOURCES, Action, Finding
 
 MISSING = {
     "loss": "no loss was observed: call monitor.observe(loss) after backward",
@@ -24,6 +24,7 @@ MISSING = {
     "noise_scale": "no noise scale: it needs two or more backward passes a step, and watch(..., batch_size=...)",
     "clip/max_norm": "the loop does not clip gradients by norm",
     "step/skipped": "the loop has no GradScaler",
+    "step/left_out": "no Guard left a step out",
 }
 """Why a metric may not be there, and what to do about it."""
 
@@ -76,6 +77,8 @@ class Checkup:
     not_judged: tuple[NotJudged, ...]
     monitoring: tuple[Finding, ...]
     """What gradvitals says about itself."""
+    actions: tuple[Action, ...]
+    """What a Guard or a schedule did, or would have done."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values but for NaN, which the printer deals with."""
@@ -87,6 +90,7 @@ class Checkup:
             "fine": [{"id": item.id, "text": item.text} for item in self.fine],
             "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.not_judged],
             "monitoring": [finding.to_json() for finding in self.monitoring],
+            "actions": [action.to_json() for action in self.actions],
         }
 
 
@@ -119,6 +123,7 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
         fine=fine,
         not_judged=not_judged,
         monitoring=about_itself(kept),
+        actions=tuple(run.actions()),
     )
 
 

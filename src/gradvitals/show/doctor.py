@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gradvitals.show.catalogue import Entry, Setting
 from gradvitals.show.checkup import Checkup
-from gradvitals.show.findings import BULLET, Hanging, about_monitoring, in_full, verdict_line
+from gradvitals.show.findings import BULLET, Hanging, about_actions, about_monitoring, in_full, verdict_line
 from gradvitals.show.text import clean
 
 
@@ -37,6 +37,8 @@ def _sections(checkup: Checkup) -> Iterator[RenderableType]:
         yield from (Text(), in_full(item, live=verdict.live))
     if verdict.findings:
         yield from (Text(), Hanging("", Text("gradvitals doctor --explain RULE has every cause and cure.", "dim")))
+    if checkup.actions:
+        yield from (Text(), *about_actions(checkup.actions))
     if checkup.fine:
         yield from (
             Text(),

@@ -10,9 +10,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from gradvitals.diagnose.explain import number
+from gradvitals.show.actions import latest, summarise
 from gradvitals.show.text import clean
 from gradvitals.show.verdict import Level, Verdict, Weighed, when
-from gradvitals.types import Finding, Severity
+from gradvitals.types import Action, Finding, Severity
 
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "watch": "bold yellow", "unhealthy": "bold red"}
@@ -79,6 +80,14 @@ def in_short(item: Weighed, *, live: bool) -> RenderableType:
     place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors else ""
     lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.cures[:1])]
     return Group(_heading(item), *(Hanging("  ", clean(line)) for line in lines))
+
+
+def about_actions(actions: Sequence[Action]) -> Iterator[RenderableType]:
+    """What a Guard or a schedule did, in short; nothing where there was neither."""
+    if actions:
+        first, *others = summarise(actions).splitlines()
+        yield Text(clean(first[0].upper() + first[1:]), style="bold")
+        yield from (Hanging(BULLET, clean(line.strip())) for line in (*others, *latest(actions)))
 
 
 def about_monitoring(findings: Sequence[Finding]) -> Iterator[RenderableType]:

@@ -13,8 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from gradvitals.show.actions import latest, summarise
-from gradvitals.show.findings import Hanging, about_monitoring, in_short, verdict_line
+from gradvitals.show.findings import Hanging, about_actions, about_monitoring, in_short, verdict_line
 from gradvitals.show.sparkline import ASCII, BLOCKS, sparkline
 from gradvitals.show.standouts import LayerRow, Worst
 from gradvitals.show.summary import Summary, Trend, summarize
@@ -67,10 +66,7 @@ def findings_section(summary: Summary) -> Iterator[RenderableType]:
     yield from (in_short(item, live=verdict.live) for item in verdict.findings)
     if verdict.findings:
         yield Hanging("", Text("`gradvitals doctor` has the evidence, the causes, and what is fine.", style="dim"))
-    if summary.actions:
-        first, *others = summarise(summary.actions).splitlines()
-        yield Hanging("", Text(clean(first[0].upper() + first[1:]), style="bold"))
-        yield from (Hanging("  ", clean(line.strip())) for line in (*others, *latest(summary.actions)))
+    yield from about_actions(summary.actions)
     yield from about_monitoring(summary.monitoring)
 
 

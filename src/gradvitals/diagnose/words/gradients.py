@@ -25,6 +25,7 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "scaler": "nothing to do at step {at}, as long as it does not go on for many steps",
+            "guard": "look at the batch of step {at}; the Guard left {steps} steps out so far, and training goes on",
             "diverged": "go back to before the loss rose, and lower the learning rate of {lr}",
             "skipping": "stop: GradScaler has skipped {steps} steps in a row, and no scale helps against a NaN",
             "backward": "run step {at} again under torch.autograd.detect_anomaly() and look at {first}",
