@@ -258,3 +258,14 @@ def test_a_roll_back_in_the_last_moments_leaves_the_run_as_the_loop_left_it(tmp_
     before = bits(run.net.state_dict())
     run.close()
     assert bits(run.net.state_dict()) == before
+
+
+def test_the_diagnosis_begins_anew_after_a_rollback(tmp_path: Path) -> None:
+    """What was usual before, and how far the weights have jumped back, are no findings."""
+    run = Run(tmp_path / "run", {**ACT, "rollback": SLOW}, config=gv.Config(quiet=True)).train(range(60))
+    corrupt(run, NAN)
+    run.train(range(60, 130)).close()
+    (back,) = backs(run)
+    late = [finding.id for finding in run.monitor.findings if finding.first_step > back.step]
+    assert not {"update_spike", "loss_rising", "loss_nonfinite", "nonfinite", "explosion", "vanishing"} & set(late)
+    assert all(finding.last_step is not None for finding in run.monitor.findings if finding.id == "nonfinite")

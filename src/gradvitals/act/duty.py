@@ -156,6 +156,9 @@ class Duty:
     def _end(self, *, late: bool = False) -> None:
         """The step is over: all optimizers have had their turn."""
         self._ended = True
+        if self._dropped and self.monitor.judge is not None:
+            self.monitor.tap.flush()  # what led to the rollback is judged by what was before it
+            self.monitor.record(self.monitor.judge.start_over)
         if self._left_out or self._refused:
             return
         self.step += 1
@@ -311,9 +314,6 @@ class Duty:
                 if after:
                     self.step, self._dropped, self.review.rolled_back = after["step"], True, self._now
                     self._refusals = 0
-                    if self.monitor.judge is not None:
-                        self.monitor.tap.flush()
-                        self.monitor.record(self.monitor.judge.start_over)
                 else:
                     taken, reason = False, "no snapshot fits the model as it is now"
             cost = {"steps": steps, "seconds": time.perf_counter() - started} if taken else {}
