@@ -27,6 +27,15 @@ DIAGNOSIS_LABELS = {
 }
 
 
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to run; auto takes a GPU where there is one.",
+)
+
+
 @click.group()
 def bench() -> None:
     """Measure what gradvitals costs on this machine.
@@ -41,13 +50,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where to run; auto takes a GPU where there is one.",
-)
+@device_option
 @click.option(
     "--shape",
     "shapes",
@@ -124,13 +127,7 @@ def diagnosis(tensors: int, as_json: bool) -> None:
 
 
 @bench.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where to run; auto takes a GPU where there is one.",
-)
+@device_option
 @click.option(
     "--shape",
     "shapes",
