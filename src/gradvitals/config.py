@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradvitals.errors import ConfigError
+from gradvitals.errors import ConfigError, expect
 
 TENSOR_METRICS: tuple[str, ...] = (
     "grad/norm",
@@ -100,31 +100,31 @@ class Config:
     """Anything to keep with the run: hyper-parameters, a commit, notes. Must be JSON."""
 
     def __post_init__(self) -> None:
-        _expect(self.tensor_every >= 1, "tensor_every", self.tensor_every, "a whole number of steps, 1 or more")
+        expect(self.tensor_every >= 1, "tensor_every", self.tensor_every, "a whole number of steps, 1 or more")
         detail = self.detail_every
-        _expect(
+        expect(
             detail is None or (detail >= 1 and detail % self.tensor_every == 0),
             "detail_every",
             detail,
             f"a multiple of tensor_every, which is {self.tensor_every}, or None",
         )
         for name in ("norm_window", "gsnr_window"):
-            _expect(getattr(self, name) >= 2, name, getattr(self, name), "2 readings or more")
-        _expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
-        _expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
-        _expect(
+            expect(getattr(self, name) >= 2, name, getattr(self, name), "2 readings or more")
+        expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
+        expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
+        expect(
             self.micro_batch_weights in ("size", "equal"),
             "micro_batch_weights",
             self.micro_batch_weights,
             "'size' or 'equal'",
         )
         budget = self.overhead_budget
-        _expect(
+        expect(
             budget is None or 0 < budget < 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
         )
         for name, known in (("metrics", TENSOR_METRICS), ("sources", LIVE_SOURCES)):
             unknown = sorted(set(getattr(self, name)) - set(known))
-            _expect(not unknown, name, unknown, f"names out of {', '.join(known)}")
+            expect(not unknown, name, unknown, f"names out of {', '.join(known)}")
         for name in ("include", "exclude"):
             pattern = getattr(self, name)
             try:
@@ -144,8 +144,3 @@ class Config:
         if self.include is not None and not re.search(self.include, name):
             return False
         return self.exclude is None or not re.search(self.exclude, name)
-
-
-def _expect(fine: bool, name: str, given: object, expected: str) -> None:
-    if not fine:
-        raise ConfigError(f"{name} is {given!r}; expected {expected}")

@@ -19,3 +19,9 @@ class RunFormatError(RunError):
 
 class ConfigError(GradvitalsError, ValueError):
     """A setting is out of range."""
+
+
+def expect(fine: bool, name: str, given: object, expected: str) -> None:
+    """Raise a `ConfigError` that names the setting, unless it is fine."""
+    if not fine:
+        raise ConfigError(f"{name} is {given!r}; expected {expected}")

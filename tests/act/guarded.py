@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,11 +15,6 @@ Makes = Callable[[nn.Module], list[torch.optim.Optimizer]]
 Schedules = Callable[[list[torch.optim.Optimizer]], list[Any]]
 
 NAN = float("nan")
-
-
-def bug(reason: str) -> pytest.MarkDecorator:
-    """A test of what is specified, but not so yet."""
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 class Net(nn.Module):

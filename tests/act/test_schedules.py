@@ -19,8 +19,8 @@ from torch.optim import lr_scheduler
 
 import gradvitals as gv
 from gradvitals.act.batch_size import BatchSizeScheduler
+from gradvitals.act.counted_gsnr import CountedGSNR
 from gradvitals.act.decoupled import decoupled_momentum, split_by_layer
-from gradvitals.act.evidence import Evidence
 from gradvitals.act.lr_factor import lr_factors
 from gradvitals.act.pacing import Decision, Pace, PaceSettings
 from gradvitals.act.schedules import GSNRScheduler
@@ -326,17 +326,17 @@ def test_a_state_saved_at_any_point_has_the_same_future(chosen: PaceSettings, ev
 
 
 def test_micro_batches_count_adam_and_the_window_do_not() -> None:
-    evidence = Evidence()
+    evidence = CountedGSNR()
     assert evidence.take(readings(1, 1.0, 0.1, source="adam")) is None
     assert evidence.take(readings(2, 1.0, 0.1, source="window")) is None
     assert 'source="adam"' in evidence.missing()
     assert evidence.take(readings(3, 1.0, 0.1)) is not None
-    assert Evidence(sources=("adam",)).take(readings(3, 1.0, 0.1)) is None
+    assert CountedGSNR(sources=("adam",)).take(readings(3, 1.0, 0.1)) is None
 
 
 def test_an_interval_below_zero_is_nothing_to_act_on() -> None:
-    assert Evidence(sources=("adam",)).take(readings(3, -1.0, 0.1, source="adam")) is None
-    assert Evidence(sources=("adam",)).take(readings(3, -1.0, 1.1, source="adam")) is not None
+    assert CountedGSNR(sources=("adam",)).take(readings(3, -1.0, 0.1, source="adam")) is None
+    assert CountedGSNR(sources=("adam",)).take(readings(3, -1.0, 1.1, source="adam")) is not None
 
 
 def tiny(lr: Any = 1.0, groups: int = 1) -> tuple[nn.ParameterList, torch.optim.SGD]:

@@ -6,6 +6,8 @@ import math
 import pytest
 
 from gradvitals.show import sparkline, text
+from gradvitals.show.actions import summarise
+from gradvitals.types import Action
 
 
 @pytest.mark.parametrize("module", [text, sparkline])
@@ -33,3 +35,10 @@ def test_clean_keeps_ordinary_names() -> None:
 @pytest.mark.parametrize(("seconds", "shown"), [(90_000, "1 d 1 h"), (math.nan, "-"), (59.96, "1 min 0 s")])
 def test_durations(seconds: float, shown: str) -> None:
     assert text.duration(seconds) == shown
+
+
+def test_what_a_schedule_did_is_not_told_as_the_guards() -> None:
+    skip = Action(kind="skip", step=3, finding="nonfinite", taken=True)
+    decay = Action(kind="decay", step=9, finding="decay_due", taken=True)
+    assert summarise([skip]).startswith("the Guard left 1 step out")
+    assert summarise([skip, decay]).startswith("the Guard or a schedule left 1 step out, decayed")

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradvitals.act.evidence import Evidence
+from gradvitals.act.counted_gsnr import CountedGSNR
 from gradvitals.act.inbox import Inbox, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.diagnose.averages import Average, alike
-from gradvitals.errors import ConfigError, RunError
+from gradvitals.errors import RunError, expect
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
@@ -169,10 +169,10 @@ class BatchSizeScheduler:
         most = 8 * batch_size if max_batch_size is None else max_batch_size
         least = batch_size if min_batch_size is None else min_batch_size
         _check(batch_size, accumulation_steps, least, most, factor, look_every, lag)
-        _expect(readings >= 2 and in_a_row >= 1, "readings, in_a_row", (readings, in_a_row), "2 or more, 1 or more")
-        _expect(cooldown >= 0, "cooldown", cooldown, "a number of steps, 0 or more")
-        _expect(lr_rule in (None, *POWERS), "lr_rule", lr_rule, "'sqrt', 'linear' or None")
-        _expect(not scale_lr or optimizer is not None, "scale_lr", scale_lr, "an optimizer as well, to scale its rate")
+        expect(readings >= 2 and in_a_row >= 1, "readings, in_a_row", (readings, in_a_row), "2 or more, 1 or more")
+        expect(cooldown >= 0, "cooldown", cooldown, "a number of steps, 0 or more")
+        expect(lr_rule in (None, *POWERS), "lr_rule", lr_rule, "'sqrt', 'linear' or None")
+        expect(not scale_lr or optimizer is not None, "scale_lr", scale_lr, "an optimizer as well, to scale its rate")
         self._optimizer = None if optimizer is None else optimizer_of(optimizer, "BatchSizeScheduler")
         self.lr_rule: Rule = lr_rule or ("linear" if isinstance(self._optimizer, torch.optim.SGD) else "sqrt")
         self.actions: list[Action] = []
@@ -182,7 +182,7 @@ class BatchSizeScheduler:
         self._micro_batch = batch_size // accumulation_steps
         self._apply = apply
         self._look_every = look_every
-        self._evidence = Evidence(window=monitor.config.gsnr_window)
+        self._evidence = CountedGSNR(window=monitor.config.gsnr_window)
         self._growth = Growth(
             batch_size,
             least,
@@ -311,17 +311,12 @@ class BatchSizeScheduler:
 
 
 def _check(size: int, parts: int, least: int, most: int, factor: float, look_every: int, lag: int) -> None:
-    _expect(size >= 1, "batch_size", size, "the samples of one optimizer step, 1 or more")
-    _expect(parts >= 1 and size % parts == 0, "accumulation_steps", parts, f"a divisor of the batch size, {size}")
-    _expect(most >= size, "max_batch_size", most, f"{size}, the batch size, or more")
-    _expect(least <= size, "min_batch_size", least, f"{size}, the batch size, or less")
+    expect(size >= 1, "batch_size", size, "the samples of one optimizer step, 1 or more")
+    expect(parts >= 1 and size % parts == 0, "accumulation_steps", parts, f"a divisor of the batch size, {size}")
+    expect(most >= size, "max_batch_size", most, f"{size}, the batch size, or more")
+    expect(least <= size, "min_batch_size", least, f"{size}, the batch size, or less")
     micro = size // parts
-    _expect(least >= 1 and least % micro == 0, "min_batch_size", least, f"a multiple of the micro-batch, {micro}")
-    _expect(most % micro == 0, "max_batch_size", most, f"a multiple of the micro-batch, {micro}")
-    _expect(factor > 1, "factor", factor, "more than 1")
-    _expect(look_every >= 1 and lag >= 0, "look_every, lag", (look_every, lag), "1 step or more, and 0 or more")
-
-
-def _expect(fine: bool, name: str, given: object, expected: str) -> None:
-    if not fine:
-        raise ConfigError(f"{name} is {given!r}; expected {expected}")
+    expect(least >= 1 and least % micro == 0, "min_batch_size", least, f"a multiple of the micro-batch, {micro}")
+    expect(most % micro == 0, "max_batch_size", most, f"a multiple of the micro-batch, {micro}")
+    expect(factor > 1, "factor", factor, "more than 1")
+    expect(look_every >= 1 and lag >= 0, "look_every, lag", (look_every, lag), "1 step or more, and 0 or more")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradvitals.act.evidence import AT_ONE_POINT
+from gradvitals.act.counted_gsnr import AT_ONE_POINT
 from gradvitals.act.inbox import record
 from gradvitals.act.lr_factor import optimizer_of
 from gradvitals.errors import ConfigError

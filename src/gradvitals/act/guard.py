@@ -24,14 +24,11 @@ from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.judge import say
 from gradvitals.measure.sentinel import is_distributed
 from gradvitals.monitor import Monitor
-from gradvitals.show.actions import summarise
+from gradvitals.show.actions import GUARD_KINDS, summarise
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action
 
 STATE_VERSION = 1
-
-KINDS = {*(rung.kind for rung in RUNGS.values()), "restore_lr"}
-"""What a Guard does; schedules keep their own actions in the same record."""
 
 
 class Guard:
@@ -262,7 +259,7 @@ class Guard:
     def actions(self) -> list[Action]:
         """What was done so far, would have been in a dry run, or was refused; after `resume`, before it too."""
         done = self._duty.monitor.actions if self._duty is not None else ()
-        return [*self._earlier, *(action for action in done if action.kind in KINDS)]
+        return [*self._earlier, *(action for action in done if action.kind in GUARD_KINDS)]
 
     def summary(self) -> str:
         """What the Guard did, in a few lines."""
@@ -289,7 +286,7 @@ class Guard:
         say(f"the Guard goes on from step {duty.step}, from {self._folder}", duty.monitor.config.quiet)
         with contextlib.suppress(RunError), open_run(duty.monitor.run_path) as run:
             before = [action for action in run.actions() if action.step < duty.monitor.step]
-            self._earlier = [action for action in before if action.kind in KINDS]
+            self._earlier = [action for action in before if action.kind in GUARD_KINDS]
         return duty.step
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class Keeper:
 
         Args:
             step: Steps of training that are done.
-            extra: Plain values to get back with it; they must be picklable. `complete` may add to them.
+            extra: Plain values to get back with it; they must be picklable. Functions among them are called when it is
+                written.
             to_disk: False keeps this one in memory alone. So one that is taken amid a step, when its data is drawn
                 already, can be gone back to, but no process resumes from it.
             wait: Wait for memory to be allocated. Many processes always do: they take it together or not at all.
@@ -148,18 +149,15 @@ class Keeper:
         self._snapshots[entry.serial] = self._open
         return True
 
-    def complete(self, extra: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def complete(self) -> None:
         """Complete the snapshot that was begun, if one was, by what schedulers and scalers have done since.
 
         The device finishes the copy before it goes on with what is queued from here; the host does not wait.
-
-        Args:
-            extra: Called for further plain values to get back with it, if there is a snapshot to complete.
         """
         snapshot, self._open = self._open, None
         if snapshot is None:
             return
-        snapshot.complete(self.subject.read_settings(), deepcopy(dict(extra())) if extra is not None else {})
+        snapshot.complete(self.subject.read_settings())
         if self._vault is not None and snapshot.on_disk:
             self._vault.write(snapshot)
 

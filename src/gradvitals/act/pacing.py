@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.averages import Average, alike
 from gradvitals.diagnose.history import Series
 from gradvitals.diagnose.loss import fall
-from gradvitals.errors import ConfigError
+from gradvitals.errors import expect
 
 DECLINE = 2.0
 """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
@@ -43,19 +43,19 @@ class PaceSettings:
     min_factor: float = 0.01
 
     def __post_init__(self) -> None:
-        _expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
-        _expect(0 < self.warmup_start <= 1, "warmup_start", self.warmup_start, "a share over 0, up to 1")
+        expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
+        expect(0 < self.warmup_start <= 1, "warmup_start", self.warmup_start, "a share over 0, up to 1")
         limit = self.max_extension
-        _expect(limit is None or limit >= 0, "max_extension", limit, "a number of steps, 0 or more, or None")
+        expect(limit is None or limit >= 0, "max_extension", limit, "a number of steps, 0 or more, or None")
         near = self.near_zero
-        _expect(near is None or near > 0, "near_zero", near, "a GSNR over 0, or None")
-        _expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
+        expect(near is None or near > 0, "near_zero", near, "a GSNR over 0, or None")
+        expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
         for name in ("drop", "sudden_drop"):
-            _expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
-        _expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
-        _expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
-        _expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
-        _expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
+            expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
+        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
+        expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
+        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
+        expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
 
     @property
     def longest_extension(self) -> int:
@@ -270,8 +270,3 @@ def _without_outliers(losses: Floats) -> Floats:
 
 def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
-
-
-def _expect(fine: bool, name: str, given: object, expected: str) -> None:
-    if not fine:
-        raise ConfigError(f"{name} is {given!r}; expected {expected}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradvitals.act.evidence import Evidence, accepted
+from gradvitals.act.counted_gsnr import CountedGSNR, accepted
 from gradvitals.act.inbox import Inbox, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.act.pacing import Decision, Pace, PaceSettings
@@ -121,7 +121,7 @@ class GSNRScheduler:
             cooldown=cooldown,
             min_factor=min_factor,
         )
-        evidence = Evidence(sources=accepted(source), window=monitor.config.gsnr_window)
+        evidence = CountedGSNR(sources=accepted(source), window=monitor.config.gsnr_window)
         self.optimizer = optimizer_of(optimizer, "GSNRScheduler")
         self.actions: list[Action] = []
         """What was done so far, oldest first."""

@@ -47,10 +47,9 @@ class Snapshot:
         """See `Entry`."""
         return self._entry.health
 
-    def complete(self, part: Part, extra: Mapping[str, Any]) -> None:
+    def complete(self, part: Part) -> None:
         """Add what is read last, and make the devices finish the copy before they go on."""
         self._plain |= part.plain
-        self._plain["extra"] |= extra
         self.sizes |= sizes_of(part.tensors)
         tensors = dense_all(part.tensors)
         self._settings = HostCopy(tensors, pinned=any_on_gpu(tensors))

@@ -10,6 +10,9 @@ from gradvitals.types import Action
 SHOWN = 5
 """Actions that a report names one by one, the last ones."""
 
+GUARD_KINDS = frozenset({"clip", "skip", "reset_momentum", "cut_lr", "restore_lr", "roll_back"})
+"""What a Guard does; schedules keep their own actions in the same record."""
+
 DONE = {
     "clip": "clipped {} gradient{}",
     "skip": "left {} step{} out",
@@ -28,7 +31,8 @@ def summarise(actions: Sequence[Action]) -> str:
     left = [action for action in actions if not action.taken]
     dry = Counter(action.kind for action in left if action.reason.startswith("dry run"))
     refused = Counter((action.kind, action.reason) for action in left if not action.reason.startswith("dry run"))
-    lines = [f"the Guard {_phrase(done)}" if done else "the Guard did nothing"]
+    who = "the Guard" if all(action.kind in GUARD_KINDS for action in actions) else "the Guard or a schedule"
+    lines = [f"{who} {_phrase(done)}" if done else f"{who} did nothing"]
     if dry:
         lines.append(f"it would have, being on a dry run: {_phrase(dry)}")
     for (kind, reason), times in refused.items():

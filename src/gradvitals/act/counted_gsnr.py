@@ -19,7 +19,7 @@ WITH_TOTAL: tuple[Source, ...] = (*AT_ONE_POINT, "adam")
 
 
 @dataclass
-class Evidence:
+class CountedGSNR:
     """The averages that are acted on, and what else the run had to offer.
 
     Args:
