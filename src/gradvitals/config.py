@@ -26,7 +26,7 @@ TENSOR_METRICS: tuple[str, ...] = (
 DETAIL_METRICS: tuple[str, ...] = ("grad/max", "grad/zero_fraction", "gsnr/below_one_fraction", "radial_gsnr")
 """Those of them that cost most and change least."""
 
-LIVE_SOURCES: tuple[str, ...] = ("microbatch", "adam", "window")
+LIVE_SOURCES: tuple[str, ...] = ("microbatch", "ranks", "adam", "window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Config:
     """Which per-tensor metrics to take. Fewer cost less; see `TENSOR_METRICS`."""
 
     sources: tuple[str, ...] = LIVE_SOURCES
-    """GSNR sources to use where the run offers them: micro-batches, Adam's moments, a window of steps."""
+    """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps."""
 
     overhead_budget: float | None = None
     """Largest share of the step's time monitoring may take, e.g. 0.01. Over it, `tensor_every` grows."""
@@ -93,6 +93,18 @@ class Config:
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Settings of rules by their id: False turns one off, a mapping sets it, e.g. ``{"explosion": {"ratio": 3}}``."""
 
+    audit_every: int | None = 100
+    """Steps from one comparison of all ranks to the next, in a run of several processes; None for none.
+
+    A young run is compared at steps 0, 1, 2, 4 and so on, then every 50.
+    """
+
+    rank_timeout: float = 120.0
+    """Seconds to wait for the other ranks when watching begins."""
+
+    pipeline_stage: int | None = None
+    """Of a pipeline whose stages use the same names: this rank's stage. Its tensors are named ``stage2.…`` then."""
+
     quiet: bool = False
     """Do not print findings to stderr when they open and close."""
 
@@ -111,6 +123,9 @@ class Config:
         for name in ("norm_window", "gsnr_window"):
             expect(getattr(self, name) >= 2, name, getattr(self, name), "2 readings or more")
         expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
+        audit = self.audit_every
+        expect(audit is None or audit >= 1, "audit_every", audit, "a whole number of steps, 1 or more, or None")
+        expect(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "a number of seconds above 0")
         expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
         expect(
             self.micro_batch_weights in ("size", "equal"),

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,28 +17,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from gradvitals import notices
 from gradvitals.arguments import check_arguments
+from gradvitals.beginning import Beginning, begin, elastic_id
+from gradvitals.completion import Completion, Record
 from gradvitals.config import Config
 from gradvitals.errors import RunError
 from gradvitals.judge import Judge, say
-from gradvitals.measure import Interpreter, RawStep, Tap
-from gradvitals.measure.budget import Budget
+from gradvitals.measure import RawStep, Tap
 from gradvitals.measure.outbox import Job
-from gradvitals.measure.sentinel import is_distributed
+from gradvitals.measure.ranks.exchange import Exchange
+from gradvitals.measure.ranks.roster import Roster
+from gradvitals.measure.rows import Rows
 from gradvitals.measure.sources import missing_sources
-from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, next_step, run_id
-from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, json_ready
+from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, run_id
+from gradvitals.types import SOURCES, Action, Finding, Reading, json_ready
 
-Record = Reading | Finding | Action | Layout
-
-STORED_SPIKE_RATIO = 2.0
-"""A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
-CLEAN_STEPS = 20
-"""After a non-finite gradient, elements are counted until this many steps have been free of them."""
 STATE_VERSION = 1
+RANKS_CLOSE_SECONDS = 10.0
+"""How long a rank that closes waits for the others to bring their last steps."""
 
 
 class Monitor:
@@ -55,38 +52,48 @@ class Monitor:
         batch_size: float | None = None,
         resume: bool = False,
         on_reading: Callable[[Reading], object] | None = None,
+        group: Any = None,
     ) -> None:
         self._closed = True  # nothing to close before all of this has worked
+        self._failed = False
         optimizers = check_arguments(model, optimizer, config, batch_size)
         self.config = config if config is not None else Config()
         self._notices: list[Finding] = []
         self._actions: deque[Action] = deque(maxlen=10_000)
         self._at_close: list[Callable[[], object]] = []
-        path = Path(run or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        self._path = path.with_name(f"{path.name}-rank{rank}") if rank else path  # one run a process, so far
-        self._resume = resume
-        self._readers = [on_reading] if on_reading is not None else []
+        rows = Rows(model, optimizers, self.config)
+        start = begin(rows, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
+        self._path, self._resume = start.path, start.resume
+        self._start: Beginning = start
+        self.ranks: Roster | None = start.roster
+        """Who else trains this model; None for a single process."""
         self._writer: BackgroundWriter | None = None
-        self._layout: Layout | None = None
-        self._latest: dict[Source | None, dict[str, float]] = {}
-        self._interpreter = Interpreter(self.config, self._on_error)
-        self._judge: Judge | None = None
-        if self.config.diagnose:
-            self._judge = Judge(optimizers, self.config, world_size=world_size, on_error=self._on_rule_error)
-        share = self.config.overhead_budget
-        self._budget = Budget(share, self.config.tensor_every) if share is not None else None
-        self._single_batch_readings = 0
-        self._clean_steps = CLEAN_STEPS
+        judge: Judge | None = None
+        if self.config.diagnose and start.leads:
+            judge = Judge(optimizers, self.config, world_size=start.world, on_error=self._on_rule_error)
+        exchange = Exchange(start.roster, self._on_ranks_lost) if start.roster is not None else None
+        self._completion = Completion(self.config, judge, exchange, report=self.report, on_error=self._on_error)
+        if on_reading is not None:
+            self._completion.readers.append(on_reading)
         self._aside: list[Record] | None = None
         self._tap = Tap(
-            model, optimizers, self.config, deliver=self._deliver, on_error=self._on_error, batch_size=batch_size
+            rows,
+            optimizers,
+            self.config,
+            deliver=self._deliver,
+            on_error=self._on_error,
+            batch_size=batch_size,
+            ranks=start.roster,
         )
+        if exchange is not None:
+            self._tap.on_groups_end = self._on_groups_end
         self._closed = False
-        if resume:
-            self._tap.start(next_step(self._path))
-        for source, reason in missing_sources(self.config, optimizers):
+        if start.first_step:
+            self._tap.start(start.first_step)
+        for source, reason in missing_sources(self.config, optimizers, model):
             self.report(notices.source_unavailable(source, reason, self._now()))
+        if exchange is not None and self.config.overhead_budget is not None:
+            self.report(notices.budget_not_obeyed(self._now()))
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
@@ -114,7 +121,7 @@ class Monitor:
         """The newest global value of every metric that has been read so far, the best source first."""
         merged: dict[str, float] = {}
         for source in (*reversed(SOURCES), None):
-            merged |= self._latest.get(source, {})
+            merged |= self._completion.latest.get(source, {})
         return merged
 
     @property
@@ -141,12 +148,17 @@ class Monitor:
 
     @property
     def judge(self) -> Judge | None:
-        """Who judges the readings; None where nobody does, or no longer."""
+        """Who judges the readings; None where nobody does, or no longer. Of several ranks, the first has one."""
         return None if self._judge is None or self._judge.failed else self._judge
 
+    @property
+    def _judge(self) -> Judge | None:
+        return self._completion.judge
+
     def add_reader(self, reader: Callable[[Reading], object]) -> None:
-        """Have this called with every reading, beside `on_reading`."""
-        self._readers.append(reader)
+        """Have this called with every reading, beside `on_reading`. With several ranks, on all of them or on none."""
+        self._completion.readers.append(reader)
+        self._tap.send_each_step()
 
     def record(self, action: Action | Callable[[], Iterable[Record]]) -> None:
         """Keep what was done with the run; or what a function returns, once the steps so far are judged."""
@@ -197,6 +209,11 @@ class Monitor:
                 callback()
             except Exception as failure:
                 self._on_error("close", failure)
+        exchange = self._completion.exchange
+        self._failed = error is not None
+        if error is not None and exchange is not None:
+            exchange.explain(error)
+            exchange.end()  # other ranks may be at another step
         self._closed = True
         if error is not None:
             self.report(notices.training_stopped(error, self._now()))
@@ -204,7 +221,7 @@ class Monitor:
         if self._writer is not None:
             if self._judge is not None:
                 self._writer.put(self._judge.finish)  # after the last step has been judged
-            self._writer.close(30.0)
+            self._writer.close(30.0 if exchange is None else RANKS_CLOSE_SECONDS)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -237,7 +254,7 @@ class Monitor:
 
     def _judged_state(self) -> dict[str, Any]:
         judged = self._judge.state_dict() if self._judge is not None else None
-        return {"interpreter": self._interpreter.state_dict(), "diagnosis": judged}
+        return {"interpreter": self._completion.state_dict(), "diagnosis": judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run from a saved state. Call it before the first step.
@@ -250,7 +267,7 @@ class Monitor:
         if self._writer is not None:
             raise RunError(f"load_state_dict was called after {self.step} steps; call it before the first one")
         self._tap.load_state_dict(state["tap"])
-        self._interpreter.load_state_dict(state["interpreter"])
+        self._completion.load_state_dict(state["interpreter"])
         if self._judge is not None and state["diagnosis"] is not None:
             self._judge.load_state_dict(state["diagnosis"])
         for place in (self._path, Path(state["run"])):  # a run that was copied or moved goes on where it is now
@@ -263,14 +280,19 @@ class Monitor:
         if self._writer is None:
             self._open(steps[0].step)
         assert self._writer is not None
-        self._writer.put(Job(steps, self._complete))
+        if not self._writer.put(Job(steps, self._complete)) and self._completion.exchange is not None:
+            self._completion.exchange.end()  # what comes later would be added to other steps
 
     def _open(self, first_step: int) -> None:
-        path = self._path if self._resume else free_run_path(self._path)
-        if path != self._path:
-            say(f"{self._path} holds a run already; this one is kept in {path}", self.config.quiet)
+        path = self._path if self._resume or not self._start.leads else free_run_path(self._path)
+        if path != self._start.asked and self._start.leads and not self._resume:
+            say(f"{self._start.asked} holds a run already; this one is kept in {path}", self.config.quiet)
         meta = {"config": json_ready(asdict(self.config)), "extra": json_ready(dict(self.config.extra))}
         meta["torch"] = torch.__version__
+        if self.ranks is not None:
+            meta["ranks"] = self.ranks.world
+        if (job := elastic_id()) is not None:
+            meta["elastic_id"] = job
         if self._judge is not None:
             if self._tap.autocast is not None:
                 self._judge.note_autocast(self._tap.autocast)
@@ -282,6 +304,7 @@ class Monitor:
             first_step=first_step,
             queue_size=self.config.queue_size,
             on_error=call_weakly(self._on_store_error),
+            keep=self._start.leads,
         )
         for record in cast(list[Record], [*self._notices, *self._actions]):
             self._writer.put(record)
@@ -295,83 +318,18 @@ class Monitor:
         """Finish the readings of some steps. What is reported meanwhile is kept with them, even while closing."""
         self._aside = []
         try:
-            records: list[Record] = []
-            for raw in steps:
-                try:
-                    records += self._records(raw)
-                except Exception as error:  # one step is lost, not those around it
-                    self._on_error("interpret", error)
-            return [*records, *self._aside]
+            return [*self._completion.records(steps, self._tap), *self._aside]
         finally:
             self._aside = None
-
-    def _records(self, raw: RawStep) -> list[Record]:
-        started = time.thread_time()
-        readings = self._interpreter.finish(raw)
-        if not readings:
-            return []
-        if self._budget is not None:
-            readings[0] = self._account(raw, readings[0], time.thread_time() - started)
-        for reading in readings:
-            self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
-            self._show(reading)
-        self._note_single_batches(raw)
-        records: list[Record] = []
-        if raw.layout is not self._layout:
-            self._layout = raw.layout
-            records.append(raw.layout)
-        general = readings[0]
-        broken = general.values.get("grad/nonfinite", 0) > 0
-        self._clean_steps = 0 if broken else self._clean_steps + 1
-        self._tap.count_nonfinite = self._clean_steps < CLEAN_STEPS
-        remarkable = broken or general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
-        records += self._judged(readings, raw.layout)
-        if not raw.full and not remarkable:
-            readings[0] = replace(general, tensors={})
-        return [*records, *readings]
-
-    def _judged(self, readings: Sequence[Reading], layout: Layout) -> Sequence[Finding]:
-        try:
-            return self._judge.read(readings, layout) if self._judge is not None and not self._judge.failed else ()
-        except Exception as error:
-            assert self._judge is not None
-            self._judge.failed = True  # what it has found stays
-            self._on_error("diagnosis", error)
-            return ()
-
-    def _show(self, reading: Reading) -> None:
-        for reader in list(self._readers):
-            try:
-                reader(reading)
-            except Exception as error:
-                self._readers.remove(reader)
-                self._on_error("on_reading", error)
-
-    def _account(self, raw: RawStep, reading: Reading, own_seconds: float) -> Reading:
-        """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
-        assert self._budget is not None
-        self._budget.charge(raw.lap, own_seconds, full=raw.full)
-        spent, every = self._budget.spent, self._tap.every
-        wanted = self._budget.propose(every)
-        if wanted != every:
-            self._tap.every = wanted
-            if wanted > every:
-                share = self._budget.share
-                self.report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
-        return replace(reading, values={**reading.values, "monitor/overhead": spent})
-
-    def _note_single_batches(self, raw: RawStep) -> None:
-        if not raw.full or not any(station.micro_batches == 1 for station in raw.stations):
-            return
-        self._single_batch_readings += 1
-        if self._single_batch_readings == 2:
-            reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
-            self.report(notices.source_unavailable("micro-batches", reason, raw.step))
 
     # -- findings of our own ------------------------------------------------------------------------------------
 
     def report(self, finding: Finding) -> None:
         """Keep what gradvitals has to say about itself with the run."""
+        if self.ranks is not None and not self._start.leads:
+            finding = replace(finding, rank=self.ranks.rank)
+            if finding.severity != "info" and self._completion.exchange is not None:
+                self._completion.exchange.troubles += 1  # for the rank that keeps the run
         self._notices.append(finding)
         if finding.severity != "info":
             say(str(finding), self.config.quiet)
@@ -382,6 +340,16 @@ class Monitor:
 
     def _on_error(self, part: str, error: Exception) -> None:
         self.report(notices.monitor_error(part, error, self._now()))
+
+    def _on_groups_end(self) -> None:
+        if self._writer is not None:
+            self._writer.drain(RANKS_CLOSE_SECONDS)
+        if self._completion.exchange is not None:
+            self._completion.exchange.end()
+
+    def _on_ranks_lost(self, error: Exception, missing: Sequence[int]) -> None:
+        if not self._closed or self._failed:  # at a good end, others may be gone already
+            self.report(notices.ranks_lost(error, missing, self._now()))
 
     def _on_rule_error(self, rule: str, error: Exception) -> None:
         self.report(notices.rule_error(rule, error, self._now()))

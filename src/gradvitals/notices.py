@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradvitals.errors import RunError
@@ -147,4 +148,46 @@ def guard_absent(step: int) -> Finding:
         last_step=step,
         causes=("gradients are computed inside optimizer.step(closure)",),
         cures=("call backward before optimizer.step(), without a closure",),
+    )
+
+
+def budget_not_obeyed(step: int) -> Finding:
+    """Ranks cannot agree on a cadence of their own."""
+    return Finding(
+        id="source_unavailable",
+        severity="info",
+        title="overhead_budget is not obeyed with several ranks: all must read the same steps",
+        first_step=step,
+        last_step=step,
+        evidence={"about": "overhead_budget"},
+        cures=("set tensor_every",),
+    )
+
+
+def ranks_lost(error: BaseException, missing: Sequence[int], step: int) -> Finding:
+    """Other ranks do not answer any more."""
+    who = f"rank {', '.join(map(str, missing))} does not answer" if missing else "ranks cannot be compared"
+    return Finding(
+        id="ranks_lost",
+        severity="critical",
+        title=f"{who} any more",
+        first_step=step,
+        evidence={"missing": list(missing), "error": repr(error)[:2000]},
+        causes=("a process died or hangs", "the network between hosts is down", "ranks make different steps"),
+        cures=("look at the output of the missing rank",),
+        rank=missing[0] if len(missing) == 1 else None,
+    )
+
+
+def error_on_rank(rank: int, step: int) -> Finding:
+    """Gradvitals met an error on another rank."""
+    return Finding(
+        id="monitor_error",
+        severity="warning",
+        title=f"gradvitals has met an error of its own on rank {rank}; numbers may lack its part from here on",
+        first_step=step,
+        evidence={"about": f"rank {rank}"},
+        causes=("a bug in gradvitals or a model it does not know; training is not affected",),
+        cures=(f"look for 'gradvitals:' in what rank {rank} has written to stderr, and please report it",),
+        rank=rank,
     )

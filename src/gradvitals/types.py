@@ -56,6 +56,19 @@ METRICS: dict[str, str] = {
     "grad/carried": "1 where backward added to gradients that the step before had left: they were not zeroed",
     "step/skipped": "1 where a GradScaler skipped the optimizer step",
     "step/left_out": "1 where a Guard left the optimizer step out",
+    "ranks/norm": "the rank's own gradient norm before the reduction, root mean square over its micro-batches",
+    "ranks/norm_ratio": "that norm over the median of the other workers'",
+    "ranks/norm_z": "its distance from the other workers' norms, in robust standard deviations of the log",
+    "ranks/norm_dispersion": "standard deviation over mean of the workers' own gradient norms, before the reduction",
+    "ranks/checksum_mismatch": "tensors whose copies differ between ranks, in weights or optimizer state",
+    "ranks/replica": "0 where a rank's copies are those of the majority, 1 where one differs, nan for none to compare",
+    "ranks/duplicates": "data workers that have the gradient or the samples of another one",
+    "ranks/twin": "the lowest other rank with the same gradient or samples, -1 for none",
+    "ranks/rng": "group of ranks with one state of random numbers: 0 the largest, 1 the next",
+    "ranks/out_of_step": "ranks whose random numbers or samples have left those of the ranks they should agree with",
+    "ranks/nonfinite": "1 where the rank's own loss or gradient, before the reduction, held NaN or Inf; where one did",
+    "ranks/errors": "errors of gradvitals itself on that rank, so far",
+    "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
 }
 """Every metric id and what it means: the same strings in the store, the commands and the docs."""
@@ -156,6 +169,8 @@ class Reading:
     tensors: Mapping[str, FloatArray] = field(default_factory=dict)
     layers: Mapping[str, FloatArray] = field(default_factory=dict)
     heads: Mapping[str, FloatArray] = field(default_factory=dict)
+    ranks: Mapping[str, FloatArray] = field(default_factory=dict)
+    """One number for each process of a distributed run."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values, non-finite numbers as strings."""
@@ -166,7 +181,7 @@ class Reading:
             "source": self.source,
             "batch_size": self.batch_size,
         }
-        for kind in ("values", "tensors", "layers", "heads"):
+        for kind in ("values", "tensors", "layers", "heads", "ranks"):
             data[kind] = json_ready(getattr(self, kind))
         return data
 
@@ -174,8 +189,8 @@ class Reading:
     def from_json(cls, data: Mapping[str, Any]) -> Reading:
         """The inverse of `to_json`."""
         arrays = {
-            kind: {key: np.array([float(x) for x in row]) for key, row in data[kind].items()}
-            for kind in ("tensors", "layers", "heads")
+            kind: {key: np.array([float(x) for x in row]) for key, row in data.get(kind, {}).items()}
+            for kind in ("tensors", "layers", "heads", "ranks")
         }
         values = {key: float(value) for key, value in data["values"].items()}
         return cls(**{**data, **arrays, "values": values})
@@ -203,7 +218,8 @@ class Finding:
     def __str__(self) -> str:
         where = f" in {', '.join(self.tensors[:3])}" if self.tensors else ""
         more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
-        return f"[{self.severity}] step {self.first_step}: {self.title}{where}{more} ({self.id})"
+        on_rank = f" on rank {self.rank}" if self.rank is not None and "rank" not in self.title else ""
+        return f"[{self.severity}] step {self.first_step}: {self.title}{where}{more}{on_rank} ({self.id})"
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ def watch(
     resume: bool = False,
     on_reading: Callable[[Reading], object] | None = None,
     guard: Guard | None = None,
+    group: Any = None,
 ) -> Monitor:
     """Watch a training run.
 
@@ -33,12 +35,14 @@ def watch(
         run: Folder to keep the run in. If a run is there already, the next free name is taken (``gpt-2``) and
             said. None takes ``runs/<date and time>``.
         config: Settings; the defaults are meant to be left alone.
-        batch_size: Samples per optimizer step, over all micro-batches. With it, the noise scale is in samples.
+        batch_size: Samples per optimizer step of this process, over all micro-batches. With it, the noise scale is in
+            samples.
         resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
             by itself.
         on_reading: Called with every `Reading` as it is finished, on a thread of its own and a moment after its step.
-
         guard: A `Guard` that may act on what is seen. Without one nothing is ever changed.
+        group: Under torch.distributed, the process group that trains this model; None for all processes. Every one of
+            them must call `watch`. The first one keeps the run.
 
     Returns:
         The Monitor. Without a Guard, training goes on exactly as it would without it.
@@ -61,7 +65,14 @@ def watch(
     if guard is not None and not isinstance(guard, Guard):
         raise TypeError(f"watch got {guard!r} as guard; expected a gradvitals.Guard, such as Guard(mode='act')")
     monitor = Monitor(
-        model, optimizer, run=run, config=config, batch_size=batch_size, resume=resume, on_reading=on_reading
+        model,
+        optimizer,
+        run=run,
+        config=config,
+        batch_size=batch_size,
+        resume=resume,
+        on_reading=on_reading,
+        group=group,
     )
     if guard is not None:
         guard.attach(monitor)

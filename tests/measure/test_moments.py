@@ -47,7 +47,7 @@ def test_a_single_reading_is_adam_gsnr_itself(tmp_path: Path, kind: str) -> None
     rig = make(tmp_path, kind, tensor_every=7, detail_every=7, gsnr_window=2)
     rig.steps(8)
     rig.monitor.flush()
-    rig.monitor._interpreter._adam = RatioHistory(2)  # forget the readings of the young run
+    rig.monitor._completion.interpreter._adam = RatioHistory(2)  # forget the readings of the young run
     rig.steps(7)
     rig.monitor.close()
     assert_no_errors(rig.monitor)

@@ -3,7 +3,7 @@
 from gradvitals.functional.adam import adam_gsnr, adam_gsnr_below_one, adam_gsnr_from_sums, adam_signal_and_noise
 from gradvitals.functional.gsnr import gsnr, gsnr_elementwise, gsnr_from_norms, gsnr_plug_in
 from gradvitals.functional.intervals import Estimate, gsnr_interval, ratio_of_means
-from gradvitals.functional.noise_scale import NoiseScale, noise_scale, signal_and_noise
+from gradvitals.functional.noise_scale import NoiseScale, noise_scale, signal_and_noise, signal_and_noise_of_sums
 from gradvitals.functional.norms import global_norm, squared_norm
 from gradvitals.functional.radial import radial, radial_gsnr
 from gradvitals.functional.spikes import coefficient_of_variation, gss, spike_ratio
@@ -32,6 +32,7 @@ __all__ = [
     "radial_gsnr",
     "ratio_of_means",
     "signal_and_noise",
+    "signal_and_noise_of_sums",
     "spike_ratio",
     "squared_norm",
     "vrgd_scale",

@@ -158,9 +158,33 @@ def signal_and_noise(
     if len(w) < 2:
         nothing = np.full(np.broadcast_shapes(h.shape[1:], q.shape), np.nan)
         return nothing, nothing.copy()
-    total, per_sample, of_sum = w.sum(), (w / b).sum(), (w**2 / b).sum()
-    a = np.tensordot(1 / w, h, axes=1)
-    scale = total * per_sample - of_sum
-    noise_trace = (total * a - q) / scale
-    signal_sq = (per_sample * q - of_sum * a) / (total * scale)
+    return signal_and_noise_of_sums(np.tensordot(1 / w, h, axes=1), q, w.sum(), (w / b).sum(), (w**2 / b).sum())
+
+
+def signal_and_noise_of_sums(
+    parts: ArrayLike, sq_norm_of_sum: ArrayLike, weight: float, weight_per_sample: float, square_per_sample: float
+) -> tuple[Array, Array]:
+    r"""The same from sums over micro-batches, which those of many ranks add up to.
+
+    Args:
+        parts: :math:`A = \sum \|h_i\|^2 / w_i`, a number or `[rows]`.
+        sq_norm_of_sum: :math:`Q = \|\sum h_i\|^2`.
+        weight: :math:`W = \sum w_i`.
+        weight_per_sample: :math:`P = \sum w_i / b_i`.
+        square_per_sample: :math:`V = \sum w_i^2 / b_i`.
+
+    Returns:
+        `(signal_sq, noise_trace)` as `signal_and_noise` gives them.
+
+    Example:
+        g = 1 and g = 3 again: A = 0.5 (1 + 9), Q = 4, and W, P, V = 1, 1, 0.5.
+
+        >>> signal_sq, noise_trace = signal_and_noise_of_sums(5.0, 4.0, 1.0, 1.0, 0.5)
+        >>> float(signal_sq), float(noise_trace)
+        (3.0, 2.0)
+    """
+    a, q = np.asarray(parts, dtype=np.float64), np.asarray(sq_norm_of_sum, dtype=np.float64)
+    scale = weight * weight_per_sample - square_per_sample
+    noise_trace = (weight * a - q) / scale
+    signal_sq = (weight_per_sample * q - square_per_sample * a) / (weight * scale)
     return np.asarray(signal_sq), np.asarray(noise_trace)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from gradvitals.config import Config
+
 YOUNG_STEPS = 500
 """While a run is this young it is read more often: most of what goes wrong is there from the start."""
 
@@ -24,3 +28,36 @@ def is_due(step: int, every: int, factor: int = 1, young_every: int = YOUNG_EVER
     """
     young = min(every, young_every) if step < YOUNG_STEPS else every
     return step % (young * factor) == 0 or (step < young * factor and step & (step - 1) == 0)
+
+
+AUDIT_YOUNG_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due at a step."""
+
+    full: bool
+    """A per-tensor reading."""
+    detail: bool
+    """The costly metrics with it."""
+    audit: bool
+    """A comparison of ranks."""
+
+
+class Calendar:
+    """Tells what is due at a step. Ranks that are asked about the same step say the same."""
+
+    def __init__(self, config: Config, *, audits: bool) -> None:
+        self.every = config.tensor_every
+        self._least_every = config.tensor_every
+        self._factor = config.detail_factor
+        self._audit_every = config.audit_every if audits else None
+
+    def due(self, step: int) -> Due:
+        """What is due at this step."""
+        thinned = max(1, self.every // self._least_every)  # by the budget: a young run has to obey it too
+        young = YOUNG_EVERY * thinned
+        audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
+        full = is_due(step, self.every, young_every=young)
+        return Due(full or audit, full and is_due(step, self.every, self._factor, young_every=young), audit)

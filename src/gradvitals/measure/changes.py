@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.shards import local
 
 COORDINATES = 64
 """Coordinates of each tensor, evenly spread."""
@@ -44,7 +45,7 @@ class _Group:
         sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
         packet.add("change_sq", sums, self.rows)
         if self.last is not None:
-            packet.add("change_dot", torch.dot(change, self.last))
+            packet.add("change_dot", torch.dot(change, self.last), self.rows[:1])
         self.before, self.last = now, change
 
 
@@ -67,7 +68,7 @@ class _HostGroup:
             agreement = float(change @ self.last) if self.last is not None else None
         packet.add("change_sq", torch.from_numpy(squares), self.rows)
         if agreement is not None:
-            packet.add("change_dot", torch.tensor(agreement, dtype=torch.float64))
+            packet.add("change_dot", torch.tensor(agreement, dtype=torch.float64), self.rows[:1])
         self.before, self.last = now, change
 
 
@@ -80,25 +81,35 @@ class Changes:
     """Follows sampled coordinates of one optimizer's parameters from step to step."""
 
     def __init__(self) -> None:
-        self.lengths: dict[int, int] = {}
-        """Coordinates read of each row."""
+        self.lengths: dict[int, tuple[int, int]] = {}
+        """Coordinates read of each row, and all that this rank has of it."""
         self._rows: list[int] = []
         self._parameters: Sequence[nn.Parameter] = ()
+        self._weights: Sequence[float] = ()
         self._addresses: list[int] = []
         self._groups: list[_Group | _HostGroup] | None = None
 
-    def follow(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        """Follow these parameters from the next step on."""
+    def follow(
+        self, rows: Sequence[int], parameters: Sequence[nn.Parameter], weights: Sequence[float] | None = None
+    ) -> None:
+        """Follow these parameters from the next step on; those of one weight among ranks are summed together."""
         self._rows, self._parameters, self._groups = list(rows), list(parameters), None
+        self._weights = weights if weights is not None else [1.0] * len(self._rows)
 
     @torch.no_grad()
     def begin(self) -> None:
         """Before a step: take a first look, unless the one after the last step still holds."""
         if self._groups is None or self._moved():
             self._addresses = self._where()
-            tensors = [parameter.detach() for parameter in self._parameters]
-            self._groups = [_group(*group) for group in stats.by_device_and_dtype(self._rows, tensors)]
-            self.lengths = {row: n for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)}
+            self._groups = []
+            for weight in dict.fromkeys(self._weights):
+                alike = [p for p, other in enumerate(self._weights) if other == weight]
+                rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
+                self._groups += [_group(*group) for group in stats.by_device_and_dtype(rows, tensors)]
+            sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
+            self.lengths = {
+                row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
+            }
 
     @torch.no_grad()
     def add(self, packet: Packet) -> None:
@@ -109,7 +120,7 @@ class Changes:
             group.add(packet)
 
     def _where(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._parameters]
+        return [local(parameter).data_ptr() for parameter in self._parameters]
 
     def _moved(self) -> bool:
         return self._where() != self._addresses  # the loop has put other storage under a parameter

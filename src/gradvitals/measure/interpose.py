@@ -9,6 +9,7 @@ the originals run unchanged, with the same arguments, and their results are pass
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
@@ -42,6 +44,12 @@ class Listener(Protocol):
 
     def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` has run, or skipped the step."""
+
+    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """A pipeline has divided the gradients of these parameters by the number of its micro-batches."""
+
+    def before_groups_end(self) -> None:
+        """torch.distributed is about to end."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -95,6 +103,11 @@ def _install() -> None:
     _replace(torch.amp.autocast_mode.autocast, "__enter__", _hear_autocast)
     _replace(torch.amp.GradScaler, "scale", _hear_scale)
     _replace(torch.amp.GradScaler, "step", _hear_scaler_step)
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is not None:
+        _replace(stages._PipelineStageBase, "scale_grads", _hear_division)
+    if dist.is_available():
+        _replace(dist, "destroy_process_group", _hear_groups_end)
 
 
 def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -176,3 +189,23 @@ def _hear_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def _hear_division(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale_grads(self: Any, grad_scale_factor: int) -> Any:
+        result = original(self, grad_scale_factor)
+        _tell("on_divided", list(self.submod.parameters()), float(grad_scale_factor))
+        return result
+
+    return scale_grads
+
+
+def _hear_groups_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None or group is dist.group.WORLD:
+            _tell("before_groups_end")
+        return original(group)
+
+    return destroy_process_group

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
-from gradvitals.measure.landed import LandedStep, Table
-from gradvitals.measure.rawstep import RawStep
+from gradvitals.measure.landed import PartSums, StepSums, is_estimable
 from gradvitals.measure.window import NUM_BLOCKS
 from gradvitals.types import Layout, Reading
 
@@ -35,13 +34,12 @@ STUDENT_T = 2.262
 
 
 class Interpreter:
-    """Turns the `RawStep`s of a run, in order, into `Reading`s. Holds the moving averages between them."""
+    """Turns the sums of a run's steps, in order, into `Reading`s. Holds the moving averages between them."""
 
     def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self.config = config
         self.on_error = on_error
         self._broken: set[str] = set()
-        self._table = Table(Layout(), [])
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
@@ -49,20 +47,17 @@ class Interpreter:
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
-    def finish(self, raw: RawStep) -> list[Reading]:
+    def finish(self, step: StepSums) -> list[Reading]:
         """The readings of one step: first what needs no samples, then one for each GSNR source.
 
         An error in one of them is told, and that one is silent from then on.
         """
-        if raw.layout is not self._table.layout:
-            self._table = Table(raw.layout, raw.slots)
-        step = LandedStep(raw, self._table)
         readings = []
         for part, applies, make in (
             ("general", True, self._general),
-            ("microbatch", any(station.micro_batches >= 2 for station in raw.stations), self._microbatch),
-            ("adam", step.has("exp_avg_norm"), self._from_moments),
-            ("window", bool(raw.windows), self._window),
+            ("microbatch", is_estimable(step), self._from_parts),
+            ("adam", step.has("first_moment"), self._from_moments),
+            ("window", bool(step.windows), self._window),
         ):
             if not applies or part in self._broken:
                 continue
@@ -81,177 +76,152 @@ class Interpreter:
 
     # -- norms, loss, weights -----------------------------------------------------------------------------------
 
-    def _general(self, step: LandedStep) -> Reading:
-        norm = step.norm
-        values = {name: value for name, value in (("loss", step.loss()), ("lr", step.lr())) if value is not None}
+    def _general(self, step: StepSums) -> Reading:
+        values = {name: value for name, value in (("loss", step.loss), ("lr", step.lr)) if value is not None}
         tensors: dict[str, Floats] = {}
+        sizes = step.table.sizes
         if step.has("norm"):
-            total = step.total(norm, "norm")
+            norm, total = step.norm("norm"), math.sqrt(step.total("norm"))
             ratio, variation = self._norms.push(step.table.with_whole, np.append(total, norm))
             step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
-            nonfinite = step.nonfinite()
-            values |= {"grad/norm": total, "grad/nonfinite": float(np.nansum(nonfinite))}
+            values |= {"grad/norm": total, "grad/nonfinite": step.total("nonfinite")}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
-            tensors |= {"grad/norm": norm, "grad/nonfinite": nonfinite}
+            tensors |= {"grad/norm": norm, "grad/nonfinite": step.known("nonfinite")}
             tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
         if step.has("max"):
-            tensors["grad/max"] = step.rows("max") / step.grad_scale
-            values["grad/max"] = float(np.max(tensors["grad/max"][step.present]))
+            tensors["grad/max"] = step.known("max")
+            values["grad/max"] = float(np.max(step.rows["max"].values[step.rows["max"].present]))
         if step.has("nonzero"):
-            sizes = step.table.sizes
-            zeros = sizes - step.rows("nonzero")
+            zeros = sizes - step.known("nonzero")
             tensors["grad/zero_fraction"] = zeros / sizes
-            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.present].sum())
+            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.rows["nonzero"].present].sum())
         for name, metric in (("sum", "mean"), ("low", "at_gamma"), ("one", "at_one")):
             if step.has(f"factor_{name}"):
-                sums, sizes = step.rows(f"factor_{name}"), step.table.sizes
+                sums = step.known(f"factor_{name}")
                 tensors[f"vrgd/{metric}"] = sums / sizes
                 values[f"vrgd/{metric}"] = float(np.nansum(sums) / sizes[np.isfinite(sums)].sum())
         if step.has("weight"):
-            tensors["weight/norm"] = step.rows("weight")
-            values["weight/norm"] = step.total(tensors["weight/norm"], "weight")
-        if step.has("update_sq"):
-            covered = np.array([step.raw.fractions.get(row, 1.0) for row in range(step.num_rows)])
-            tensors["update/norm"] = np.sqrt(step.rows("update_sq") / covered)
-            values["update/norm"] = step.total(tensors["update/norm"], "update_sq")
+            tensors["weight/norm"] = step.norm("weight")
+            values["weight/norm"] = math.sqrt(step.total("weight"))
+        if step.has("update"):
+            tensors["update/norm"] = step.norm("update")
+            values["update/norm"] = math.sqrt(step.total("update"))
             tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
             if values["weight/norm"] > 0:
                 values["update/ratio"] = values["update/norm"] / values["weight/norm"]
-        if step.has("change_sq"):
+        if step.has("change"):
             values |= self._changes(step, tensors)
-        if step.raw.carried:
+        if step.carried:
             values["grad/carried"] = 1.0
-        if step.raw.max_norm is not None:
-            values["clip/max_norm"] = step.raw.max_norm
+        if step.max_norm is not None:
+            values["clip/max_norm"] = step.max_norm
         if step.under_scaler:
-            values["step/skipped"] = float(step.skipped())
-        elif step.skipped():  # nobody but a Guard leaves steps out without a scaler
+            values["step/skipped"] = float(step.skipped)
+        elif step.skipped:  # nobody but a Guard leaves steps out without a scaler
             values["step/left_out"] = 1.0
-        return step.reading(values=values, tensors=tensors)
+        for name, numbers in step.told_tensors.items():
+            tensors[name] = numbers
+        return step.reading(values=values | step.told, tensors=tensors, ranks=step.ranks)
 
-    def _changes(self, step: LandedStep, tensors: dict[str, Floats]) -> dict[str, float]:
+    def _changes(self, step: StepSums, tensors: dict[str, Floats]) -> dict[str, float]:
         """The root mean square change of every tensor and of all, and whether it goes on in the same direction."""
-        counts = np.full(step.num_rows, np.nan)
-        for lengths in step.raw.sampled:
-            counts[list(lengths)] = list(lengths.values())
-        squares = step.rows("change_sq")
-        tensors["update/rms"] = np.sqrt(squares / counts)
-        read = np.isfinite(counts) & step.arrived["change_sq"].present(step.num_rows)
-        sizes = step.table.sizes[read]
-        values = {"update/rms": math.sqrt(np.average(squares[read] / counts[read], weights=sizes))}
+        sizes = step.table.sizes
+        tensors["update/rms"] = np.sqrt(step.known("change") / sizes)
+        values = {"update/rms": math.sqrt(step.total("change") / sizes[step.rows["change"].present].sum())}
+        assert step.changes is not None
+        square, agreement = step.changes
         last_step, last_square = self._last_change
-        square = float(squares[read].sum())
-        if step.has("change_dot") and last_step == step.raw.step - 1 and last_square * square > 0:
-            values["update/cosine"] = float(step.arrived["change_dot"].values.sum() / math.sqrt(last_square * square))
-        self._last_change = (step.raw.step, square)
+        if agreement is not None and last_step == step.step - 1 and last_square * square > 0:
+            values["update/cosine"] = agreement / math.sqrt(last_square * square)
+        self._last_change = (step.step, square)
         return values
 
     # -- the three sources of GSNR ------------------------------------------------------------------------------
 
-    def _microbatch(self, step: LandedStep) -> Reading:
-        layout = step.raw.layout
-        count = max(station.micro_batches for station in step.raw.stations)
-        sizes, known = step.micro_batch_sizes(count)
-        # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
-        mine, reached = np.zeros((2, step.num_rows), dtype=bool)
-        for station in step.raw.stations:
-            mine[station.rows] = station.micro_batches == count
-        for i in range(count):  # a row that no micro-batch was seen to reach came to life too late to be followed
-            reached |= step.reached(f"micro{i}", step.num_rows)
-            reached[step.table.slot_rows[step.reached(f"micro_heads{i}", len(step.table.slot_rows))]] = True
-        read = mine & step.present & reached
-        square = np.where(read, np.square(step.norm), np.nan)
-        slot_parts = [np.square(step.parts(f"micro_heads{i}", len(step.table.slot_rows))) for i in range(count)]
-        parts = np.stack([np.square(step.parts(f"micro{i}", step.num_rows)) for i in range(count)])
-        for part, of_slots in zip(parts, slot_parts, strict=True):
-            np.add.at(part, step.table.slot_rows, of_slots)
-        parts /= step.loss_scale**2
-        slot_scale = step.loss_scale[step.table.slot_rows]
-        signal, noise = self._signal_and_noise(parts, square, sizes)
+    def _from_parts(self, step: StepSums) -> Reading:
+        """From the gradients that a step's gradient is made of: micro-batches, ranks, or both at once."""
+        layout, parts = step.table.layout, step.parts
+        assert parts is not None
+        read = step.rows["parts"].present & step.rows["norm"].present
+        square = np.where(read, step.rows["norm"].values, np.nan)
+        signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
         names, all_signal, all_noise = _with_sums(layout, signal, noise, read)
-        if layout.heads and step.has("heads"):
-            heads = np.stack([step.by_head(of_slots / slot_scale**2) for of_slots in slot_parts])
-            whole = step.parts("heads", len(step.table.slot_rows)) / step.grad_scale[step.table.slot_rows]
-            head_square = step.by_head(whole**2)
-            more_signal, more_noise = self._signal_and_noise(heads, head_square, sizes)
+        if layout.heads and "heads" in step.slots and "parts" in step.slots:
+            heads, whole = step.by_head(step.slots["parts"]), step.by_head(step.slots["heads"])
+            more_signal, more_noise = _signal_and_noise(heads, whole, parts)
             names += [f"head:{name}" for name in layout.heads]
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
-            self._micro.push(names, all_signal, all_noise, step.raw.step)
-        per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.raw.step)
-        mean_size = sizes.mean()
+            self._micro.push(names, all_signal, all_noise, step.step)
+        per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
+        mean_size = parts.samples / parts.count
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
-        if known:
+        if parts.sizes_known:
             values |= _noise_scale(*(float(part[0]) for part in per_sample))
-        if step.has("micro_radial0") and step.has("weight_before"):
-            inner = np.stack([step.parts(f"micro_radial{i}", step.num_rows) / step.loss_scale for i in range(count)])
-            along = np.where(read, inner / step.rows("weight_before"), np.nan)
-            radial = self._signal_and_noise(along**2, np.square(along.sum(0)), sizes)
+        if step.has("inner_squares") and step.has("weight_before"):
+            along = read & step.rows["inner_squares"].present
+            weight = step.known("weight_before")
+            total = np.where(along, np.square(step.rows["inner"].values) / weight, np.nan)
+            radial = _signal_and_noise(step.rows["inner_squares"].values / weight, total, parts)
             if not step.outlier:
-                self._radial.push(step.names, *radial, step.raw.step)
-            tensors["radial_gsnr"] = mean_size * self._radial.estimate(np.isfinite(radial[0]), step.raw.step)[0]
-        batch_size = float(mean_size) if known else None
+                self._radial.push(step.table.names, *radial, step.step)
+            tensors["radial_gsnr"] = mean_size * self._radial.estimate(np.isfinite(radial[0]), step.step)[0]
         return step.reading(
-            source="microbatch", batch_size=batch_size, values=values, tensors=tensors, layers=layers, heads=heads_out
+            source="ranks" if step.num_sources > 1 else "microbatch",
+            batch_size=float(mean_size) if parts.sizes_known else None,
+            values=values,
+            tensors=tensors,
+            layers=layers,
+            heads=heads_out,
         )
 
-    def _signal_and_noise(self, parts: Floats, total: Floats, sizes: Floats) -> tuple[Floats, Floats]:
-        count = len(sizes)
-        weights = sizes / sizes.sum() if self.config.micro_batch_weights == "size" else np.full(count, 1 / count)
-        signal, noise = functional.signal_and_noise(parts, total, sizes, weights)
-        second_moment = ((sizes / weights**2)[:, None] * parts).sum(0) / count
-        return np.asarray(signal), np.where(noise <= ROUNDING * second_moment, 0.0, noise)
-
-    def _from_moments(self, step: LandedStep) -> Reading:
-        raw, layout = step.raw, step.raw.layout
-        rows = np.array(list(raw.betas), dtype=np.int64)
-        beta1, beta2 = np.array(list(raw.betas.values())).T
+    def _from_moments(self, step: StepSums) -> Reading:
+        layout = step.table.layout
+        rows = np.flatnonzero(step.rows["beta1"].present)
+        beta1, beta2 = step.known("beta1")[rows], step.known("beta2")[rows]
         signal, noise = np.full((2, step.num_rows), np.nan)
         signal[rows], noise[rows] = functional.adam_signal_and_noise(
-            np.square(step.rows("exp_avg_norm")[rows]),
-            step.rows("exp_avg_sq_sum")[rows],
+            step.known("first_moment")[rows],
+            step.known("second_moment")[rows],
             beta1=beta1,
             beta2=beta2,
-            step=step.rows("adam_step")[rows],
+            step=step.known("adam_step")[rows],
         )
         noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
-        begun = step.rows("adam_step") >= 2  # one gradient has no spread
+        begun = step.known("adam_step") >= 2  # one gradient has no spread
         names, all_signal, all_noise = _with_sums(layout, signal, noise, begun)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
-        gap = raw.step - self._adam.last_step()
+        gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
-        self._adam.push(names, all_signal, all_noise, raw.step)
+        self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
-        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, raw.step, correlation))
-        if step.has("below_one_count"):
-            tensors["gsnr/below_one_fraction"] = step.rows("below_one_count") / step.rows("alive_count")
-        stage = {"stage": "clipped"} if any(station.clipped for station in raw.stations) else {}
-        return step.reading(
-            source="adam", batch_size=raw.batch_size, values=values, tensors=tensors, layers=layers, **stage
-        )
+        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
+        if step.has("below_one"):
+            tensors["gsnr/below_one_fraction"] = step.known("below_one") / step.known("alive")
+        stage = step.moments_stage or step.stage
+        return step.reading(source="adam", values=values, tensors=tensors, layers=layers, stage=stage)
 
-    def _window(self, step: LandedStep) -> Reading | None:
-        for row in step.raw.windows:
-            norms = self._window_norms.setdefault(step.names[row], [])
-            sampled = step.arrived.get(f"window_sq{row}")
-            norms.append(float(step.norm[row] ** 2 if sampled is None else sampled.values[0]))
+    def _window(self, step: StepSums) -> Reading | None:
+        names = step.table.names
+        for row, window in step.windows.items():
+            norms = self._window_norms.setdefault(names[row], [])
+            norms.append(window.square)
             del norms[: -2 * self.config.window_steps]
-        if not any(step.raw.windows.values()):
-            return None
         value, low, high = np.full((3, step.num_rows), np.nan)
-        for row, block_steps in step.raw.windows.items():
-            length = (block_steps or 0) * NUM_BLOCKS
-            squares = np.array(self._window_norms[step.names[row]][-length:])
-            if not length or len(squares) < length:
+        for row, window in step.windows.items():
+            length = (window.block_steps or 0) * NUM_BLOCKS
+            squares = np.array(self._window_norms[names[row]][-length:])
+            if not length or len(squares) < length or window.sums is None:
                 continue
-            total, *without = step.arrived[f"window{row}"].values
+            total, *without = window.sums
             blocks = squares.reshape(NUM_BLOCKS, -1).sum(1)
             value[row] = _gsnr_of_sums(blocks.sum(), total, length)
             left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
             error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
             low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
-        tensors = {"gsnr": value, "gsnr_low": low, "gsnr_high": high}
-        return step.reading(source="window", batch_size=step.raw.batch_size, tensors=tensors)
+        if not any(window.block_steps for window in step.windows.values()):
+            return None
+        return step.reading(source="window", tensors={"gsnr": value, "gsnr_low": low, "gsnr_high": high})
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
@@ -268,6 +238,14 @@ class Interpreter:
         for name, history in self._histories().items():
             history.load_state_dict(state[name])
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
+
+
+def _signal_and_noise(squares: Floats, total: Floats, parts: PartSums) -> tuple[Floats, Floats]:
+    signal, noise = functional.signal_and_noise_of_sums(
+        squares, total, parts.weight, parts.weight_per_sample, parts.square_per_sample
+    )
+    second_moment = squares / parts.weight_per_sample
+    return np.asarray(signal), np.where(noise <= ROUNDING * second_moment, 0.0, noise)
 
 
 def _with_sums(

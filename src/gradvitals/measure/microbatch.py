@@ -1,8 +1,9 @@
-"""GSNR from the micro-batches of one step: squared norms of every incoming gradient, no copies kept.
+"""GSNR from the gradients a step's gradient is made of: squared norms of every incoming one, no copies kept.
 
 During backward a hook on each parameter sees the gradient before it is added to ``.grad``. The hook only
-collects; one multi-tensor norm per `FLUSH_BYTES` does the work. The first micro-batch needs no hook: until the
-second arrives, ``.grad`` is its gradient, and not holding a reference lets autograd keep it without a copy.
+collects; one multi-tensor norm per `FLUSH_BYTES` does the work. In one process the first micro-batch needs no hook:
+until the second arrives, ``.grad`` is its gradient, and not holding a reference lets autograd keep it without a copy.
+Where gradients are reduced over ranks, ``.grad`` never is the rank's own, and the first is measured like the others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from torch import Tensor, nn
 from gradvitals.measure import stats
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.partial import sums_of_partial
+from gradvitals.measure.ranks.shards import is_summand, local, local_like
 from gradvitals.measure.views import HeadView
 
 FLUSH_BYTES = 64 * 2**20
 """Incoming gradients held back at most, while backward frees far more than that in activations."""
+
+BEFORE = -1
+"""Stands for the runs of the autograd engine before the current one."""
 
 
 class MicrobatchSums:
@@ -29,6 +35,15 @@ class MicrobatchSums:
     that have no parameter in common count as one, and a parameter shared between segments that are checkpointed with
     re-entrant autograd receives several gradients in one backward. Hooks of the user's own that change gradients are
     seen by a reading when they were registered before it began.
+
+    Args:
+        parameters: All watched parameters, by row.
+        heads: How weights are seen as attention heads, by row.
+        rows: The rows that this optimizer steps.
+        arrivals: Rows in the order in which backward reaches them; shared by all optimizers, and added to.
+        clock: Keeps account of what this costs.
+        on_error: Called with an error of ours, after which nothing is collected any more.
+        reduced: Whether gradients are reduced over ranks, during backward or after it.
     """
 
     def __init__(
@@ -40,12 +55,14 @@ class MicrobatchSums:
         arrivals: list[int],
         clock: Clock,
         on_error: Callable[[Exception], None],
+        reduced: bool = False,
     ) -> None:
         self.parameters = parameters
         self.rows = rows
         self.clock = clock
         self.heads = heads
         self.radial = False
+        self.reduced = reduced
         self.on_error = on_error
         self.arrivals = arrivals
         """Rows in the order in which backward reaches them, from the output to the input; shared by all optimizers."""
@@ -60,18 +77,30 @@ class MicrobatchSums:
         self.packet = Packet()
         self.num_seen = 0
         self._fired: dict[int, int] = {}  # rows reached in this micro-batch, and in which run of the autograd engine
+        # To which micro-batch a backward belongs may show only in its course, so numbers wait by run of the engine.
+        self._drafts: dict[int, Packet] = {}
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
+        self._pending_run = BEFORE
+        # Gradients yet to be summed over ranks, each with its row and, where its radial part is wanted, its weight.
+        self._summands: dict[int, list[tuple[int, Tensor, Tensor | None]]] = {}
+        self._settled_summands: list[tuple[int, int, Tensor, Tensor | None]] = []
 
     def arm(self, *, radial: bool) -> None:
         """Collect from the next backward on, with the component along the weights where asked."""
         self.armed, self.radial = True, radial
         self._clear()
         trainable = [row for row in self.rows if self.parameters[row].requires_grad]
-        if list(self._handles) != trainable:  # hooks may still be there from the step before
+        if self._handles.keys() != set(trainable):  # hooks may still be there from the step before
             self._unhook()
-            self._handles = {row: self.parameters[row].register_hook(self._hook(row)) for row in trainable}
+            for row in trainable:
+                self._follow(row)
         self._places_known = self._known_arrivals().issuperset(trainable)
+
+    def _follow(self, row: int) -> None:
+        leaf = self._leaf(row)
+        if leaf.requires_grad:
+            self._handles[row] = leaf.register_hook(self._hook(row))
 
     def disarm(self) -> None:
         """Take the hooks away: an unmeasured step costs nothing."""
@@ -85,23 +114,53 @@ class MicrobatchSums:
 
     def restart(self) -> None:
         """The batches so far were given up; the backward in progress is the first of the step."""
-        fired = self._fired
+        run = torch._C._current_graph_task_id()
+        self.flush()
+        fired, draft, summands = self._fired, self._drafts.get(run), self._summands.get(run)
         self._clear()
         self._fired = fired
+        if draft is not None and self.reduced:
+            self._drafts = {run: draft}
+        if summands is not None and self.reduced:
+            self._summands = {run: summands}
 
     def finish(self) -> tuple[int, Packet]:
         """End the step's collection. The hooks stay for the next step, which takes them away or uses them.
 
+        Where ranks hold summands of a gradient (norm layers under sequence parallelism) this sums them, in one
+        collective that all ranks of their group have to reach.
+
         Returns:
-            The number of micro-batches and, where there were at least two, their norms under the names
-            ``micro{i}``, ``micro_heads{i}`` (for weights seen head by head) and ``micro_radial{i}``.
+            The number of micro-batches and their norms under the names ``micro{i}``, ``micro_heads{i}`` (for weights
+            seen head by head) and ``micro_radial{i}``. A single one is measured only where gradients are reduced over
+            ranks; else it is ``.grad`` itself.
         """
         self.armed = False
         self.flush()
         num_micro_batches = self.num_seen + 1 if self._fired or self.num_seen else 0
+        self._settle(list(self._drafts), list(self._summands))
+        self._add_sums_over_ranks()
         packet = self.packet
         self._clear()
         return num_micro_batches, packet
+
+    def _leaf(self, row: int) -> Tensor:
+        """The tensor whose gradient autograd computes for a row."""
+        return self.parameters[row]
+
+    def _weight(self, row: int) -> Tensor | None:
+        """The values of a row's leaf on this rank; None where they are not at hand."""
+        return local(self.parameters[row]).detach()
+
+    def _is_fleeting(self, row: int) -> bool:
+        """Whether the leaf's values are there only during backward."""
+        return False
+
+    def _factor(self, row: int) -> float:
+        """What a gradient is multiplied by before it is measured."""
+        return 1.0
+
+    # -- one gradient after the other ---------------------------------------------------------------------------
 
     def _hook(self, row: int) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)  # a parameter must not hold its watcher, see Sentinel
@@ -113,11 +172,14 @@ class MicrobatchSums:
                 try:
                     sums._incoming(row, grad)
                 except Exception as error:
-                    sums.disarm()
-                    sums._clear()
-                    sums.on_error(error)
+                    sums._fail(error)
 
         return incoming
+
+    def _fail(self, error: Exception) -> None:
+        self.disarm()
+        self._clear()
+        self.on_error(error)
 
     def _incoming(self, row: int, grad: Tensor) -> None:
         engine_run = torch._C._current_graph_task_id()
@@ -126,11 +188,36 @@ class MicrobatchSums:
         if not self._places_known:
             self._note_arrival(row)
         self._fired[row] = engine_run
-        if self.num_seen:
-            # Autograd makes the first gradient of a parameter its .grad; what we hold must not change with it.
-            self._hold(row, grad if self.parameters[row].grad is not None else grad.detach().clone())
+        if self.num_seen or self.reduced:
+            self._take(row, grad, engine_run)
 
-    def _hold(self, row: int, grad: Tensor) -> None:
+    def _take(self, row: int, grad: Tensor, engine_run: int) -> None:
+        """Hold a gradient until there are many, or measure it where holding it would cost more."""
+        leaf = self._leaf(row)
+        if is_summand(grad, leaf):
+            self._take_summand(row, grad, engine_run)
+            return
+        grad = local_like(grad, leaf)
+        if self.radial and self._is_fleeting(row):
+            self._measure(engine_run, [row], [grad])
+        elif leaf.grad is not None:
+            self._hold(row, grad, engine_run)
+        elif grad.is_cuda and grad.numel() <= stats.SMALL_ELEMENTS:
+            # Autograd makes the first gradient of a parameter its .grad; what we hold must not change with it.
+            self._hold(row, grad.detach().clone(), engine_run)
+        else:  # a pass over it is cheaper than a copy
+            self._measure(engine_run, [row], [grad])
+
+    @torch.no_grad()
+    def _take_summand(self, row: int, grad: Tensor, engine_run: int) -> None:
+        weight = self._weight(row) if self.radial else None
+        weight = weight.clone() if weight is not None and self._is_fleeting(row) else weight
+        self._summands.setdefault(engine_run, []).append((row, grad.detach().clone(), weight))
+
+    def _hold(self, row: int, grad: Tensor, engine_run: int) -> None:
+        if engine_run != self._pending_run:
+            self.flush()
+            self._pending_run = engine_run
         self._pending.append((row, grad))
         self._pending_bytes += grad.numel() * grad.element_size()
         if self._pending_bytes >= FLUSH_BYTES:
@@ -139,22 +226,46 @@ class MicrobatchSums:
     def _end_micro_batch(self, row: int, engine_run: int) -> None:
         """A second gradient came for a row: what came before this backward began was the micro-batch before."""
         early = [r for r, run in self._fired.items() if run == engine_run]
-        if not self.num_seen:  # nothing of the second micro-batch has been added yet: .grad is the first
-            whole = [(r, grad) for r in self._fired if (grad := self.parameters[r].grad) is not None]
-            before = [(r, grad.detach()) for r, grad in whole if r not in early]
-            later = [(r, grad.detach().clone()) for r, grad in whole if r in early]
-        else:
-            before = [entry for entry in self._pending if entry[0] not in early]
-            later = [entry for entry in self._pending if entry[0] in early]
-        self._pending, self._pending_bytes = [], 0
-        self._measure([r for r, _ in before], [grad for _, grad in before])
+        self._fired = dict.fromkeys(early, engine_run) if self.reduced else self._fired
+        if self.reduced and not self._is_fleeting(row) and self.parameters[row].grad is None:
+            self.restart()  # somebody has thrown away what had come
+            return
+        self.flush()
+        if not self.num_seen and not self.reduced:
+            # Nothing of the second micro-batch has been added yet: .grad is the first.
+            for r in self._fired:
+                self._take_whole(r, engine_run if r in early else BEFORE)
+            self.flush()
+        before = [run for run in self._drafts if run != engine_run]
+        self._settle(before, [run for run in self._summands if run != engine_run])
         self.num_seen += 1
         self._fired = dict.fromkeys(early, engine_run)
-        for r, grad in later:
-            self._hold(r, grad)
         for r in early:  # reached before the row that came again, so nearer the output
             self.arrivals.remove(r)
             self.arrivals.insert(self.arrivals.index(row), r)
+
+    def _take_whole(self, row: int, engine_run: int) -> None:
+        parameter = self.parameters[row]
+        if parameter.grad is None:
+            return
+        if is_summand(parameter.grad, parameter):
+            self._take_summand(row, parameter.grad, engine_run)
+        else:
+            self._hold(row, local_like(parameter.grad, parameter).detach(), engine_run)
+
+    def _settle(self, drafts: Sequence[int], summands: Sequence[int]) -> None:
+        """What was measured in these runs of the engine belongs to the micro-batch that ends."""
+        index = self.num_seen
+        for run in drafts:
+            draft = self._drafts.pop(run)
+            for device in draft.devices:
+                for name, rows, values in draft.parts(device):
+                    if isinstance(values, Tensor):
+                        self.packet.add(f"{name}{index}", values, rows)
+                    else:
+                        self.packet.add_each(f"{name}{index}", values, rows)
+        for run in summands:
+            self._settled_summands += [(index, *summand) for summand in self._summands.pop(run)]
 
     def _note_arrival(self, row: int) -> None:
         if row not in self._known_arrivals():
@@ -167,25 +278,47 @@ class MicrobatchSums:
             self._arrived = set(self.arrivals)
         return self._arrived
 
+    # -- many at once -------------------------------------------------------------------------------------------
+
     def flush(self) -> None:
         """Measure what is held back."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        self._measure([row for row, _ in pending], [grad for _, grad in pending])
+        self._measure(self._pending_run, [row for row, _ in pending], [grad for _, grad in pending])
 
     @torch.no_grad()
-    def _measure(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def _measure(self, engine_run: int, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
         if not rows:
             return
         with self.clock:
-            self._add_norms(rows, grads)
+            weights = [self._weight(row) for row in rows] if self.radial else [None] * len(rows)
+            self._add_norms(self._drafts.setdefault(engine_run, Packet()), "", rows, grads, weights)
 
-    def _add_norms(self, rows: Sequence[int], grads: Sequence[Tensor]) -> None:
-        index = self.num_seen
-        rest = add_heads(self.packet, f"micro_heads{index}", self.heads, rows, grads)
-        stats.add_norms(self.packet, f"micro{index}", [rows[p] for p in rest], [grads[p] for p in rest])
-        if self.radial:
-            weights = [self.parameters[row].detach() for row in rows]
-            stats.add_inner_products(self.packet, f"micro_radial{index}", rows, weights, grads)
+    @torch.no_grad()
+    def _add_sums_over_ranks(self) -> None:
+        if not self._settled_summands:
+            return
+        with self.clock:
+            sums = sums_of_partial({i: grad for i, (_, _, grad, _) in enumerate(self._settled_summands)})
+            for i, (index, row, grad, weight) in enumerate(self._settled_summands):
+                self._add_norms(self.packet, str(index), [row], [sums.get(i, local(grad))], [weight])
+
+    def _add_norms(
+        self,
+        packet: Packet,
+        suffix: str,
+        rows: Sequence[int],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+    ) -> None:
+        factors = [self._factor(row) for row in rows]
+        if factors.count(1.0) != len(factors):
+            grads = [grad * factor for grad, factor in zip(grads, factors, strict=True)]
+        rest = add_heads(packet, f"micro_heads{suffix}", self.heads, rows, grads)
+        stats.add_norms(packet, f"micro{suffix}", [rows[p] for p in rest], [grads[p] for p in rest])
+        known = {p: weight for p, weight in enumerate(weights) if weight is not None}
+        if known:
+            along, read = [rows[p] for p in known], [grads[p] for p in known]
+            stats.add_inner_products(packet, f"micro_radial{suffix}", along, list(known.values()), read)
 
 
 def add_heads(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.shards import local
 
 SHARE_ELEMENTS = 2**10
 """Coordinates of each tensor that its share below 1 is counted in: a standard error under 2 %."""
@@ -21,11 +22,17 @@ SHARE_ELEMENTS = 2**10
 SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that keeps the moments: inside ZeroRedundancyOptimizer, one for this rank's share of them."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer's moments give no GSNR, or None where they do."""
     if hasattr(optimizer, "register_factors_hook"):
         return f"{type(optimizer).__name__} averages gradients that it has scaled, element by element"
-    if isinstance(optimizer, SUPPORTED):
+    if isinstance(stepping(optimizer), SUPPORTED):
         return None
     known = ", ".join(kind.__name__ for kind in SUPPORTED)
     return f"{type(optimizer).__name__} does not keep averages of the gradient and of its square; {known} do"
@@ -49,7 +56,7 @@ class MomentSums:
     """Reads the moments of one optimizer's parameters after its step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer = stepping(optimizer)
         self._samplers: tuple[list[int], list[tuple[stats.Sampler, list[int]]]] | None = None
         self._state = _State([], [], [], [], {}, [], [])
 
@@ -94,9 +101,9 @@ class MomentSums:
             if kept and "exp_avg" in kept and isinstance(beta1, float) and isinstance(beta2, float):
                 state.betas[row] = (beta1, beta2)
                 state.rows.append(row)
-                state.first.append(kept["exp_avg"])
-                state.second.append(kept["exp_avg_sq"])
-                state.steps.append(torch.as_tensor(kept["step"]))  # a number, in states of old
+                state.first.append(local(kept["exp_avg"]))
+                state.second.append(local(kept["exp_avg_sq"]))
+                state.steps.append(local(torch.as_tensor(kept["step"])))  # a number, in states of old
                 state.kept.append((parameter, kept, kept["exp_avg"], kept["step"]))
         return state
 

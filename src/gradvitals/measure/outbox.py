@@ -16,15 +16,26 @@ SHIP_SECONDS = 0.1
 class Outbox:
     """Sends the sums of finished steps to the host in one copy and hands the steps on."""
 
-    def __init__(self, deliver: Callable[[list[RawStep]], None]) -> None:
+    def __init__(self, deliver: Callable[[list[RawStep]], None], every: int | None = None) -> None:
         self._deliver = deliver
+        self.every = every
+        """Send at steps that are a multiple of this, whatever the time; None goes by the time.
+
+        Ranks add up what they send, so all must send the same steps: when is for the step's number alone to say.
+        """
         self._waiting: list[RawStep] = []
         self._sent_at = 0.0
 
     def add(self, raw: RawStep) -> None:
         """Take a finished step; a full reading, or one long after the last, leaves at once."""
         self._waiting.append(raw)
-        if raw.full or time.time() - self._sent_at >= SHIP_SECONDS:
+        late = time.time() - self._sent_at >= SHIP_SECONDS if self.every is None else raw.step % self.every == 0
+        if raw.full or late:
+            self.send()
+
+    def hurry(self) -> None:
+        """Send what is waiting, unless other ranks would have to do the same."""
+        if self.every is None:
             self.send()
 
     def send(self) -> None:

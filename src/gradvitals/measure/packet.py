@@ -18,21 +18,21 @@ class Arrived:
 
     def __init__(self, values: Floats, rows: Sequence[int]) -> None:
         self.values = values
-        self._rows = np.asarray(rows, dtype=np.intp)
+        self.rows = np.asarray(rows, dtype=np.intp)
 
     def joined(self, values: Floats, rows: Sequence[int]) -> Arrived:
         """With further values that came under the same name."""
-        return Arrived(np.append(self.values, values), np.append(self._rows, np.asarray(rows, dtype=np.intp)).tolist())
+        return Arrived(np.append(self.values, values), np.append(self.rows, np.asarray(rows, dtype=np.intp)).tolist())
 
     def present(self, num_rows: int) -> NDArray[np.bool_]:
         """Which rows something was read of."""
         result = np.zeros(num_rows, dtype=bool)
-        result[self._rows] = True
+        result[self.rows] = True
         return result
 
     def by_row(self, num_rows: int) -> Floats:
         """One value a row; nan where nothing was read. Parts of one row are summed."""
-        sums = np.bincount(self._rows, weights=self.values, minlength=num_rows)
+        sums = np.bincount(self.rows, weights=self.values, minlength=num_rows)
         return np.where(self.present(num_rows), sums, np.nan)
 
 

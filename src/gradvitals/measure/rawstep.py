@@ -46,6 +46,8 @@ class StationStep:
     """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, got."""
     micro_batches: int = 0
     """Number of micro-batches; 0 where they were not counted."""
+    divided: float = 1.0
+    """What the sum of its micro-batches was divided by since, where a pipeline did so."""
 
 
 @dataclass
@@ -68,8 +70,12 @@ class RawStep:
     batch_size: float | None = None
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
     fractions: dict[int, float] = field(default_factory=dict)
-    sampled: list[dict[int, int]] = field(default_factory=list)
-    """Coordinates of each row that its change was read of."""
+    sampled: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+    """Coordinates of each row that its change was read of, and all there are on this rank."""
+    weights: Sequence[float] | None = None
+    """What each row counts beside those of other ranks; None for a single process."""
+    audit: bool = False
+    """Whether ranks were compared at this step."""
     max_norm: float | None = None
     """What the loop clipped the gradient's norm to."""
     windows: dict[int, int | None] = field(default_factory=dict)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradvitals.config import Config
+from gradvitals.measure.ranks.partial import sums_of_partial
+from gradvitals.measure.ranks.shards import is_summand, local, local_like, placements
 from gradvitals.measure.views import HeadView, build_layout, find_heads, watched_parameters
 from gradvitals.measure.window import SlidingWindow, default_tensors
 from gradvitals.types import Layout
@@ -34,6 +36,10 @@ class Rows:
         self.looked_up: set[int] = set()
         """Rows of embeddings: most of their coordinates do not change at most steps, and need not."""
         self.layout = Layout()
+        self.weights: list[float] | None = None
+        """What each row counts beside those of other ranks; None for a single process."""
+        self._summed: dict[int, Tensor] = {}
+        self._is_spread = False
         self._trainable: list[bool] = []
         self.windows: dict[int, SlidingWindow] = {}
         self.refresh()
@@ -50,6 +56,7 @@ class Rows:
                 self.windows.pop(list(self.named).index(name), None)
         self.named |= fresh
         self.parameters = list(self.named.values())
+        self._is_spread = any(placements(parameter) for parameter in self.parameters)
         self.order += range(len(self.order), len(self.parameters))
         views, self.head_names = find_heads(self.model, self.named, self.config)
         self.heads = {view.row: view for view in views}
@@ -59,6 +66,34 @@ class Rows:
         self.looked_up = {row for row, parameter in enumerate(self.parameters) if id(parameter) in looked_up}
         self._describe()
         self._open_windows()
+
+    def tensor(self, row: int) -> Tensor:
+        """This rank's part of a parameter."""
+        return local(self.parameters[row]).detach()
+
+    def gradient(self, row: int) -> Tensor | None:
+        """This rank's part of a parameter's gradient; None where it has none."""
+        if row in self._summed:
+            return self._summed[row]
+        grad = self.parameters[row].grad
+        return None if grad is None else local(grad).detach()
+
+    def lay_out(self, rows: Sequence[int]) -> None:
+        """Bring gradients that do not lie like their parameters into that form, where they are to be read.
+
+        Under sequence parallelism every rank holds a summand of some of them, and no norm can be had from these.
+        """
+        if not self._is_spread:
+            return
+        found = {row: grad for row in rows if (grad := self.parameters[row].grad) is not None}
+        unlike = [row for row, grad in found.items() if placements(grad) != placements(self.parameters[row])]
+        summands = {row: found[row] for row in unlike if is_summand(found[row], self.parameters[row])}
+        others = {row: local_like(found[row], self.parameters[row]) for row in unlike if row not in summands}
+        self._summed = sums_of_partial(summands) | others
+
+    def weight(self, row: int) -> float:
+        """What a row counts in a sum over all ranks: less than 1 where several hold the same."""
+        return 1.0 if self.weights is None else self.weights[row]
 
     def by_optimizer(self) -> list[list[int]]:
         """The rows each optimizer steps. Trainable ones that none steps are read with the first."""
@@ -93,7 +128,7 @@ class Rows:
             chosen = tuple(default_tensors(self.model, {id(p): name for name, p in self.named.items()}))
         for row, (name, parameter) in enumerate(self.named.items()):
             if name in chosen and row not in self.windows:
-                self.windows[row] = SlidingWindow(row, parameter, self.config.window_steps)
+                self.windows[row] = SlidingWindow(row, local(parameter), self.config.window_steps)
 
     def windows_state(self) -> dict[str, Any]:
         """The sliding windows by the name of their parameter."""

@@ -16,17 +16,19 @@ from gradvitals.measure.factors import FactorSums
 from gradvitals.measure.microbatch import MicrobatchSums, add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.fsdp import parts_of
 from gradvitals.measure.rawstep import Arrival, RawStep, StationStep
 from gradvitals.measure.rows import Rows
-from gradvitals.measure.sentinel import Sentinel, is_distributed
+from gradvitals.measure.sentinel import Sentinel
 from gradvitals.measure.updates import UpdateNorms
 
 
 class Station:
     """One optimizer: its rows, the instruments that read them, and where it is in the current step."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config) -> None:
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config, *, reduced: bool = False) -> None:
         self.index = index
+        self._reduced = reduced  # over ranks, after each has had its own
         self.optimizer = optimizer
         self.config = config
         self.sentinel = Sentinel(self._give_up)
@@ -41,6 +43,7 @@ class Station:
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
         self._one_device = True
+        self._held: list[int] = []
         self._members: list[int] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.expects_clip = False
@@ -73,18 +76,23 @@ class Station:
         self.step.rows, self.parameters = rows, parameters
         self._row_set = set(rows)
         self._one_device = len({parameter.device for parameter in parameters}) <= 1
-        dense = [row for row in rows if row not in watched.looked_up and watched.parameters[row].numel()]
-        self.changes.follow(dense, [watched.parameters[row] for row in dense])
+        self._held = [row for row in rows if watched.tensor(row).numel()]  # a shard may be empty
+        dense = [row for row in self._held if row not in watched.looked_up]
+        weights = [watched.weight(row) for row in dense]
+        self.changes.follow(dense, [watched.parameters[row] for row in dense], weights)
         if self.micro is not None:
             self.micro.disarm()
-        if "gsnr" in self.config.metrics and "microbatch" in self.config.sources and not is_distributed():
-            self.micro = MicrobatchSums(
+        wanted = "ranks" if self._reduced else "microbatch"
+        if "gsnr" in self.config.metrics and wanted in self.config.sources:
+            self.micro, _ = parts_of(
+                watched.model,
                 watched.parameters,
                 watched.heads,
                 rows=rows,
                 arrivals=watched.arrivals,
                 clock=clock,
                 on_error=partial(on_error, "microbatch"),
+                reduced=self._reduced,
             )
         if self.factors is None and "vrgd/mean" in self.config.metrics:
             self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
@@ -181,8 +189,8 @@ class Station:
                 packet.add_each("norm", group, group_rows)
         if len(reused) == len(self.rows) and not full and not count_nonfinite:
             return
-        rows = [row for row in self.rows if watched.parameters[row].grad is not None]
-        grads = [grad.detach() for row in rows if (grad := watched.parameters[row].grad) is not None]
+        found = [(row, grad) for row in self._held if (grad := watched.gradient(row)) is not None]
+        rows, grads = [row for row, _ in found], [grad for _, grad in found]
         if not rows:
             return
         own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
@@ -196,7 +204,7 @@ class Station:
         if detail and "grad/zero_fraction" in wants:
             yield "grad/zero_fraction", lambda: stats.add_nonzero_counts(packet, "nonzero", rows, grads)
         if detail and "radial_gsnr" in wants:
-            weights = [watched.parameters[row].detach() for row in rows]
+            weights = [watched.tensor(row) for row in rows]
             yield "radial_gsnr", lambda: stats.add_norms(packet, "weight_before", rows, weights)
         if count_nonfinite and "grad/nonfinite" in wants:
             yield "grad/nonfinite", lambda: stats.add_nonfinite_counts(packet, "nonfinite", rows, grads)
@@ -205,7 +213,7 @@ class Station:
         """Put the norms of the step's micro-batches into the packet, where there were several."""
         assert self.micro is not None
         self.step.micro_batches, norms = self.micro.finish()
-        if self.step.micro_batches >= 2:
+        if self.step.micro_batches >= 2 or self._reduced:
             packet.extend(norms)
 
     def push_windows(
@@ -221,9 +229,9 @@ class Station:
         scale = scaler._scale if scaler is not None and self._still_scaled(scaler) else None
         pushed: dict[int, int | None] = {}
         for row, window in watched.windows.items():
-            grad = watched.parameters[row].grad
-            if grad is not None and row in self._row_set:
-                pushed[row] = window.push(grad.detach(), scale, packet)
+            grad = watched.gradient(row) if row in self._row_set else None
+            if grad is not None:
+                pushed[row] = window.push(grad, scale, packet)
         return pushed
 
     def spoil_windows(self, watched: Rows) -> None:
@@ -232,16 +240,16 @@ class Station:
             if row in self._row_set:
                 window.spoil()
 
-    def before_update(self, draft: RawStep) -> None:
+    def before_update(self, draft: RawStep, watched: Rows) -> None:
         """Remember what the optimizer's step is about to change."""
         if draft.full and self.factors is not None and self.factors.available:
             self.factors.listen(draft.packet, self.rows, self.parameters)
         if "update/norm" in self.config.metrics:
             self.changes.begin()
             if draft.full:
-                self.updates.before(self.rows, self.parameters)
+                self.updates.before(self._held, [watched.tensor(row) for row in self._held])
 
-    def instruments_after(self, draft: RawStep) -> Iterator[tuple[str, Callable[[], object]]]:
+    def instruments_after(self, draft: RawStep, watched: Rows) -> Iterator[tuple[str, Callable[[], object]]]:
         """What there is to take right after the optimizer's step, each by its name."""
         if self.factors is not None:
             yield "vrgd/mean", self.factors.stop
@@ -250,7 +258,7 @@ class Station:
         if draft.full:
             if self.moments is not None:
                 yield "moments", lambda: self._read_moments(draft)
-            yield "update", lambda: self._read_weights(draft)
+            yield "update", lambda: self._read_weights(draft, watched)
 
     def _read_changes(self, draft: RawStep) -> None:
         self.changes.add(draft.packet)
@@ -259,15 +267,16 @@ class Station:
     def _read_moments(self, draft: RawStep) -> None:
         assert self.moments is not None
         below_one = draft.detail and "gsnr/below_one_fraction" in self.config.metrics
-        draft.betas |= self.moments.add(draft.packet, self.rows, self.parameters, below_one=below_one)
+        parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in set(self._held)]
+        draft.betas |= self.moments.add(draft.packet, self._held, parameters, below_one=below_one)
 
     @torch.no_grad()
-    def _read_weights(self, draft: RawStep) -> None:
-        wants = self.config.metrics
-        if self.parameters and {"weight/norm", "update/norm"} & set(wants):
-            stats.add_norms(draft.packet, "weight", self.rows, [parameter.detach() for parameter in self.parameters])
+    def _read_weights(self, draft: RawStep, watched: Rows) -> None:
+        wants, weights = self.config.metrics, [watched.tensor(row) for row in self._held]
+        if weights and {"weight/norm", "update/norm"} & set(wants):
+            stats.add_norms(draft.packet, "weight", self._held, weights)
         if "update/norm" in wants:
-            draft.fractions |= self.updates.after(draft.packet, self.parameters)
+            draft.fractions |= self.updates.after(draft.packet, weights)
 
     def close(self) -> None:
         """Take all hooks away."""

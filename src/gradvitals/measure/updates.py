@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
@@ -23,14 +23,14 @@ class UpdateNorms:
         self._before: list[Tensor] = []
 
     @torch.no_grad()
-    def before(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+    def before(self, rows: Sequence[int], parameters: Sequence[Tensor]) -> None:
         """Remember a sample of the weights."""
         if self._samplers is None or self._samplers[0] != tuple(rows):
             self._samplers = (tuple(rows), stats.samplers(rows, parameters))
         self._before = [sampler.gather([parameters[p] for p in chosen]) for sampler, chosen in self._samplers[1]]
 
     @torch.no_grad()
-    def after(self, packet: Packet, parameters: Sequence[nn.Parameter]) -> dict[int, float]:
+    def after(self, packet: Packet, parameters: Sequence[Tensor]) -> dict[int, float]:
         """Put sums of squared changes into the packet; return the share of each tensor they cover."""
         fractions: dict[int, float] = {}
         if self._samplers is None:

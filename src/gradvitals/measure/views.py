@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.config import Config
+from gradvitals.measure.ranks.shards import rows_held
 from gradvitals.types import Layout, TensorInfo
 
 COMPILED_PREFIX = "_orig_mod."
@@ -46,15 +47,30 @@ class HeadView:
         """Where this weight's slices stand among those of all views."""
         return range(self.first_slot, self.first_slot + len(self.heads))
 
+    held: range | None = None
+    """Where the weight is sharded: which of its rows along `dim` this rank holds."""
+    whole: int = 0
+    """Then how many it has in all."""
+
     def norms(self, grad: Tensor) -> Tensor:
-        """Norm of every slice of a gradient, in float32 or better."""
+        """Norm of every slice of this rank's part of a gradient, in float32 or better."""
         kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        if self.held is not None and grad.shape[self.dim] != self.whole:
+            return self._norms_of_shard(grad, kind)
         if self.dim == 0:
             slices: Tensor = torch.linalg.vector_norm(grad.reshape(len(self.heads), -1), dim=1, dtype=kind)
         else:
             cut = grad.reshape(grad.shape[0], len(self.heads), -1)
             slices = torch.linalg.vector_norm(cut, dim=(0, 2), dtype=kind)
         return slices
+
+    def _norms_of_shard(self, grad: Tensor, kind: torch.dtype) -> Tensor:
+        """A shard may begin and end within a slice: its rows are looked at one by one."""
+        assert self.held is not None
+        norms = torch.linalg.vector_norm(grad, dim=1 - self.dim, dtype=kind)
+        slots = torch.arange(self.held.start, self.held.stop, device=grad.device) // (self.whole // len(self.heads))
+        sums: Tensor = norms.new_zeros(len(self.heads)).index_add_(0, slots, norms.square())
+        return sums.sqrt_()
 
 
 def watched_parameters(
@@ -68,8 +84,9 @@ def watched_parameters(
     stepped = {id(p): (opt, g, i) for opt in optimizers for g, i, p in _optimizer_parameters(opt)}
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
+    prefix = stage_prefix(config)
     for full_name, parameter in model.named_parameters():
-        name = _plain(full_name, model)
+        name = prefix + _plain(full_name, model)
         seen.add(id(parameter))
         # A complex parameter is left out: norms and moments of its kind are not what the rest of this means.
         readable = parameter.numel() and not parameter.is_complex()
@@ -81,12 +98,17 @@ def watched_parameters(
                 continue
             seen.add(id(parameter))
             names = optimizer.param_groups[group].get("param_names")
-            name = names[index] if names else f"group{group}.{index}"
+            name = prefix + (names[index] if names else f"group{group}.{index}")
             while name in named:  # two optimizers may both have a nameless group0.0
                 name += "'"
             if config.watches(name):
                 named[name] = parameter
     return named
+
+
+def stage_prefix(config: Config) -> str:
+    """What names begin with where stages of a pipeline use the same ones."""
+    return "" if config.pipeline_stage is None else f"stage{config.pipeline_stage}."
 
 
 def _plain(name: str, model: nn.Module) -> str:
@@ -180,11 +202,13 @@ def find_heads(
                 continue
             heads = [s // 3 if interleaved else s % count for s in range(num_slices)]
             own = tuple(len(names) + head for head in heads)
-            found.append(HeadView(rows[id(weight)], own, 1 if transposed else 0, num_slots))
+            dim = 1 if transposed else 0
+            held = rows_held(weight, dim)
+            found.append(HeadView(rows[id(weight)], own, dim, num_slots, held, out_features))
             num_slots += num_slices
         if found:
             views.extend(found)
-            names.extend(f"{path or 'model'}/head{head}" for head in range(count))
+            names.extend(f"{stage_prefix(config)}{path or 'model'}/head{head}" for head in range(count))
     return views, names
 
 

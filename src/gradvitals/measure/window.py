@@ -25,7 +25,7 @@ MAX_COORDINATES = 2**16
 class SlidingWindow:
     """The sums of one tensor's gradient over the last `steps` steps."""
 
-    def __init__(self, row: int, parameter: nn.Parameter, steps: int) -> None:
+    def __init__(self, row: int, parameter: Tensor, steps: int) -> None:
         self.row = row
         self.block_steps = max(1, round(steps / NUM_BLOCKS))
         self.stride = stats.odd_stride(parameter.numel(), MAX_COORDINATES)

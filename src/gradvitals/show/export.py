@@ -16,7 +16,7 @@ from gradvitals.show.scan import windows
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
 
-KINDS: dict[str, Kind] = {"run": "values", "layer": "layers", "tensor": "tensors", "head": "heads"}
+KINDS: dict[str, Kind] = {"run": "values", "layer": "layers", "tensor": "tensors", "head": "heads", "rank": "ranks"}
 """What a row can stand for, and what the store calls it."""
 
 KEYS = ("step", "kind", "name", "time", "stage")

@@ -2,7 +2,7 @@
 
 from gradvitals.store.background import THREAD_NAME, BackgroundWriter, call_weakly
 from gradvitals.store.catalog import UnknownNameError
-from gradvitals.store.continuing import next_step, run_id
+from gradvitals.store.continuing import next_step, run_id, run_meta
 from gradvitals.store.downsample import min_max_buckets
 from gradvitals.store.reader import Run, open_run
 from gradvitals.store.schema import SCHEMA_VERSION
@@ -21,4 +21,5 @@ __all__ = [
     "next_step",
     "open_run",
     "run_id",
+    "run_meta",
 ]

@@ -44,6 +44,7 @@ class BackgroundWriter:
         queue_size: Items that may wait for the thread.
         commit_every: Seconds from one commit to the next: the most that a killed process loses.
         on_error: Called on the thread, once for each kind of error.
+        keep: Whether anything is written at all. Of several ranks only one does; the others finish their part of it.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class BackgroundWriter:
         queue_size: int = 1024,
         commit_every: float = 0.25,
         on_error: Callable[[BaseException], None],
+        keep: bool = True,
     ) -> None:
+        self._keeps = keep
         self.path = run_file(path).parent
         self._open_new = partial(RunWriter, path, meta=dict(meta), resume=resume, first_step=first_step)
         self._writer: RunWriter | None = None
@@ -198,6 +201,9 @@ class BackgroundWriter:
 
     def _store(self) -> bool:
         """Write and commit what is pending. On failure it stays pending, for the next time."""
+        if not self._keeps:
+            self._pending, self._pending_bytes = [], 0
+            return True
         idle = time.monotonic() - self._last_commit < HEARTBEAT_SECONDS
         if self._writer is not None and not self._broken and not self._pending and idle:
             return True
@@ -268,7 +274,7 @@ class BackgroundWriter:
 def _num_bytes(record: Record) -> int:
     if not isinstance(record, Reading):
         return 0
-    arrays = (array for kind in (record.tensors, record.layers, record.heads) for array in kind.values())
+    arrays = (array for kind in (record.tensors, record.layers, record.heads, record.ranks) for array in kind.values())
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 

@@ -94,6 +94,8 @@ class Catalog:
         return load_layout(*row) if row else Layout()
 
     def _layout_names(self, layout_id: int, kind: Kind) -> tuple[str, ...]:
+        if kind == "ranks":  # they have numbers, not names
+            return ()
         if (layout_id, kind) not in self._names:
             row = self.db.execute(f"SELECT {kind} FROM layout WHERE id = ?", (layout_id,)).fetchone()
             self._names[layout_id, kind] = tuple(map(str, json.loads(row[0]))) if row else ()

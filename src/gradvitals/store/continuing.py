@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from gradvitals.errors import RunError
 from gradvitals.store.reader import open_run
@@ -21,3 +22,10 @@ def next_step(path: Path) -> int:
     with contextlib.suppress(RunError), open_run(path) as run:
         return 0 if run.last_step is None else int(run.last_step) + 1
     return 0
+
+
+def run_meta(path: Path) -> dict[str, Any]:
+    """What is kept with the run at a path; nothing where there is none."""
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return dict(run.meta)
+    return {}

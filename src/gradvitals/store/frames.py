@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gradvitals.store.schema import MAX_BLOB_BYTES, MAX_ROWS
 from gradvitals.types import Finding, Layout, Reading, TensorInfo, json_ready
 
-Kind = Literal["values", "tensors", "layers", "heads"]
-KINDS: tuple[Kind, ...] = ("values", "tensors", "layers", "heads")
+Kind = Literal["values", "tensors", "layers", "heads", "ranks"]
+KINDS: tuple[Kind, ...] = ("values", "tensors", "layers", "heads", "ranks")
 
 FLOAT = np.dtype("<f4")
 PAGE_SIZE = 4096
@@ -58,7 +58,7 @@ def frames_of(reading: Reading) -> list[Frame]:
         if row.ndim != 1:
             raise ValueError(f"values are {numbers!r}; expected one number for each metric")
         frames.append(Frame(GroupKey("values", source, stage, metrics, 1), row.tobytes()))
-    for kind in ("tensors", "layers", "heads"):
+    for kind in KINDS[1:]:
         by_length: dict[int, dict[str, NDArray[np.float32]]] = {}
         content: Mapping[str, Any] = getattr(reading, kind)
         for metric in sorted(content):

@@ -38,6 +38,7 @@ class Where(TypedDict, total=False):
     tensor: str | None
     layer: str | None
     head: str | None
+    rank: int | None
     kind: Kind
     source: str | None
     since: int | None
@@ -152,23 +153,25 @@ class Run:
         tensor: str | None = None,
         layer: str | None = None,
         head: str | None = None,
+        rank: int | None = None,
         source: str | None = None,
         since: int | None = None,
     ) -> tuple[Steps, Floats]:
-        """One metric over steps: of the whole run, or of one tensor, layer or head.
+        """One metric over steps: of the whole run, or of one tensor, layer, head or rank.
 
         Args:
             metric: Its id, such as ``grad/norm``.
             tensor: Name of a tensor.
             layer: Name of a layer.
             head: Name of an attention head.
+            rank: Number of a process of a distributed run.
             source: Which source; None takes the most trustworthy one present.
             since: Only steps after this one: the cursor of a reader that follows a live run.
 
         Returns:
             Steps in order, and one number for each.
         """
-        kind, name = _named_row(tensor, layer, head)
+        kind, name = _named_row(tensor, layer, head, rank)
 
         def read(group: Group, span: Span) -> Found | None:
             row = self._catalog.row(group, name)
@@ -279,7 +282,7 @@ class Run:
             return f"<Run {self.path}>"
 
     def _frame_info(self, metric: str, read: Read, where: Where) -> tuple[Steps, Array]:
-        kind, name = _named_row(where.get("tensor"), where.get("layer"), where.get("head"))
+        kind, name = _named_row(where.get("tensor"), where.get("layer"), where.get("head"), where.get("rank"))
         if kind == "values":
             kind = where.get("kind", "values")
 
@@ -307,11 +310,12 @@ class Run:
         return aligned
 
 
-def _named_row(tensor: str | None, layer: str | None, head: str | None) -> tuple[Kind, str]:
-    named: list[tuple[Kind, str | None]] = [("tensors", tensor), ("layers", layer), ("heads", head)]
+def _named_row(tensor: str | None, layer: str | None, head: str | None, rank: int | None = None) -> tuple[Kind, str]:
+    process = None if rank is None else f"#{rank}"
+    named: list[tuple[Kind, str | None]] = [("tensors", tensor), ("layers", layer), ("heads", head), ("ranks", process)]
     given = [(kind, name) for kind, name in named if name is not None]
     if len(given) > 1:
-        raise RunError("a series is of one tensor, layer or head; more than one was given")
+        raise RunError("a series is of one tensor, layer, head or rank; more than one was given")
     return given[0] if given else ("values", "")
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, cast
 
+from gradvitals.store.frames import KINDS
 from gradvitals.store.groups import Array, Group, Place, Span, read_chunk, read_places
 from gradvitals.types import Reading, Source, Stage
 
@@ -46,7 +47,7 @@ def _order(place: Place) -> tuple[int, int]:
 
 def _reading(parts: list[tuple[Place, Array]]) -> Reading:
     first = parts[0][0]
-    content: dict[str, dict[str, Any]] = {"values": {}, "tensors": {}, "layers": {}, "heads": {}}
+    content: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for place, frame in parts:
         for metric, row in zip(place.group.columns, frame, strict=True):
             content[place.group.kind][metric] = float(row[0]) if place.group.kind == "values" else row.copy()

@@ -1,0 +1,172 @@
+"""From steps that have reached the host to what is kept of them. All of it happens on the writer's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradvitals import notices
+from gradvitals.config import Config
+from gradvitals.judge import Judge
+from gradvitals.measure import Interpreter, RawStep, Tap
+from gradvitals.measure.budget import Budget
+from gradvitals.measure.landed import StepSums, Table, land
+from gradvitals.measure.ranks.exchange import Exchange
+from gradvitals.types import Action, Finding, Layout, Reading, Source
+
+Record = Reading | Finding | Action | Layout
+
+STORED_SPIKE_RATIO = 2.0
+"""A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
+CLEAN_STEPS = 20
+"""After a non-finite gradient, elements are counted until this many steps have been free of them."""
+
+
+class Completion:
+    """Finishes the readings of a run, step by step.
+
+    Args:
+        config: What was asked for.
+        judge: Who judges the readings; None for nobody.
+        exchange: Where several ranks' numbers become one; None for a single process.
+        report: Told what gradvitals has to say about itself.
+        on_error: Told the name of a part and its error.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        judge: Judge | None,
+        exchange: Exchange | None,
+        *,
+        report: Callable[[Finding], None],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
+        self.judge = judge
+        self.exchange = exchange
+        self.interpreter = Interpreter(config, on_error)
+        self.readers: list[Callable[[Reading], object]] = []
+        self.latest: dict[Source | None, dict[str, float]] = {}
+        self._config = config
+        self._report = report
+        self._on_error = on_error
+        self._table = Table(Layout(), [])
+        self._layout: Layout | None = None
+        share = config.overhead_budget if exchange is None else None
+        self._budget = Budget(share, config.tensor_every) if share is not None else None
+        self._single_batch_readings = 0
+        self._errors_told: set[int] = set()
+        self._clean_steps = CLEAN_STEPS
+
+    def records(self, raws: Sequence[RawStep], tap: Tap) -> Iterable[Record]:
+        """What is to be kept of some steps."""
+        landed = [(raw, step) for raw in raws if (step := self._land(raw)) is not None]
+        if self.exchange is None:
+            together = landed
+        elif len(landed) < len(raws):  # others would wait for what this rank does not have
+            self.exchange.end()
+            together = []
+        else:
+            shared = self.exchange.share([step for _, step in landed])
+            together = list(zip((raw for raw, _ in landed), shared, strict=False))
+        for raw, step in together:
+            try:
+                yield from self._of_step(raw, step, tap)
+            except Exception as error:  # one step is lost, not those around it
+                self._on_error("interpret", error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All moving averages, and what an audit leaves for the next."""
+        state = self.interpreter.state_dict()
+        if self.exchange is not None:
+            state["audit"] = self.exchange.comparison.memory.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.interpreter.load_state_dict(state)
+        if self.exchange is not None and "audit" in state:
+            self.exchange.comparison.memory.load_state_dict(state["audit"])
+
+    def _land(self, raw: RawStep) -> StepSums | None:
+        try:
+            if raw.layout is not self._table.layout:
+                self._table = Table(raw.layout, raw.slots)
+            return land(raw, self._table, self._config)
+        except Exception as error:
+            self._on_error("interpret", error)
+            return None
+
+    def _of_step(self, raw: RawStep, step: StepSums, tap: Tap) -> list[Record]:
+        started = time.thread_time()
+        readings = self.interpreter.finish(step)
+        if not readings:
+            return []
+        if self._budget is not None:
+            readings[0] = self._account(self._budget, raw, readings[0], time.thread_time() - started, tap)
+        for reading in readings:
+            self.latest[reading.source] = {**self.latest.get(reading.source, {}), **reading.values}
+            self._show(reading)
+        self._note_single_batches(step)
+        self._note_errors_elsewhere(step)
+        layout = step.table.layout
+        records: list[Record] = []
+        if layout is not self._layout:
+            self._layout = layout
+            records.append(layout)
+        general = readings[0]
+        broken = general.values.get("grad/nonfinite", 0) > 0
+        self._clean_steps = 0 if broken else self._clean_steps + 1
+        tap.count_nonfinite = self._clean_steps < CLEAN_STEPS
+        remarkable = broken or general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        records += self._judged(readings, layout)
+        if not raw.full and not remarkable:
+            readings[0] = replace(general, tensors={})
+        return [*records, *readings]
+
+    def _judged(self, readings: Sequence[Reading], layout: Layout) -> Sequence[Finding]:
+        try:
+            return self.judge.read(readings, layout) if self.judge is not None and not self.judge.failed else ()
+        except Exception as error:
+            assert self.judge is not None
+            self.judge.failed = True  # what it has found stays
+            self._on_error("diagnosis", error)
+            return ()
+
+    def _show(self, reading: Reading) -> None:
+        for reader in list(self.readers):
+            try:
+                reader(reading)
+            except Exception as error:
+                self.readers.remove(reader)
+                self._on_error("on_reading", error)
+
+    def _account(self, budget: Budget, raw: RawStep, reading: Reading, own_seconds: float, tap: Tap) -> Reading:
+        """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
+        budget.charge(raw.lap, own_seconds, full=raw.full)
+        spent, every = budget.spent, tap.every
+        wanted = budget.propose(every)
+        if wanted != every:
+            tap.every = wanted
+            if wanted > every:
+                share = budget.share
+                self._report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
+        return replace(reading, values={**reading.values, "monitor/overhead": spent})
+
+    def _note_errors_elsewhere(self, step: StepSums) -> None:
+        """Say once that gradvitals met an error on another rank, whose numbers may be missing since."""
+        for rank, errors in enumerate(step.ranks.get("ranks/errors", ())):
+            own = self.exchange is not None and rank == self.exchange.roster.rank
+            if errors > 0 and rank not in self._errors_told and not own:
+                self._errors_told.add(rank)
+                self._report(notices.error_on_rank(rank, step.step))
+
+    def _note_single_batches(self, step: StepSums) -> None:
+        if not step.full or not step.single_part or step.num_sources > 1:
+            return
+        self._single_batch_readings += 1
+        if self._single_batch_readings == 2:
+            reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
+            self._report(notices.source_unavailable("micro-batches", reason, step.step))

@@ -1,0 +1,92 @@
+"""What torch's own functions tell of the loop: it clips, it scales the loss, it computes in lower precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradvitals.measure.ranks.shards import local
+
+if TYPE_CHECKING:
+    from gradvitals.measure.tap import Tap
+
+
+class Ear:
+    """Listens to `interpose` and has the Tap read where the moment has come."""
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+
+    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
+        """The loop computed norms, most likely to clip: read now and reuse them."""
+        if not self._tap.muted:
+            self._tap.attempt("clip", self._on_total_norm, grads, norms)
+
+    def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
+        row_of = {id(parameter.grad): row for row, parameter in enumerate(self._tap.rows.parameters)}
+        theirs = {row_of[id(grad)] for grad in grads if id(grad) in row_of}
+        # Norms of half-precision gradients come rounded to half precision: not good enough to keep.
+        pairs = zip(grads, norms, strict=True) if norms is not None else ()
+        exact = (torch.float32, torch.float64)
+        known = {row_of[id(grad)]: local(norm) for grad, norm in pairs if id(grad) in row_of and norm.dtype in exact}
+        for station in self._tap.stations:
+            if not station.stepped and not theirs.isdisjoint(station.rows) and station.is_stale(self._tap.observes):
+                self._tap.read(station, known)
+
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
+        """These gradients are about to be clipped: the last moment to read them whole."""
+        if not self._tap.muted:
+            self._tap.attempt("clip", self._on_clip, parameters, max_norm)
+
+    def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        clipped = {id(parameter) for parameter in parameters}
+        for station in self._tap.stations:
+            if station.stepped or clipped.isdisjoint(map(id, station.parameters)):
+                continue
+            if station.is_stale(self._tap.observes):
+                self._tap.read(station)
+            self._tap.attempt("window", self._tap.push_windows, station)
+            station.clipped = station.step.clipped = True
+            self._tap.draft.max_norm = max_norm
+
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """Lower precision is in use; that of the first step is taken for that of training."""
+        if self._tap.observes_expected == math.inf and any(p.device.type == device for p in self._tap.rows.parameters):
+            self._tap.autocast = str(dtype).removeprefix("torch.")
+
+    def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler is in use; until the first step shows who steps us, we take it that it scales our loss."""
+        if self._tap.observes_expected == math.inf:
+            self._tap.assumed_scaler = scaler
+
+    def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
+        for station in self._tap.stations:
+            if station.optimizer is optimizer:
+                station.scaler = scaler
+                self._tap.attempt("read", self._tap.reach, station)
+                station.in_scaler_step = True
+
+    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Where the optimizer's hooks did not run, the scaler skipped the step."""
+        if any(station.optimizer is optimizer and station.in_scaler_step for station in self._tap.stations):
+            if self._tap.on_scaler_skip is not None:
+                self._tap.on_scaler_skip(optimizer)
+            self._tap.leave_out(optimizer)
+
+    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """A pipeline has made means of sums: what its micro-batches brought is to be divided alike."""
+        divided = {id(parameter) for parameter in parameters}
+        for station in self._tap.stations:
+            if not divided.isdisjoint(map(id, station.parameters)):
+                station.step.divided *= factor
+
+    def before_groups_end(self) -> None:
+        """Ranks can be compared no more: what they have read so far is all there is."""
+        self._tap.attempt("step", self._tap.send_rest)
+        if self._tap.on_groups_end is not None:
+            self._tap.on_groups_end()

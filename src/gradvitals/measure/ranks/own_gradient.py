@@ -1,0 +1,63 @@
+"""Whether a rank's own gradient is finite, at every step, before the reduction hides whose it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.shards import local
+from gradvitals.measure.rows import Rows
+
+
+class OwnGradient:
+    """Takes the norm of one small gradient as it arrives: backward reaches it last, so NaN from anywhere is in it.
+
+    Under `fully_shard` parameters take no part in autograd, and nothing is heard here.
+
+    Args:
+        rows: The watched parameters.
+        packet: Called for where to put it: the packet of the step in progress.
+    """
+
+    def __init__(self, rows: Rows, packet: Callable[[], Packet]) -> None:
+        self._packet = packet
+        self._row = -1
+        self._handle: Any = None
+        self.follow(rows)
+
+    def follow(self, rows: Rows) -> None:
+        """Listen to the smallest parameter of the layer nearest the input."""
+        trainable = [row for row in rows.order if rows.parameters[row].requires_grad]
+        if not trainable:
+            return
+        layers = [rows.layout.tensors[row].layer for row in trainable]
+        first = [row for row, layer in zip(trainable, layers, strict=True) if layer == layers[0]]
+        chosen = min(first, key=lambda row: rows.parameters[row].numel())
+        if chosen == self._row:
+            return
+        self.stop()
+        self._row = chosen
+        reference = weakref.WeakMethod(self._hear)  # a parameter must not hold its watcher, see Sentinel
+
+        def incoming(grad: Tensor) -> None:
+            hear = reference()
+            if hear is not None:
+                hear(grad)
+
+        self._handle = rows.parameters[chosen].register_hook(incoming)
+
+    @torch.no_grad()
+    def _hear(self, grad: Tensor) -> None:
+        if not grad.is_sparse and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._packet().add("own_norm", torch.linalg.vector_norm(local(grad), dtype=torch.float32))
+
+    def stop(self) -> None:
+        """Stop listening."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None

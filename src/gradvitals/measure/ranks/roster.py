@@ -1,0 +1,295 @@
+"""Who takes part in a run: the ranks meet when watching begins, and know from then on who holds what.
+
+They meet through the store that torch.distributed was started with, where waiting has a limit and names those who are
+missing; only then is a process group made, which would wait for them in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import distributed as dist
+
+import gradvitals
+from gradvitals.errors import RunError
+from gradvitals.measure.ranks.holdings import Card, Stock, fingerprint
+from gradvitals.measure.ranks.own_group import own_group
+from gradvitals.types import Layout, TensorInfo
+
+EXCHANGE_SECONDS = 1800.0
+"""How long a rank may be behind the others before they go on without it. Nobody waits for it but a thread of ours."""
+
+_meetings = itertools.count()
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks of a run and what each of them holds. Everything but `rank` and `rows` is the same on all."""
+
+    rank: int
+    world: int
+    group: Any
+    """A process group of our own, on the host. Only the writer's thread uses it, so that nothing else waits for it."""
+    device_group: Any
+    """The process group of the training itself."""
+    layout: Layout
+    slots: list[tuple[int, int]]
+    windows: list[int]
+    """Rows, of all ranks together, that a sliding window follows."""
+    rows: NDArray[np.int64]
+    """For each row of this rank, which one of all it is."""
+    slot_numbers: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    """What each row of this rank counts in a sum over ranks: shards over holders."""
+    part_weights: NDArray[np.float64]
+    """The same for gradients that are not reduced over data workers yet."""
+    is_whole: NDArray[np.bool_]
+    """Which rows of this rank its data worker has in one piece, before gradients are reduced."""
+    expected: NDArray[np.float64]
+    """For each row of all, the sum of the weights of those who hold something of it."""
+    num_stages: int
+    data_index: NDArray[np.int64]
+    """For each rank, which data worker it belongs to."""
+    kinds: NDArray[np.int64]
+    """For each row of all, its kind: those of one kind have their replicas on the same ranks."""
+    replica_sets: NDArray[np.int64]
+    """For each kind and rank, the shard it holds; -1 where it has none. Equal shards must be equal bits."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of the model."""
+        return self.num_stages == 1 and bool((self.weights * self.world == 1).all())
+
+    @property
+    def num_data(self) -> int:
+        """Data workers."""
+        return int(self.data_index.max()) + 1 if len(self.data_index) else 1
+
+    @property
+    def num_sources(self) -> int:
+        """Data workers behind each gradient: those of one pipeline stage."""
+        return max(1, self.num_data // self.num_stages)
+
+    @property
+    def worker_size(self) -> int:
+        """Ranks in this rank's data worker."""
+        return int((self.data_index == self.data_index[self.rank]).sum())
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet: the same name on all of them, once only."""
+
+    store: Any
+    ranks: tuple[int, ...]
+    """Their global ranks."""
+    rank: int
+    timeout: float
+
+    def tell(self, key: str, text: str) -> None:
+        """Leave a note for all."""
+        self.store.set(key, zlib.compress(text.encode()))
+        self.store.add(f"{key.rsplit('/', 1)[0]}/count", 1)
+
+    def told(self, keys: Sequence[str]) -> list[str]:
+        """Read notes that are there."""
+        try:
+            found = self.store.multi_get(list(keys))
+        except RuntimeError:  # not every store can
+            found = [self.store.get(key) for key in keys]
+        return [zlib.decompress(bytes(value)).decode() for value in found]
+
+    def wait(self, keys: Sequence[str], what: str) -> None:
+        """Wait until all notes are there.
+
+        Raises:
+            RunError: When they are not in time; it names the ranks that are missing.
+        """
+        deadline, pause = time.monotonic() + self.timeout, 0.002
+        while not self._all_there(keys):
+            if time.monotonic() > deadline:
+                missing = [key.rsplit("/", 1)[-1] for key in keys if not self._is_there(key)]
+                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+                raise RunError(
+                    f"of {len(self.ranks)} ranks, rank {', '.join(missing[:8])}{more} did not {what} within "
+                    f"{self.timeout:g} s. Call gradvitals.watch on every rank that trains the model, or pass those "
+                    "that do as watch(group=...); Config(rank_timeout=...) sets how long to wait"
+                )
+            time.sleep(pause)  # asking is cheap; the store's own way to wait complains aloud when it is in vain
+            pause = min(2 * pause, 0.2)
+
+    def _all_there(self, keys: Sequence[str]) -> bool:
+        if len(keys) == 1:
+            return self._is_there(keys[0])
+        return bool(self.store.add(f"{keys[0].rsplit('/', 1)[0]}/count", 0) >= len(keys))
+
+    def _is_there(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+
+def call_meeting(group: Any, timeout: float) -> Meeting:
+    """The meeting of a process group, or of all ranks where it is None."""
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = dist.get_process_group_ranks(group if group is not None else c10d._get_default_group())
+    name = f"gradvitals/{next(_meetings)}/{fingerprint(json.dumps(ranks))[:8]}"
+    store = c10d.PrefixStore(name, c10d._get_default_store())
+    return Meeting(store, tuple(ranks), ranks.index(dist.get_rank()), timeout)
+
+
+def meet(meeting: Meeting, card: Card, stock: Stock, group: Any, ours: Any = None) -> Roster:
+    """Tell all other ranks what this one brings along, hear the same of them, and find that it fits.
+
+    Args:
+        meeting: Where.
+        card: What is told of this rank.
+        stock: What it holds.
+        group: The process group of the training.
+        ours: A process group of our own from an earlier meeting; None makes one.
+
+    Raises:
+        RunError: On all ranks alike, where one is missing or they do not fit together.
+    """
+    world = len(meeting.ranks)
+    meeting.tell(f"card/{meeting.rank}", card.to_json())
+    keys = [f"card/{rank}" for rank in range(world)]
+    meeting.wait(keys, "begin to watch")
+    cards = [Card.from_json(text) for text in meeting.told(keys)]
+    check_settings(cards)
+    kinds_of_stock = list(dict.fromkeys(other.stock for other in cards))
+    if meeting.rank == next(rank for rank, other in enumerate(cards) if other.stock == card.stock):
+        meeting.tell(f"stock/{card.stock}", stock.to_json())
+    stock_keys = [f"stock/{name}" for name in kinds_of_stock]
+    meeting.wait(stock_keys, "tell what it holds")
+    stocks = dict(zip(kinds_of_stock, map(Stock.from_json, meeting.told(stock_keys)), strict=True))
+    check_stocks(cards, stocks)
+    if ours is None:
+        ours = own_group(group, EXCHANGE_SECONDS)
+    return combine(meeting, cards, stocks, group, ours)
+
+
+def check_settings(cards: Sequence[Card]) -> None:
+    """All ranks must read the same things at the same steps."""
+    for what, values in [("gradvitals", [card.version for card in cards])] + [
+        (name, [card.settings.get(name, "") for card in cards]) for name in cards[0].settings
+    ]:
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            noun = "the version of gradvitals" if what == "gradvitals" else f"the setting {what}"
+            raise RunError(
+                f"{noun} differs between ranks: rank {_listed(odd)} not as rank 0; give all ranks the same gradvitals, "
+                "the same Config and the same arguments of watch"
+            )
+
+
+def check_stocks(cards: Sequence[Card], stocks: dict[str, Stock]) -> None:
+    """Ranks hold the same tensors, or those of different pipeline stages, which have no name in common."""
+    names = {key: {info.name: info for info in stock.tensors} for key, stock in stocks.items()}
+    for (key, ours), (other_key, theirs) in itertools.combinations(names.items(), 2):
+        if not ours.keys() & theirs.keys():
+            continue
+        mine = [rank for rank, card in enumerate(cards) if card.stock == key]
+        others = [rank for rank, card in enumerate(cards) if card.stock == other_key]
+        raise RunError(
+            f"rank {_listed(mine)} and rank {_listed(others)} do not hold the same parameters: "
+            f"{_difference(ours, theirs)}. Ranks that train one model must build it alike; pipeline stages that use "
+            "the same names for different parameters need Config(pipeline_stage=...) with a number of their own"
+        )
+
+
+def _difference(ours: dict[str, TensorInfo], theirs: dict[str, TensorInfo]) -> str:
+    for name in [*ours, *theirs]:
+        mine, other = ours.get(name), theirs.get(name)
+        if mine is None or other is None:
+            return f"{name!r} is on {'the second' if mine is None else 'the first'} only"
+        if mine.shape != other.shape:
+            return f"{name!r} has the shape {list(mine.shape)} on one and {list(other.shape)} on the other"
+        if mine.dtype != other.dtype:
+            return f"{name!r} is {mine.dtype} on one and {other.dtype} on the other"
+    return "they are sharded, frozen or followed differently"
+
+
+def combine(meeting: Meeting, cards: Sequence[Card], stocks: dict[str, Stock], group: Any, ours: Any) -> Roster:
+    """Put all stocks one after the other, in the order of their stage or of their first rank."""
+    world = len(cards)
+    first_rank = {key: next(r for r, card in enumerate(cards) if card.stock == key) for key in stocks}
+    stages = {key: cards[first_rank[key]].stage for key in stocks}
+    order = sorted(stocks, key=lambda key: (stages[key] if stages[key] is not None else 0, first_rank[key]))
+    tensors: list[TensorInfo] = []
+    layers: list[str] = []
+    heads: list[str] = []
+    slots: list[tuple[int, int]] = []
+    windows: list[int] = []
+    kinds: list[int] = []
+    sets: list[list[int]] = []
+    expected: list[float] = []
+    place: dict[str, tuple[int, int]] = {}
+    weights_of: dict[str, list[float]] = {}
+    for key in order:
+        stock, members = stocks[key], [rank for rank, card in enumerate(cards) if card.stock == key]
+        row0, depth0, head0, kind0 = len(tensors), len(layers), len(heads), len(sets)
+        place[key] = (row0, len(slots))
+        tensors += [replace(info, index=row0 + info.index, depth=depth0 + info.depth) for info in stock.tensors]
+        layers += stock.layers
+        heads += stock.heads
+        slots += [(row0 + row, head0 + head) for row, head in stock.slots]
+        windows += [row0 + row for row in stock.windows]
+        kinds += [kind0 + kind for kind in stock.kinds]
+        sets += [
+            [cards[rank].shards[kind] if rank in set(members) else -1 for rank in range(world)]
+            for kind in range(len(set(stock.kinds)))
+        ]
+        weights_of[key] = [shards / len(members) for shards in stock.shards]
+        holders = np.full(len(stock.tensors), float(len(members)))
+        for rank in members:
+            holders[list(cards[rank].empty)] -= 1
+        expected += (np.array(weights_of[key]) * holders).tolist()
+    mine = cards[meeting.rank].stock
+    row0, slot0 = place[mine]
+    data_index = _data_index(cards, meeting.ranks)
+    in_worker = int((data_index == data_index[meeting.rank]).sum())
+    return Roster(
+        rank=meeting.rank,
+        world=world,
+        group=ours,
+        device_group=group,
+        layout=Layout(tensors=tuple(tensors), layers=tuple(layers), heads=tuple(heads)),
+        slots=slots,
+        windows=windows,
+        rows=row0 + np.arange(len(stocks[mine].tensors)),
+        slot_numbers=slot0 + np.arange(len(stocks[mine].slots)),
+        weights=np.array(weights_of[mine]),
+        part_weights=np.array(stocks[mine].worker_shards) / in_worker,
+        is_whole=np.array(stocks[mine].worker_shards) == 1,
+        expected=np.array(expected),
+        num_stages=len(stocks),
+        data_index=data_index,
+        kinds=np.array(kinds, dtype=np.int64),
+        replica_sets=np.array(sets, dtype=np.int64).reshape(-1, world),
+    )
+
+
+def _data_index(cards: Sequence[Card], ranks: Sequence[int]) -> NDArray[np.int64]:
+    """Number the data workers in the order of their first rank."""
+    number = {rank: position for position, rank in enumerate(ranks)}
+    firsts = [min(number[rank] for rank in card.data_ranks if rank in number) for card in cards]
+    numbers = {first: index for index, first in enumerate(dict.fromkeys(firsts))}
+    return np.array([numbers[first] for first in firsts], dtype=np.int64)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+def own_version() -> str:
+    """What all ranks must have alike."""
+    return gradvitals.__version__

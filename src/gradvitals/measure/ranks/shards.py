@@ -1,0 +1,95 @@
+"""Parts of tensors: what a rank holds of a DTensor, read without going through DTensor's own operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rank's own part of a tensor that is spread over ranks; any other tensor as it is.
+
+    Operations on DTensors go through a dispatcher that takes longer than what we do, and may start collectives.
+    """
+    part: Any = getattr(tensor, "_local_tensor", None)
+    if part is None:
+        return tensor
+    # What an asynchronous collective has yet to fill; waiting is for the device, not for the host.
+    wait = getattr(part, "trigger_wait", None)
+    result: Tensor = part if wait is None else wait()
+    return result
+
+
+def placements(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies on each dimension of its mesh; nothing for a plain tensor."""
+    return tuple(getattr(tensor, "placements", ()) or ()) if hasattr(tensor, "_local_tensor") else ()
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether every rank holds a summand of the whole rather than a part of it."""
+    return any(placement.is_partial() for placement in placements(tensor))
+
+
+def is_sharded(placement: Any) -> bool:
+    """Whether a tensor is cut along this dimension of the mesh."""
+    return hasattr(placement, "dim")  # Shard, and what FSDP makes of it on top of tensor parallelism
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Into how many different parts a tensor is cut."""
+    count = 1
+    for size, placement in zip(_mesh_shape(tensor), placements(tensor), strict=True):
+        count *= size if is_sharded(placement) else 1
+    return count
+
+
+def shard_index(tensor: Tensor) -> int:
+    """Which of its parts this rank holds: replicas have the same number."""
+    if not placements(tensor):
+        return 0
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    index = 0
+    for size, here, placement in zip(mesh.shape, mesh.get_coordinate(), placements(tensor), strict=True):
+        if is_sharded(placement):
+            index = index * size + here
+    return index
+
+
+def rows_held(tensor: Tensor, dim: int) -> range:
+    """Which of the tensor's rows along a dimension lie on this rank."""
+    start, length = 0, tensor.shape[dim]
+    if placements(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        cuts = [
+            (size, here, type(placement).__name__ != "Shard")
+            for size, here, placement in zip(mesh.shape, mesh.get_coordinate(), placements(tensor), strict=True)
+            if is_sharded(placement) and placement.dim == dim
+        ]
+        # FSDP cuts what tensor parallelism has left, though its dimension of the mesh comes first.
+        for size, here, _ in sorted(cuts, key=lambda cut: cut[2]):
+            chunk = -(-length // size)
+            first = min(here * chunk, length)
+            start, length = start + first, min(chunk, length - first)
+    return range(start, start + length)
+
+
+def is_summand(grad: Tensor, leaf: Tensor) -> bool:
+    """Whether all that keeps a gradient from lying like its parameter is a sum over ranks."""
+    lie, wanted = placements(grad), placements(leaf)
+    others = [(here, there) for here, there in zip(lie, wanted, strict=False) if here != there]
+    return bool(others) and all(here.is_partial() and there.is_replicate() for here, there in others)
+
+
+def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
+    """This rank's part of a gradient, laid out like its parameter.
+
+    Gradients of tensor-parallel embeddings may come in another layout: whole on every rank, or as summands of it.
+    """
+    if placements(grad) != placements(leaf) and placements(leaf):
+        grad = grad.detach().redistribute(placements=placements(leaf))  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def _mesh_shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.device_mesh.shape) if placements(tensor) else ()  # type: ignore[attr-defined]
