@@ -150,7 +150,7 @@ class Diagnosis:
 
     def _begin(self, rule: Rule, sign: Sign, step: int) -> Finding:
         first = step if sign.since is None else min(step, sign.since)
-        blank = Finding(id=rule.id, severity=sign.severity, title="", first_step=first, found_step=step)
+        blank = Finding(id=rule.id, severity=sign.severity, title="", first_step=first, found_step=step, rank=sign.rank)
         finding = _worded(blank, sign, rule.words)
         self._open[rule.id] = _Open(place=len(self.findings), last_seen=step, told=0, silent=0, sign=sign)
         self.findings.append(finding)

@@ -35,6 +35,8 @@ class Nonfinite(Rule):
     """Where it was when it began: a step later it is everywhere."""
     seen: dict[str, Any] = field(default_factory=dict, init=False)
     cause: str = field(default="", init=False)
+    rank: int | None = field(default=None, init=False)
+    """The one rank that had it before gradients were reduced, where that is known."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires at every step with a gradient that is not finite."""
@@ -61,6 +63,7 @@ class Nonfinite(Rule):
             since=self.since,
             causes=causes,
             cures=cures,
+            rank=self.rank,
         )
 
     def _begin(self, step: Step) -> None:
@@ -75,6 +78,8 @@ class Nonfinite(Rule):
             self.cause = "float16"
         elif first and math.isfinite(loss) and loss > DIVERGED * abs(first[0]):
             self.cause = "diverged"
+        on_ranks = np.flatnonzero(step.general.ranks.get("ranks/nonfinite", ()))
+        self.rank = int(on_ranks[0]) if len(on_ranks) == 1 else None
         self.since, self.bad_for = step.number, 0
         self.first = [info.name for info in bad[:NAMED]]
         elements = float(np.nansum(counts)) if counts is not None else math.nan

@@ -27,6 +27,8 @@ class Sign:
     """What they would be in a healthy run, under the same names."""
     tensors: tuple[str, ...] = ()
     """Where it is, the worst first; none for the whole model."""
+    rank: int | None = None
+    """Which rank of a distributed run has it, where one has; a finding keeps the one it opened with."""
     since: int | None = None
     """The step the pattern began at; None for this one."""
     causes: tuple[str, ...] = ()
