@@ -26,14 +26,19 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     config = gv.Config(quiet=True)
     monitor = gv.watch(model, optimizer, run=folder / scenario, config=config)
     back = gv.act.RollBack(every=10, settle=5, on=("loss_rising",))
-    guard = gv.Guard(monitor, mode="act", scheduler=scheduler, rollback=back)
+    scaler = torch.amp.GradScaler("cpu", enabled=scenario.startswith("scaler"))
+    guard = gv.Guard(
+        monitor, mode="act", scheduler=scheduler, rollback=back, scaler=scaler if scaler.is_enabled() else None
+    )
     for index in range(60):
         inputs, targets = batch(2 * index + rank)
         loss = (model(inputs) - targets).square().mean()
-        if scenario == "nan_gradient" and index == 35 and rank == 1:
+        if scenario in ("nan_gradient", "scaler") and index == 35 and rank == 1:
             loss = loss * float("nan")
         optimizer.zero_grad()
-        loss.backward()
+        scaler.scale(loss).backward()
+        if scenario == "scaler_on_one" and index == 35 and rank == 1:
+            next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
         told = loss.detach()
         if scenario == "loss_on_one" and rank == 0 and index == 35:
             told = told * 1e6
@@ -45,7 +50,8 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
             assert monitor.judge is not None
             found = Finding(id="loss_rising", severity="critical", title="made up", first_step=33)
             monitor.judge.opened.append((33, found))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
     monitor.close()
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).double()
@@ -57,7 +63,16 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     }
 
 
-SCENARIOS = ("clean", "nan_gradient", "loss_on_one", "told_by_one", "nan_loss", "finding_on_one")
+SCENARIOS = (
+    "clean",
+    "nan_gradient",
+    "loss_on_one",
+    "told_by_one",
+    "nan_loss",
+    "finding_on_one",
+    "scaler",
+    "scaler_on_one",
+)
 
 
 def main(rank: int, folder: str) -> None:

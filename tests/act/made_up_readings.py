@@ -38,6 +38,7 @@ class MadeUpMonitor:
 
     def __init__(self, *, window: int = 20) -> None:
         self.step = 0
+        self.ranks = None
         self.config = gv.Config(quiet=True, gsnr_window=window)
         self.recorded: list[Action] = []
         self.flushes = 0

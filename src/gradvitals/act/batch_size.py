@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradvitals.act.counted_gsnr import CountedGSNR
-from gradvitals.act.inbox import Inbox, record
+from gradvitals.act.inbox import Inbox, leads, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.diagnose.averages import Average, alike
 from gradvitals.errors import RunError, expect
@@ -257,9 +257,8 @@ class BatchSizeScheduler:
             reason=str(proposal),
         )
         self.actions.append(action)
-        say(
-            f"step {action.step}: {action.reason} ({'done' if self._apply else 'proposed'})", self._monitor.config.quiet
-        )
+        quiet = self._monitor.config.quiet or not leads(self._monitor)
+        say(f"step {action.step}: {action.reason} ({'done' if self._apply else 'proposed'})", quiet)
         record(self._monitor, [action])
 
     def _figures(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradvitals.measure.ranks.shards import local
+
 
 class Buffers:
     """Keeps a copy of every buffer as it was after the last step that was made, and puts it back."""
@@ -50,10 +52,10 @@ class Buffers:
                 continue
             kept = self._kept.get(place)
             if kept is None or kept[0] is not live:
-                self._kept[place] = (live, live.clone(), live._version)
-            elif always or kept[2] != live._version:
-                changed.append((kept[1], live))
-                self._kept[place] = (live, kept[1], live._version)
+                self._kept[place] = (live, local(live).clone(), _version(live))
+            elif always or kept[2] != _version(live):
+                changed.append((kept[1], local(live)))
+                self._kept[place] = (live, kept[1], _version(live))
         _copy_all(changed)
 
     @torch.no_grad()
@@ -69,10 +71,17 @@ class Buffers:
             now = module._buffers.get(name)
             if now is not live and where is None:
                 module._buffers[name] = now = live  # a forward pass may also put a new tensor there
-            if now is not None and (always or now is not live or live._version != version):
-                old = kept if where is None else torch.where(where.to(now.device) != 0, kept, now)
-                pairs.append((now, old))
+            if now is not None and (always or now is not live or _version(live) != version):
+                here = local(now)
+                old = kept if where is None else torch.where(where.to(here.device) != 0, kept, here)
+                pairs.append((here, old))
         _copy_all(pairs)
+
+
+def _version(buffer: Tensor) -> int:
+    """Moves with every change, of the whole or of this rank's part of it."""
+    part = local(buffer)
+    return buffer._version + (0 if part is buffer else part._version)
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -13,6 +13,7 @@ from gradvitals.act.gate import Seen
 from gradvitals.act.limits import LARGEST_NORM, Usual
 from gradvitals.act.rungs import Clip
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
+from gradvitals.measure.ranks.shards import local
 from gradvitals.measure.rawstep import Arrival
 
 BETA = 0.98
@@ -65,32 +66,37 @@ class Clipper:
         if self._seen <= self.clip.first_steps:
             self._averages = [_lower(kept, now) for kept, now in zip(self._averages, norms, strict=True)]
             return None
+        # A norm of 0 is that of a tensor without a gradient, in this step or on any rank: there is nothing to clip.
         factors = [
-            adagc_factors(now, kept, self.clip.tensor_ratio) for now, kept in zip(norms, self._averages, strict=True)
+            torch.where(now == 0, 1.0, adagc_factors(now, kept, self.clip.tensor_ratio).where(kept != 0, 1.0))
+            for now, kept in zip(norms, self._averages, strict=True)
         ]
         self._averages = [
-            torch.where(now <= LARGEST_NORM, BETA * kept + (1 - BETA) * factor * now, kept)
+            torch.where((now <= LARGEST_NORM) & (now > 0), BETA * kept + (1 - BETA) * factor * now, kept).where(
+                kept != 0, now.where(now <= LARGEST_NORM, 0.0)
+            )
             for now, kept, factor in zip(norms, self._averages, factors, strict=True)
         ]
         return factors
 
     @torch.no_grad()
     def apply(self, factors: list[Tensor], seen: Seen, arrival: Arrival, optimizer: torch.optim.Optimizer) -> None:
-        """Multiply the gradients in place."""
+        """Multiply the gradients in place: of what is spread over ranks, each its own part by the same factor."""
         if not self.each:
             by_device: dict[torch.device, list[Tensor]] = {}
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+                        by_device.setdefault(parameter.grad.device, []).append(local(parameter.grad))
             for device, grads in by_device.items():
                 torch._foreach_mul_(grads, factors[0].to(device))
             return
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for (rows, _), several in zip(seen.tensor_norms, factors, strict=True):
-            pairs = [(arrival.parameters[row].grad, factor) for row, factor in zip(rows, several.unbind(), strict=True)]
-            for grad, factor in pairs:
-                if grad is not None:
-                    grad.mul_(factor.to(grad.dtype))
+            for row, factor in zip(rows, several.unbind(), strict=True):
+                parameter = arrival.parameters[row] if row >= 0 else None
+                if parameter is not None and parameter.grad is not None and id(parameter) in mine:
+                    local(parameter.grad).mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """The moving averages, by a function that waits for the device."""
@@ -110,5 +116,15 @@ def smallest(factors: list[Tensor]) -> Tensor:
     return torch.stack([several.min().to(factors[0].device) for several in factors]).min()
 
 
+def clip_words(clip: Clip, norm: float, factor: float, *, taken: bool, refusal: str) -> str:
+    """What was done to a gradient, would have been, or may not be."""
+    if taken:
+        return f"the gradient norm is {norm:.3g}; it was clipped to {norm * factor:.3g} ({clip.method})"
+    if refusal and clip.mode == "on":
+        return refusal
+    return f"dry run; the gradient norm is {norm:.3g}; {norm * factor:.3g} would be left of it"
+
+
 def _lower(kept: Tensor, now: Tensor) -> Tensor:
-    return torch.where(now < kept, now, kept.where(kept <= LARGEST_NORM, now))
+    known = (kept <= LARGEST_NORM) & (kept > 0)
+    return torch.where((now < kept) & (now > 0), now, kept.where(known, now))

@@ -18,7 +18,8 @@ from torch import nn
 from gradvitals.act.counted_gsnr import AT_ONE_POINT
 from gradvitals.act.inbox import record
 from gradvitals.act.lr_factor import optimizer_of
-from gradvitals.errors import ConfigError
+from gradvitals.act.together import Together
+from gradvitals.errors import ConfigError, GradvitalsError
 from gradvitals.measure.views import COMPILED_PREFIX, layer_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
@@ -175,20 +176,18 @@ class DecoupledMomentum:
         if self._monitor is None:
             raise ConfigError("update needs the GSNR of every group: there is no Monitor to ask")
         self._monitor.flush()
-        rows = self._monitor.tap.rows
-        number = {id(parameter): row for row, parameter in enumerate(rows.parameters)}
-        with open_run(self._monitor.run_path) as run:
-            source = next((found for found in self._sources if found in run.sources("gsnr", "tensors")), None)
-            if source is None:
-                raise ConfigError(
-                    f"the run has no GSNR from {' or '.join(self._sources)} yet; accumulate gradients over two or more "
-                    "micro-batches, or pass the GSNR of every group"
-                )
-            tables = {kind: _tables(run, kind, source) for kind in ("tensors", "layers")}
-            layers = {name: index for index, name in enumerate(run.layers)}
-            step = run.table("gsnr", source=source)[0]
+        together = Together(self._monitor)
+        # The first rank alone keeps a run; its readings are of the tensors of all ranks.
+        told = together.gathered(self._newest() if together.leads else None)[0]
+        if isinstance(told, GradvitalsError):
+            raise told
+        tables, layers, step = told
+        ranks, rows = self._monitor.ranks, self._monitor.tap.rows
+        layout = rows.layout if ranks is None else ranks.layout
+        own = range(len(rows.parameters)) if ranks is None else ranks.rows.tolist()
+        number = {id(parameter): row for row, parameter in zip(own, rows.parameters, strict=False)}
         whole: dict[str, set[int]] = {}
-        for info in rows.layout.tensors:
+        for info in layout.tensors:
             whole.setdefault(info.layer, set()).add(info.index)
         signals = []
         for group in self.optimizer.param_groups:
@@ -199,6 +198,26 @@ class DecoupledMomentum:
             found = found[:, np.isfinite(found).all(0)]  # a value without an interval says too little
             signals.append(GroupSignal(*(_median(row) for row in found)))
         return signals, step
+
+    def _newest(self) -> tuple[dict[str, Any], dict[str, int], int] | GradvitalsError:
+        """The newest GSNR of all tensors and layers, the layers' numbers and the step; or why there is none."""
+        try:
+            return self._stored()
+        except GradvitalsError as error:
+            return error
+
+    def _stored(self) -> tuple[dict[str, Any], dict[str, int], int]:
+        assert self._monitor is not None
+        with open_run(self._monitor.run_path) as run:
+            source = next((found for found in self._sources if found in run.sources("gsnr", "tensors")), None)
+            if source is None:
+                raise ConfigError(
+                    f"the run has no GSNR from {' or '.join(self._sources)} yet; accumulate gradients over two or more "
+                    "micro-batches, or pass the GSNR of every group"
+                )
+            tables = {kind: _tables(run, kind, source) for kind in ("tensors", "layers")}
+            layers = {name: index for index, name in enumerate(run.layers)}
+            return tables, layers, run.table("gsnr", source=source)[0]
 
 
 _IN_FORCE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

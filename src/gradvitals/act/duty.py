@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradvitals.act.answers import Answers
-from gradvitals.act.clipper import smallest
+from gradvitals.act.clipper import clip_words, smallest
 from gradvitals.act.gate import LAG, Landed, Seen, look
 from gradvitals.act.keeper import Keeper
 from gradvitals.act.ladder import FINDING_OF, Call, Evidence, Ladder, Purse
@@ -19,7 +19,7 @@ from gradvitals.act.lr_factor import lr_factors
 from gradvitals.act.post import Post
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import Clip, CutLR, RollBack, Skip
-from gradvitals.judge import say
+from gradvitals.act.together import Together
 from gradvitals.measure.rawstep import Arrival
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
@@ -44,6 +44,7 @@ class Duty:
         keeper: Who takes them; None for nobody.
         to_disk: Whether they are to bring a new process back, and so must hold the Monitor's state too.
         review: Where findings come from.
+        together: The ranks of the run, which decide as one.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Duty:
         keeper: Keeper | None,
         to_disk: bool,
         review: Review,
+        together: Together,
     ) -> None:
         self.monitor, self.posts, self.ladder, self.answers = monitor, posts, ladder, answers
         self.clip, self.skip, self.rollback = clip, ladder.skip, rollback
         self.clip_purse = Purse(clip)
-        self.keeper, self.to_disk, self.review = keeper, to_disk, review
+        self.keeper, self.to_disk, self.review, self.together = keeper, to_disk, review, together
         self.step = 0
         """Steps of training that count."""
         self._now = -1
@@ -88,7 +90,7 @@ class Duty:
 
     def before(self, post: Post) -> bool:
         """Whether this optimizer is to make its step."""
-        arrival = self.monitor.tap.arrive(post.optimizer)
+        arrival = self.monitor.tap.arrive(post.optimizer) or self.together.nothing()
         self._begin(self.monitor.step)
         self.answers.hold.begin(post.optimizer)
         make = not self._dropped and (arrival is None or self._may_step(post, arrival))
@@ -123,6 +125,8 @@ class Duty:
     def scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler has found infinite gradients, and leaves the optimizer's step out without asking it."""
         self._begin(self.monitor.step)
+        if self.together.several:  # others may be about to step: they must hear of it
+            look(None, each=self.posts[0].clipper.each, together=self.together, refused=1.0)
         self._refused = self._left_out = True
         if self.skip.mode == "on":
             self.answers.buffers.put_back()
@@ -156,9 +160,10 @@ class Duty:
     def _end(self, *, late: bool = False) -> None:
         """The step is over: all optimizers have had their turn."""
         self._ended = True
-        if self._dropped and self.monitor.judge is not None:
+        if self._dropped:
             self.monitor.tap.flush()  # what led to the rollback is judged by what was before it
-            self.monitor.record(self.monitor.judge.start_over)
+            if self.monitor.judge is not None:
+                self.monitor.record(self.monitor.judge.start_over)
         if self._left_out or self._refused:
             return
         self.step += 1
@@ -171,7 +176,8 @@ class Duty:
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _may_step(self, post: Post, arrival: Arrival) -> bool:
-        seen = look(arrival, each=post.clipper.each)
+        refused = getattr(post.optimizer, "found_inf", 0.0)
+        seen = look(arrival, each=post.clipper.each, together=self.together, refused=refused)
         if seen is None:
             return True
         if post.on_device:
@@ -193,11 +199,11 @@ class Duty:
 
     def _decide_here(self, post: Post, arrival: Arrival, seen: Seen) -> bool:
         """Decide on the host, which knows the numbers at once."""
-        scaler = getattr(post.optimizer, "found_inf", None)
-        if scaler is not None and float(scaler) > 0:
+        ours = float(getattr(post.optimizer, "found_inf", 0.0)) > 0
+        if ours or (seen.refused is not None and float(seen.refused) > 0):
             self._refused = True
             self._judge_refused(self._now)
-            return not self._dropped  # the step will do nothing, and the scaler knows why
+            return ours and not self._dropped  # the step will do nothing, and the scaler knows why
         norm, loss = float(seen.norm), float(seen.loss)
         factors = post.clipper.factors(seen, arrival, post.usual) if self.clip.mode != "off" else None
         calls = self._judge(post, self._now, norm, loss, self._limits(post))
@@ -215,7 +221,7 @@ class Duty:
         left_out = post.gate.left_out(seen, *(limits if allowed else (math.inf, math.inf)))
         if self.skip.mode != "on":
             left_out = torch.zeros_like(left_out)
-        theirs = post.mark(left_out)
+        theirs = post.mark(left_out, seen.refused)
         factors = post.clipper.factors(seen, arrival, post.usual) if self.clip.mode != "off" else None
         clipping = factors is not None and self.clip.mode == "on" and not self.clip_purse.refusal(self._now)
         if factors is not None and clipping:
@@ -333,10 +339,7 @@ class Duty:
         taken = self.clip.mode == "on" and not refusal if done is None else done
         if taken or not refusal:
             self.clip_purse.spent.append(step)
-        words = f"the gradient norm is {norm:.3g}; it was clipped to {norm * factor:.3g} ({self.clip.method})"
-        if not taken:
-            words = f"dry run; the gradient norm is {norm:.3g}; {norm * factor:.3g} would be left of it"
-            words = refusal or words if self.clip.mode == "on" else words
+        words = clip_words(self.clip, norm, factor, taken=taken, refusal=refusal)
         self._record("clip", step, "explosion", taken, words, {"norm": norm}, {"norm": norm * factor} if taken else {})
         return taken
 
@@ -358,7 +361,7 @@ class Duty:
         news = kind not in (Clip.kind, Skip.kind) or step - self._said.get(kind, -CALM) >= CALM
         self._said[kind] = step
         if taken and news:
-            say(f"Guard, {action}", self.monitor.config.quiet)
+            self.together.say(f"Guard, {action}")
 
     # -- what a snapshot holds of it ----------------------------------------------------------------------------
 

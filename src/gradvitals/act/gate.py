@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from gradvitals.act.limits import LARGEST_NORM
+from gradvitals.act.together import Together
+from gradvitals.measure.ranks.shards import local
 from gradvitals.measure.rawstep import Arrival
-from gradvitals.measure.sentinel import is_distributed
+
+Parts = list[tuple[Sequence[int], Tensor]]
+"""Rows, and a norm for each."""
 
 LAG = 8
 """Steps after which the numbers of a step that was decided on a GPU are looked at. The host is hardly ever so far
@@ -27,27 +30,34 @@ ahead, so it does not wait; and as it is always the same number, decisions do no
 
 @dataclass(frozen=True)
 class Seen:
-    """The gradient's norm and the loss of a step, as single numbers on one device."""
+    """The gradient's norm and the loss of a step, as single numbers on one device; the same on all ranks."""
 
     norm: Tensor
     loss: Tensor
     """nan where the loop told none."""
     tensor_norms: list[tuple[Sequence[int], Tensor]]
-    """Rows, and the norms of their gradients."""
+    """Rows, and the norms of their gradients; -1 for a row that only other ranks have."""
+    refused: Tensor | None = None
+    """Not 0 where the GradScaler of any rank leaves the step out; None in a single process, which knows its own."""
 
 
 @torch.no_grad()
-def look(arrival: Arrival, *, each: bool) -> Seen | None:
-    """What an optimizer is about to step with. On several ranks the largest of all, so that all decide the same.
+def look(
+    arrival: Arrival | None, *, each: bool, together: Together | None = None, refused: Tensor | float = 0.0
+) -> Seen | None:
+    """What an optimizer is about to step with. Several ranks see the same: the norm of the whole gradient.
 
     Args:
-        arrival: As the Monitor read it.
+        arrival: As the Monitor read it; None where it read nothing.
         each: Whether the norms of single tensors are wanted.
+        together: The ranks of the run. With several, all of them must look, whether they have something to tell or not.
+        refused: Not 0 where a GradScaler leaves the step out.
     """
-    parts = [
-        (rows, values if isinstance(values, Tensor) else torch.stack(list(values))) for rows, values in arrival.norms
-    ]
-    if not parts:
+    several = together is not None and together.several
+    parts = _parts(arrival, unscaled=each or several)
+    if together is not None and several:
+        return _look_together(arrival, parts, each, together, refused)
+    if not parts or arrival is None:
         return None
     device = parts[0][1].device
     totals = [torch.linalg.vector_norm(values) for _, values in parts]
@@ -55,22 +65,68 @@ def look(arrival: Arrival, *, each: bool) -> Seen | None:
     if len(totals) > 1:
         norm = torch.linalg.vector_norm(torch.stack([total.to(device, torch.float64) for total in totals]))
     norm = norm.float()
-    if arrival.scale is not None:
+    if arrival.scale is not None and not each:
         norm = norm / arrival.scale.to(device)
-        parts = [(rows, values / arrival.scale.to(values.device)) for rows, values in parts] if each else parts
-    if arrival.by_hand:  # what the loop did to them since may have made them NaN
-        grads = [
-            parameter.grad
-            for rows, _ in parts
-            for row in rows
-            if (parameter := arrival.parameters[row]).grad is not None
-        ]
-        now = torch.stack([torch.linalg.vector_norm(grad).to(device, torch.float32) for grad in grads]).sum()
-        norm = torch.where(now <= LARGEST_NORM, norm, now)
-    loss = _mean(arrival.losses, device)
-    if is_distributed():
-        norm, loss = _agreed(norm, loss, told=bool(arrival.losses))
-    return Seen(norm, loss, parts if each else [])
+    norm = _broken_by_hand(arrival, parts, norm)
+    return Seen(norm, _mean(arrival.losses, device), parts if each else [])
+
+
+def _look_together(
+    arrival: Arrival | None, parts: Parts, each: bool, together: Together, refused: Tensor | float
+) -> Seen:
+    """All that is decided by, in one sum over ranks: a NaN on one of them is one on all.
+
+    The loss is the mean over the ranks that told one: that of the step's whole batch, as a single process would see.
+    """
+    device = parts[0][1].device if parts else together.device
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    rows = torch.zeros(together.num_rows if each else 0, dtype=torch.float64, device=device)
+    for part_rows, values in parts:
+        weights, numbers = together.shares(part_rows, values.device)
+        weighted = (values.double().square() * weights).to(device)
+        square = square + weighted.sum()
+        if each:
+            rows.index_add_(0, numbers.to(device), weighted)
+    losses = arrival.losses if arrival is not None else []
+    if arrival is not None:
+        square = _broken_by_hand(arrival, parts, square)
+    loss = _mean(losses, device).double() if losses else torch.zeros_like(square)
+    told = torch.full_like(square, 1.0 if losses else 0.0)
+    if isinstance(refused, Tensor):
+        refused = refused.to(device, torch.float64).reshape(())
+    else:
+        refused = torch.full_like(square, refused)
+    numbers = together.summed(torch.cat([torch.stack([square, loss, told, refused]), rows]))
+    loss = torch.where(numbers[2] > 0, (numbers[1] / numbers[2]).nan_to_num(math.inf, math.inf, math.inf), math.nan)
+    norms = numbers[4:].sqrt().float()
+    return Seen(
+        numbers[0].sqrt().float(),
+        loss.float(),
+        [(together.local_rows(), norms)] if each else [],
+        refused=numbers[3],
+    )
+
+
+def _parts(arrival: Arrival | None, *, unscaled: bool) -> Parts:
+    """Rows and the norms of what this rank holds of their gradients."""
+    found = []
+    for rows, values in arrival.norms if arrival is not None else ():
+        norms = local(values) if isinstance(values, Tensor) else torch.stack([local(value) for value in values])
+        if arrival is not None and arrival.scale is not None and unscaled:
+            norms = norms / arrival.scale.to(norms.device)
+        found.append((rows, norms))
+    return found
+
+
+def _broken_by_hand(arrival: Arrival, parts: Parts, number: Tensor) -> Tensor:
+    """A norm, or NaN or Inf where what the loop did to gradients since has made them so."""
+    if not arrival.by_hand:
+        return number
+    grads = [local(grad) for rows, _ in parts for row in rows if (grad := arrival.parameters[row].grad) is not None]
+    if not grads:
+        return number
+    now = torch.stack([torch.linalg.vector_norm(grad).to(number.device, torch.float32) for grad in grads]).sum()
+    return torch.where(now <= LARGEST_NORM, number, now.to(number.dtype))
 
 
 def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
@@ -82,16 +138,6 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=device)
     as_tensors = [torch.as_tensor(loss, dtype=torch.float32).to(device, non_blocking=True) for loss in losses]
     return torch.stack(as_tensors).mean()
-
-
-def _agreed(norm: Tensor, loss: Tensor, *, told: bool) -> tuple[Tensor, Tensor]:
-    """The largest over all ranks. A loss that is not a number on any of them counts as infinite; nan: none told any."""
-    broken = torch.isnan(loss) & told
-    lowest = torch.nan_to_num(loss, nan=-math.inf, neginf=-math.inf, posinf=math.inf)
-    numbers = torch.stack([torch.nan_to_num(norm, nan=math.inf, posinf=math.inf), lowest, broken.float()])
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    loss = torch.where(numbers[1] == -math.inf, math.nan, numbers[1])
-    return numbers[0], torch.where(numbers[2] > 0, math.inf, loss)
 
 
 class DeviceGate:
@@ -116,7 +162,8 @@ class DeviceGate:
         if loss_limit < math.inf:
             bad = bad | (seen.loss > loss_limit)
         self.streak = torch.where(bad | ~finite, self.streak + 1, 0.0)
-        return (~finite | (bad & (self.streak <= self._max_streak))).float()
+        left_out = ~finite | (bad & (self.streak <= self._max_streak))
+        return (left_out if seen.refused is None else left_out | (seen.refused > 0)).float()
 
 
 @dataclass(frozen=True)

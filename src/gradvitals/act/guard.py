@@ -20,9 +20,8 @@ from gradvitals.act.review import Review
 from gradvitals.act.rungs import RUNGS, Clip, CutLR, Mode, ResetMomentum, RollBack, Rung, Skip, rung_of
 from gradvitals.act.snapshot import arrived
 from gradvitals.act.subject import Subject
+from gradvitals.act.together import Together
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
-from gradvitals.judge import say
-from gradvitals.measure.sentinel import is_distributed
 from gradvitals.monitor import Monitor
 from gradvitals.show.actions import GUARD_KINDS, summarise
 from gradvitals.store.reader import open_run
@@ -124,16 +123,24 @@ class Guard:
         optimizers, model = monitor.tap.rows.optimizers, monitor.tap.rows.model
         if any(map(is_guarded, optimizers)):
             raise GradvitalsError("a Guard stands before this optimizer already; close its Monitor first")
-        on_device = self._decides_on_device(monitor)
+        on_device, together = self._decides_on_device(monitor), Together(monitor)
         subject = Subject(model, optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data)
         if rollback.mode == "on" or self._folder is not None:
-            cadence = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
-            self._keeper = Keeper(subject, **cadence, folder=self._folder, on_problem=self._note_problem)
+            self._keeper = Keeper(
+                subject,
+                every=rollback.every,
+                settle=rollback.settle,
+                keep=rollback.keep,
+                folder=self._folder,
+                on_problem=self._note_problem,
+                group=together.group,
+                place=together.place,
+            )
             if self._folder is not None and subject.cannot_restore:
-                say("snapshots cannot restore " + "; ".join(subject.cannot_restore), monitor.config.quiet)
+                together.say("snapshots cannot restore " + "; ".join(subject.cannot_restore))
         posts = [Post(one, on_device=on_device, clip=clip, skip=skip) for one in optimizers]
         ladder = Ladder(skip, [reset, cut, rollback])
-        review, hold = Review(monitor, ladder.higher), Hold(self._schedulers, self._scaler)
+        review, hold = Review(monitor, ladder.higher, together), Hold(self._schedulers, self._scaler)
         answers = Answers(model, posts, reset=reset, cut=cut, keeper=self._keeper, hold=hold, review=review)
         self._duty = Duty(
             monitor,
@@ -145,6 +152,7 @@ class Guard:
             keeper=self._keeper,
             to_disk=self._folder is not None,
             review=review,
+            together=together,
         )
         self._standing = True
         for post in posts:
@@ -182,7 +190,7 @@ class Guard:
         if self._keeper is not None:
             self._keeper.close()
         if self.actions:
-            say(self.summary(), duty.monitor.config.quiet)
+            duty.together.say(self.summary())
 
     def _settle_up(self) -> None:
         """What is still on its way is for the record alone: the model is the user's by now."""
@@ -203,7 +211,7 @@ class Guard:
     def _before(self, post: Post) -> bool:
         if self._keeper is not None and self._keeper.found and not self._on_duty.begun:
             words = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would go on from"
-            say(f"{words}; this run's own take their place as they become healthy", self._on_duty.monitor.config.quiet)
+            self._on_duty.together.say(f"{words}; this run's own take their place as they become healthy")
         return not self._standing or self._attempt(lambda: self._on_duty.before(post), True)
 
     def _after(self, post: Post, made: bool) -> None:
@@ -233,7 +241,7 @@ class Guard:
         except Exception as error:
             self._standing = False
             duty = self._on_duty
-            if is_distributed():
+            if duty.together.several:
                 raise
             for post in duty.posts:
                 duty.answers.rates.release(post.optimizer)
@@ -269,7 +277,8 @@ class Guard:
         """Go on from the newest snapshot in `folder`, if there is one. Call it before the first step.
 
         Model, optimizers, schedulers, scaler, random generators, data position, the Monitor and the Guard itself are as
-        they were when it was taken.
+        they were when it was taken. There may be more or fewer ranks than wrote it, and they may shard the model in
+        another way; what cannot be restored then is said.
 
         Returns:
             The number of steps that were done by then; 0 where there is no snapshot.
@@ -283,7 +292,9 @@ class Guard:
         duty.monitor.load_state_dict(restored.extra["monitor"])
         duty.load_state_dict(restored.extra["guard"])
         duty.begun = True
-        say(f"the Guard goes on from step {duty.step}, from {self._folder}", duty.monitor.config.quiet)
+        duty.together.say(f"the Guard goes on from step {duty.step}, from {self._folder}")
+        for words in restored.changed:
+            duty.together.say(f"after a change of ranks, {words}")
         with contextlib.suppress(RunError), open_run(duty.monitor.run_path) as run:
             before = [action for action in run.actions() if action.step < duty.monitor.step]
             self._earlier = [action for action in before if action.kind in GUARD_KINDS]

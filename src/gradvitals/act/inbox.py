@@ -33,6 +33,8 @@ class Inbox:
         self._monitor = monitor
         self._lag = lag
         self._queue: deque[Reading] = deque(maxlen=CAPACITY)
+        if monitor.ranks is not None:  # ranks send their numbers at fixed steps, which may be far apart
+            monitor.tap.send_each_step()
         listen(monitor, self._queue)
 
     def take(self) -> list[list[Reading]]:
@@ -66,6 +68,11 @@ def listen(monitor: Monitor, queue: deque[Reading]) -> None:
         queue.append(replace(reading, values=values, tensors={}, layers={}, heads={}))
 
     monitor.add_reader(hear)
+
+
+def leads(monitor: Monitor) -> bool:
+    """Whether this process speaks for all: the first of several ranks does."""
+    return monitor.ranks is None or monitor.ranks.rank == 0
 
 
 def record(monitor: Monitor, actions: Sequence[Action]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,13 @@ from torch import distributed as dist
 from gradvitals.act.snap_copy import Slots, dense_all
 from gradvitals.act.snap_disk import Group
 from gradvitals.act.snap_fit import SnapshotError, check_fit
+from gradvitals.act.snap_place import Place
 from gradvitals.act.snap_ring import MAX_PENDING, Entry, Ring
 from gradvitals.act.snapshot import Snapshot
 from gradvitals.act.subject import Subject
 from gradvitals.act.vault import Vault
 from gradvitals.errors import ConfigError
+from gradvitals.measure.ranks.own_group import own_group
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Restored:
     Attributes:
         step: Steps that were done when the snapshot was taken.
         extra: What was given to `take` then.
+        changed: What is not as it was then, in words, as there are more or fewer ranks than wrote it.
     """
 
     step: int
     extra: Mapping[str, Any]
+    changed: Sequence[str] = ()
 
 
 class Keeper:
@@ -53,6 +57,8 @@ class Keeper:
         keep_on_disk: Healthy snapshots there.
         on_problem: Called with a sentence when a snapshot cannot be written, once for each kind of problem, on a thread
             of its own. Without it, look at `problems`.
+        group: The processes that train together; None for all.
+        place: Where this one stands among them; None where each sees data of its own.
 
     Attributes:
         problems: Those sentences so far.
@@ -70,6 +76,8 @@ class Keeper:
         folder: Path | str | None = None,
         keep_on_disk: int = 2,
         on_problem: Callable[[str], object] | None = None,
+        group: Group = None,
+        place: Place | None = None,
     ) -> None:
         _expect_at_least(1, every=every, keep=keep, keep_on_disk=keep_on_disk)
         _expect_at_least(0, settle=settle)
@@ -81,12 +89,12 @@ class Keeper:
         self._snapshots: dict[int, Snapshot] = {}
         self._open: Snapshot | None = None
         self._prepared = False
-        self._group = _own_group(subject) if folder is not None else None
-        self._in_step = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._in_step = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self._group = _own_group(subject, group) if folder is not None and self._in_step else None
         self._vault: Vault | None = None
         if folder is not None:
             told = _weakly(self._note_problem)
-            self._vault = Vault(Path(folder), keep=keep_on_disk, on_problem=told, group=self._group)
+            self._vault = Vault(Path(folder), keep=keep_on_disk, on_problem=told, group=self._group, place=place)
             self._ring.count_from(max((one.serial for one in self._vault.kept), default=0) + 1)
         self.found = [one.step for one in self._vault.kept] if self._vault is not None else []
         self._at_exit = partial(_close, weakref.ref(self))
@@ -231,14 +239,14 @@ class Keeper:
         if not kept:
             return None
         newest = kept[-1]
-        plain, tensors = self._vault.read(newest.serial, self.subject)
-        self.subject.put_back(plain, tensors, position=True)
+        found = self._vault.read(newest.serial, self.subject)
+        self.subject.put_back(found.plain, found.tensors, position=True)
         healthy = [one for one in kept if one.health == "healthy"][-self._ring.keep :]
         adopted = healthy if newest in healthy else [*healthy, newest]
         self._drop_all()
         self._ring.adopt([Entry(one.serial, one.step, one.health) for one in adopted])
         self._ring.go_on_from(newest.step)
-        return Restored(newest.step, plain["extra"])
+        return Restored(newest.step, found.plain["extra"], found.changed)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -255,10 +263,11 @@ class Keeper:
 
     # -- details ------------------------------------------------------------------------------------------------
 
-    def _read(self, entry: Entry) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _read(self, entry: Entry) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         assert self._vault is not None
         self._vault.flush()  # it reads through the same processes that it writes through
-        return self._vault.read(entry.serial, self.subject)
+        found = self._vault.read(entry.serial, self.subject)
+        return found.plain, found.tensors
 
     def _discard(self, entry: Entry) -> None:
         self._forget(entry, spoiled=True)
@@ -284,16 +293,14 @@ class Keeper:
             self._on_problem(problem)
 
 
-def _own_group(subject: Subject) -> Group:
-    """A group for snapshots alone, if there are many processes: training must not meet their messages."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
+def _own_group(subject: Subject, group: Group) -> Group:
+    """A group of the same processes for snapshots alone: training must not meet their messages."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in subject.model.modules()):
         raise SnapshotError(
             "the model is sharded by FullyShardedDataParallel, whose parts cannot be told apart on disk; expected "
             "torch.distributed.fsdp.fully_shard, or no folder"
         )
-    return dist.new_group(backend="gloo")
+    return own_group(group)
 
 
 def _expect_at_least(least: int, **numbers: int) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from gradvitals.act.inner import stepping
+from gradvitals.measure.ranks.shards import local
+
 
 @torch.no_grad()
 def reset_momentum(optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter] | None = None) -> int:
@@ -24,6 +27,7 @@ def reset_momentum(optimizer: torch.optim.Optimizer, parameters: Collection[nn.P
         How many parameters had state.
     """
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    optimizer = stepping(optimizer)
     count = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -34,7 +38,7 @@ def reset_momentum(optimizer: torch.optim.Optimizer, parameters: Collection[nn.P
             if group.get("capturable"):
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        value.zero_()
+                        local(value).zero_()
             else:
                 del optimizer.state[parameter]
     return count

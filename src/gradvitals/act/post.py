@@ -99,16 +99,22 @@ class Post:
 
     # -- leaving out on the device ------------------------------------------------------------------------------
 
-    def mark(self, left_out: Tensor) -> Tensor:
+    def mark(self, left_out: Tensor, refused: Tensor | None = None) -> Tensor:
         """Tell the optimizer's step to do nothing where `left_out` is 1, or a GradScaler says so already.
 
+        Args:
+            left_out: 1 or 0.
+            refused: Not 0 where the scaler of any rank said so; None in a single process.
+
         Returns:
-            What the scaler said; 0 where there is none.
+            What the scaler said, or those of all ranks; 0 where there is none.
         """
         theirs = getattr(self.optimizer, "found_inf", None)
         self._marked, self._theirs = True, theirs
         both = left_out if theirs is None else torch.maximum(left_out, theirs.to(left_out))
         self.optimizer.found_inf = both  # type: ignore[attr-defined]
+        if refused is not None:
+            return (refused > 0).to(left_out)
         return torch.zeros_like(left_out) if theirs is None else theirs
 
     def unmark(self) -> None:

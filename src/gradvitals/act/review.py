@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import distributed as dist
 
 from gradvitals import notices
 from gradvitals.act.rungs import Rung
-from gradvitals.measure.sentinel import is_distributed
+from gradvitals.act.together import Together
 from gradvitals.monitor import Monitor
 from gradvitals.types import Finding
 
@@ -25,9 +23,11 @@ PATIENCE = 5.0
 class Review:
     """Asks the Monitor's judge, every few steps, for findings that call for a rung."""
 
-    def __init__(self, monitor: Monitor, rungs: Sequence[Rung]) -> None:
-        self._monitor = monitor
+    def __init__(self, monitor: Monitor, rungs: Sequence[Rung], together: Together) -> None:
+        self._monitor, self._together = monitor, together
         self._wanted = {name for rung in rungs if rung.mode != "off" for name in rung.on}
+        if self._wanted and together.several:  # what is looked at must have been judged by then
+            monitor.tap.send_each_step()
         self._known: dict[str, Finding] = {}
         self._blind = False
         self.rolled_back = -2
@@ -38,12 +38,14 @@ class Review:
         if now % EVERY or not self._wanted:
             return {}
         found = self._taken(now - EVERY - 1)
-        if is_distributed():
-            found = self._agreed(found, now)
+        self._monitor.hurry()  # for the look after this one; on all ranks, as their numbers come together
+        if self._together.several:
+            found = self._agreed(found)
         self._known |= found
         return found
 
     def _taken(self, until: int) -> dict[str, Finding]:
+        """What this rank's judge has found; with several ranks, the first alone has one."""
         judge = self._monitor.judge
         if judge is None or self._blind:
             return {}
@@ -54,7 +56,6 @@ class Review:
                 self._monitor.report(notices.guard_blind(PATIENCE, self._monitor.step))
                 return {}
             time.sleep(0.0005)
-        self._monitor.hurry()  # for the look after this one
         taken = [entry for entry in list(judge.opened) if entry[0] <= until]
         for entry in taken:
             judge.opened.remove(entry)
@@ -65,19 +66,17 @@ class Review:
             if finding.id in self._wanted and finding.first_step > self.rolled_back + 1
         }
 
-    def _agreed(self, found: dict[str, Finding], now: int) -> dict[str, Finding]:
-        """Every rank has a judge of its own: what one has found counts for all."""
-        device = self._monitor.tap.rows.parameters[0].device
-        names = sorted(self._wanted)
-        first = torch.tensor([float(found[name].first_step) if name in found else math.inf for name in names])
-        first = first.to(device)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        agreed = {name: int(step) for name, step in zip(names, first.tolist(), strict=True) if step < math.inf}
-        return {
-            name: found.get(name)
-            or Finding(id=name, severity="warning", title="found on another rank", first_step=step)
-            for name, step in agreed.items()
-        }
+    def _agreed(self, found: dict[str, Finding]) -> dict[str, Finding]:
+        """What any rank has found counts for all. What it is about is told only when there is something."""
+        together = self._together
+        count = together.summed(torch.full((1,), float(len(found)), dtype=torch.float64, device=together.device))
+        if not float(count):
+            return {}
+        agreed: dict[str, Finding] = {}
+        for told in together.gathered([finding.to_json() for finding in found.values()]):
+            for finding in map(Finding.from_json, told):
+                agreed.setdefault(finding.id, finding)
+        return {name: agreed[name] for name in sorted(agreed)}
 
     def began(self, findings: Iterable[str]) -> int | None:
         """The first step of what these findings are about; None for none."""

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradvitals.act.counted_gsnr import CountedGSNR, accepted
-from gradvitals.act.inbox import Inbox, record
+from gradvitals.act.inbox import Inbox, leads, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.act.pacing import Decision, Pace, PaceSettings
 from gradvitals.errors import ConfigError, RunError
@@ -214,7 +214,7 @@ class GSNRScheduler:
 
     @property
     def _quiet(self) -> bool:
-        return self._monitor.config.quiet
+        return self._monitor.config.quiet or not leads(self._monitor)
 
     def __repr__(self) -> str:
         return f"GSNRScheduler(factor={self.factor:.4g}, {self.status!r})"

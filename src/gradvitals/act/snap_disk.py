@@ -9,73 +9,102 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gradvitals.act.snap_fit import Sizes
+from gradvitals.act.snap_place import Place
+from gradvitals.measure.ranks.shards import local as part_of
 
 Group = Any
 """The process group that snapshots are written through; None in a single process."""
 
+Index = dict[str, tuple[torch.Size, torch.dtype]]
+"""Shapes and dtypes by the names that tensors have in the files."""
+
 
 def write_files(
-    path: Path, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], specs: Mapping[str, Any], group: Group
+    path: Path,
+    plain: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, Any],
+    place: Place,
+    group: Group,
 ) -> bool:
     """Write a snapshot into a folder of its own, down to the disk.
 
     Args:
         path: The folder; it is made.
-        plain: Values other than tensors.
+        plain: Values other than tensors; under ``own`` the names of tensors that are this process's alone.
         tensors: This process's part of every tensor, in host memory.
         specs: How those that are sharded are spread over processes.
-        group: The processes that write together.
+        place: Where this process stands among those that write together.
+        group: Those.
 
     Returns:
         Whether `plain` can be read back without running code.
     """
-    content = _pickled(plain)
+    own = set(plain["own"])
+    digest = _digest(tensors[name] for name in sorted(own) if name.startswith("buffer/"))
+    content = _pickled({**plain, "place": place.to_json(), "digest": digest})
     blob = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    state = {_key(name, group): _whole(tensor, specs.get(name)) for name, tensor in tensors.items()}
+    state = {
+        (place.own if name in own else place.common) + name: _whole(tensor, specs.get(name))
+        for name, tensor in tensors.items()
+    }
     _be_quiet()
     # Copying ahead would wait for streams of a device that has nothing to do with it.
     writer = filesystem.FileSystemWriter(path, per_thread_copy_ahead=0)
     state_dict_saver.save(
-        state | {_plain_key(group): blob}, storage_writer=writer, process_group=group, no_dist=group is None
+        state | {_plain_key(place.rank): blob}, storage_writer=writer, process_group=group, no_dist=group is None
     )
     return _is_safe(content)
 
 
-def read_plain(path: Path, group: Group, *, safe: bool) -> tuple[dict[str, Any], Sizes]:
-    """The plain values of a snapshot, and shapes and dtypes of its tensors. No tensor is read."""
+def read_index(path: Path) -> Index:
+    """Shapes and dtypes of the tensors of a snapshot, by their names in the files."""
     index = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
-    blob = torch.empty(found[_plain_key(group)].size, dtype=torch.uint8)
-    _load(path, {_plain_key(group): blob}, group)
-    own = _own_prefix(group)
-    sizes = {
-        key.removeprefix(own): (entry.size, entry.properties.dtype)
-        for key, entry in found.items()
-        if key.startswith((own, "parameter/", "state/", "group/", "scaler/"))
+    return {
+        key: (entry.size, entry.properties.dtype)
+        for key, entry in index.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    return _unpickled(blob.numpy().tobytes(), safe=safe), sizes
 
 
-def read_tensors(path: Path, sizes: Sizes, sharding: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """This process's part of every tensor of a snapshot, in fresh host memory."""
+def read_plain(path: Path, index: Index, ranks: Sequence[int], *, safe: bool) -> list[dict[str, Any]]:
+    """The plain values that these ranks have written. No tensor is read."""
+    blobs = {_plain_key(rank): torch.empty(index[_plain_key(rank)][0], dtype=torch.uint8) for rank in ranks}
+    _load(path, dict(blobs))
+    return [_unpickled(blob.numpy().tobytes(), safe=safe) for blob in blobs.values()]
+
+
+def read_tensors(
+    path: Path, keys: Mapping[str, str], sizes: Sizes, sharding: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """This process's part of tensors of a snapshot, in fresh host memory.
+
+    Args:
+        path: The snapshot's folder.
+        keys: What is wanted: our names, and those in the files.
+        sizes: Shapes and dtypes by our names.
+        sharding: For those that are spread over processes here, a tensor that is spread in the same way.
+    """
     local = {
-        name: torch.empty(sharding[name].to_local().shape if name in sharding else shape, dtype=dtype)  # type: ignore[attr-defined]
-        for name, (shape, dtype) in sizes.items()
+        name: torch.empty(part_of(sharding[name]).shape if name in sharding else sizes[name][0], dtype=sizes[name][1])
+        for name in keys
     }
-    specs = {name: spec_of(tensor) for name, tensor in sharding.items()}
-    _load(path, {_key(name, group): _whole(tensor, specs.get(name)) for name, tensor in local.items()}, group)
+    whole = {
+        name: _whole(tensor, spec_of(sharding[name]) if name in sharding else None) for name, tensor in local.items()
+    }
+    _load(path, {keys[name]: tensor for name, tensor in whole.items()})
     return local
 
 
@@ -93,24 +122,23 @@ def _whole(local: Tensor, spec: Any) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def _key(name: str, group: Group) -> str:
-    """Buffers may differ between processes, all else is the same or sharded."""
-    return _own_prefix(group) + name if name.startswith("buffer/") else name
+def _plain_key(rank: int) -> str:
+    return f"plain/rank{rank}/"
 
 
-def _plain_key(group: Group) -> str:
-    return f"plain/{_own_prefix(group)}"
+def _digest(tensors: Iterable[Tensor]) -> int:
+    """Tells whether two processes hold the same."""
+    found = 0
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(flat.numpy().data, found)
+    return found
 
 
-def _own_prefix(group: Group) -> str:
-    return f"rank{dist.get_rank(group) if group is not None else 0}/"
-
-
-def _load(path: Path, state: dict[str, Tensor], group: Group) -> None:
+def _load(path: Path, state: dict[str, Tensor]) -> None:
+    """Each process reads what it needs by itself, so that one that cannot does not leave the others waiting."""
     _be_quiet()
-    state_dict_loader.load(
-        state, storage_reader=filesystem.FileSystemReader(path), process_group=group, no_dist=group is None
-    )
+    state_dict_loader.load(state, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
 
 
 def _be_quiet() -> None:

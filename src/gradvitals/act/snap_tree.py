@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradvitals.measure.ranks.shards import local as part_of
+
 TENSOR = "gradvitals.tensor"
 """The key of a mark: where a tensor stood, the shape of the state holds ``{TENSOR: name, "device": ...}``."""
 
@@ -85,9 +87,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def dense(tensor: Tensor) -> Tensor:
     """The memory behind a tensor that this process holds: without autograd, its own shard, each element once."""
-    local = tensor.detach()
-    if is_sharded(local):
-        local = local.to_local()  # type: ignore[attr-defined]
+    local = part_of(tensor).detach()
     if 0 in local.stride():  # an expanded dimension is one element seen many times; it could not be written to
         for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
             if stride == 0 and size > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradvitals.act.inner import stepping
 from gradvitals.act.snap_random import random_state, set_random_state
 from gradvitals.act.snap_tree import TENSOR, Mark, copy_all, dense, is_sharded, join, marks, split
 
@@ -104,8 +105,12 @@ class Subject:
         tensors = {f"parameter/{name}": parameter for name, parameter in parameters.items()}
         fragile = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
         tensors |= fragile
-        state = [_read_state(index, one.state, parameters, tensors) for index, one in enumerate(self.optimizers)]
-        return Part({"state": state}, tensors, frozenset(fragile))
+        state = [
+            _read_state(index, stepping(one).state, parameters, tensors) for index, one in enumerate(self.optimizers)
+        ]
+        own = [name for name, buffer in fragile.items() if not is_sharded(buffer)]
+        own += _own_state(state, parameters, tensors)
+        return Part({"state": state, "own": own}, tensors, frozenset(fragile))
 
     def read(self) -> Part:
         """All but the settings: tensors, random generators and data position, as they are now."""
@@ -141,6 +146,7 @@ class Subject:
         """What there is, by its classes; a snapshot fits only the same."""
         names = {parameter: name for name, parameter in self.parameters().items()}
         return {
+            "parameters": list(names.values()),
             "optimizers": [type(one).__name__ for one in self.optimizers],
             "members": [[[names[p] for p in group["params"]] for group in one.param_groups] for one in self.optimizers],
             "schedulers": [type(one).__name__ for one in self.schedulers],
@@ -178,17 +184,42 @@ class Subject:
             if name in plain["modules"]:
                 module.set_extra_state(deepcopy(plain["modules"][name]))
         if position:
-            if self.set_position is not None and plain["kinds"]["position"]:
+            if self.set_position is not None and plain["kinds"]["position"] and "position" in plain:
                 self.set_position(deepcopy(plain["position"]))
-            set_random_state(plain["random"])
+            if "random" in plain:
+                set_random_state(plain["random"])
 
-    def sharding(self, plain: Mapping[str, Any]) -> dict[str, Tensor]:
-        """For each tensor of a snapshot that is spread over processes, the parameter that is spread in the same way."""
+    def held(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Of the optimizers' state in a snapshot what is kept by this process: of its parameters, or its share."""
         parameters = self.parameters()
-        found = {f"parameter/{name}": tensor for name, tensor in parameters.items() if is_sharded(tensor)}
+        found = []
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            members = set(_members(stepping(optimizer)))
+            mine = {name for name, one in parameters.items() if stepping(optimizer) is optimizer or one in members}
+            found.append({name: shape for name, shape in state.items() if name in mine or name == SHARED})
+        return found
+
+    def sharding(self, plain: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, Any]]) -> dict[str, Tensor]:
+        """For each tensor of a snapshot that is spread over processes, one that is spread in the same way.
+
+        Args:
+            plain: The snapshot's plain values.
+            sizes: Shapes and dtypes of its tensors, whole.
+        """
+        parameters = self.parameters()
+        live = {f"parameter/{name}": tensor for name, tensor in parameters.items()}
+        live |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
+        found = {name: tensor for name, tensor in live.items() if is_sharded(tensor)}
         for state in plain["state"]:
             for name, shape in state.items():
-                found |= {mark[TENSOR]: parameters[name] for mark in marks(shape) if mark.get("sharded")}
+                owner = parameters.get(name)
+                if owner is not None and is_sharded(owner):
+                    # A snapshot of one process does not say so, but moments are spread as their parameter is.
+                    found |= {
+                        mark[TENSOR]: owner
+                        for mark in marks(shape)
+                        if sizes[mark[TENSOR]][0] == owner.shape and (mark.get("sharded") or owner.dim())
+                    }
         return found
 
     # -- details ------------------------------------------------------------------------------------------------
@@ -229,7 +260,8 @@ class _Renewal:
     def _new(self, copy: Tensor, mark: Mark) -> Tensor:
         owner = self._parameters.get(self.owner or "")
         on_host = mark["device"] == "cpu"
-        if owner is not None and (mark.get("sharded") or not on_host) and dense(owner).shape == copy.shape:
+        like_owner = owner is not None and dense(owner).shape == copy.shape and (is_sharded(owner) or not on_host)
+        if owner is not None and like_owner and (copy.dim() or mark.get("sharded")):
             return torch.empty_like(owner, dtype=copy.dtype, requires_grad=False)
         device = torch.device("cpu") if on_host else owner.device if owner is not None else self._device
         return torch.empty_like(copy, device=device, pin_memory=False)
@@ -252,10 +284,24 @@ def _read_state(
     return found
 
 
+def _own_state(
+    states: Sequence[Mapping[str, Any]], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Names of state that every process may have its own of: plain tensors of a parameter that is spread over them."""
+    found = []
+    for state in states:
+        for name, shape in state.items():
+            if name == SHARED or is_sharded(parameters[name]):
+                found += [mark[TENSOR] for mark in marks(shape)
+                          if not mark.get("sharded") and (name == SHARED or tensors[mark[TENSOR]].dim())]  # fmt: skip
+    return found
+
+
 def _put_back_state(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], renew: _Renewal
 ) -> None:
     """Bring an optimizer's state back; what it has made since then goes."""
+    optimizer = stepping(optimizer)
     shared = saved.get(SHARED, {})
     kept = {parameters[name] for name in saved if name in parameters}
     for key in list(optimizer.state):

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +23,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gradvitals.act.snap_disk import Group, read_plain, read_tensors, write_files
-from gradvitals.act.snap_fit import SnapshotError, check_fit
+from gradvitals.act.snap_disk import Group, write_files
+from gradvitals.act.snap_fit import SnapshotError
+from gradvitals.act.snap_place import Place
+from gradvitals.act.snap_read import Found, cause, read_snapshot, reason
 from gradvitals.act.snap_ring import Health
 from gradvitals.act.subject import Subject
 
@@ -79,12 +81,24 @@ class Vault:
         on_problem: Called with a sentence when something cannot be written, once for each kind of problem; on the
             vault's thread. Writing is tried again with every later snapshot.
         group: The processes that write together, through a group of their own; None if there is one.
+        place: Where this process stands among them.
     """
 
-    def __init__(self, folder: Path, *, keep: int, on_problem: Callable[[str], None], group: Group = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        on_problem: Callable[[str], None],
+        group: Group = None,
+        place: Place | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self._keep, self._on_problem, self._group = keep, on_problem, group
         self._leads = group is None or dist.get_rank(group) == 0
+        rank = dist.get_rank(group) if group is not None else 0
+        self._place = Place(rank, rank) if place is None else replace(place, rank=rank)
+        self._places: list[Place] = self._all_told(self._place)
         self._lock = threading.Lock()
         self._seen_problems: set[tuple[Any, ...]] = set()
         self._kept: dict[int, Kept] = {}
@@ -125,13 +139,23 @@ class Vault:
                 self._attempt(lambda: self._set_aside(serial))
         self._do_later(self._delete_set_aside)
 
-    def read(self, serial: int, subject: Subject) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Read a snapshot into host memory and check that it fits; nothing of the subject is touched."""
+    def read(self, serial: int, subject: Subject) -> Found:
+        """Read a snapshot into host memory and check that it fits; nothing of the subject is touched.
+
+        It may have been written by another number of processes. Where one cannot read its part, none goes on.
+        """
         path = self.path(serial)
-        plain, sizes = _readable(path, lambda: read_plain(path, self._group, safe=_meta(path)["plain"] == "safe"))
-        check_fit(subject, plain, sizes, str(path))
-        sharding = subject.sharding(plain)
-        return plain, _readable(path, lambda: read_tensors(path, sizes, sharding, self._group))
+        names = {*(f"parameter/{one}" for one in subject.parameters()), *(f"buffer/{one}" for one in subject.buffers())}
+        elsewhere = set().union(*self._all_told(names)) - names
+        found = _caught(lambda: read_snapshot(path, _meta(path), subject, self._place, self._places, elsewhere))
+        errors = self._all_told(str(found) if isinstance(found, Exception) else None)
+        if isinstance(found, Exception):
+            raise found
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise SnapshotError(f"rank {rank} cannot go on: {error}")
+        assert isinstance(found, Found)
+        return found
 
     def path(self, serial: int) -> Path:
         """The folder of a snapshot."""
@@ -172,11 +196,11 @@ class Vault:
         try:
             job()
         except (Exception, CheckpointException) as error:
-            cause = _cause(error)
-            kind = (type(cause), getattr(cause, "errno", None))
+            origin = cause(error)
+            kind = (type(origin), getattr(origin, "errno", None))
             if kind not in self._seen_problems:
                 self._seen_problems.add(kind)
-                self._on_problem(f"snapshots cannot be written to {self.folder} ({_reason(cause)}); training goes on")
+                self._on_problem(f"snapshots cannot be written to {self.folder} ({reason(origin)}); training goes on")
 
     def _write(self, content: Content) -> None:
         path = self.folder / f"{WRITING}{content.serial:08d}"
@@ -184,7 +208,7 @@ class Vault:
             # Processes write together or not at all; each may have given up the snapshot at another moment.
             if self._agree(content.begin()):
                 self._raise_together(_caught(self._check_folder) if self._leads else None)
-                safe = self._agree(write_files(path, *content.load(), self._group))
+                safe = self._agree(write_files(path, *content.load(), self._place, self._group))
                 self._raise_together(_caught(lambda: self._complete(path, content, safe)) if self._leads else None)
                 self._kept = {one.serial: one for one in self._told(self.kept)}
         finally:
@@ -201,7 +225,8 @@ class Vault:
             "step": content.step,
             "health": content.health,
             "torch": str(torch.__version__),
-            "num_processes": dist.get_world_size(self._group) if self._group is not None else 1,
+            "num_processes": len(self._places),
+            "places": [place.to_json() for place in self._places],
             "plain": "safe" if safe else "pickle",
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -264,6 +289,14 @@ class Vault:
         dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
         return box[0]
 
+    def _all_told(self, value: Any) -> list[Any]:
+        """What each process says."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def _raise_together(self, error: Any) -> None:
         """Raise what the first process met with, everywhere."""
         error = self._told(error)
@@ -281,7 +314,7 @@ class Vault:
             probe.unlink()
         except OSError as error:
             raise SnapshotError(
-                f"snapshots cannot be written to {self.folder} ({_reason(error)}); expected a folder that can be "
+                f"snapshots cannot be written to {self.folder} ({reason(error)}); expected a folder that can be "
                 "made and written to"
             ) from error
         for path in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{REMOVING}*")):
@@ -296,16 +329,11 @@ class Vault:
         try:
             serial = int(path.name.removeprefix(PREFIX))
             meta = _meta(path)
-            version, step, health, processes = (meta[key] for key in ("format", "step", "health", "num_processes"))
+            version, step, health, _ = (meta[key] for key in ("format", "step", "health", "num_processes"))
         except (OSError, ValueError, KeyError) as error:
             raise SnapshotError(f"{path} is not a snapshot of gradvitals ({error}); remove it") from error
         if version != FORMAT:
             raise SnapshotError(f"{path} has format {version}; this gradvitals reads {FORMAT}")
-        here = dist.get_world_size(self._group) if self._group is not None else 1
-        if processes != here:
-            raise SnapshotError(
-                f"{path} was written by {processes} processes, this run has {here}; expected as many, or another folder"
-            )
         return Kept(serial, step, health)
 
 
@@ -313,15 +341,6 @@ def _meta(path: Path) -> dict[str, Any]:
     meta = json.loads((path / "meta.json").read_text("utf-8"))
     assert isinstance(meta, dict)
     return meta
-
-
-def _readable(path: Path, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (Exception, CheckpointException) as error:
-        raise SnapshotError(
-            f"{path} cannot be read ({_reason(_cause(error))}); remove it to go on from an older one"
-        ) from error
 
 
 def _write_down(path: Path, meta: Mapping[str, Any]) -> None:
@@ -345,20 +364,9 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The error of a process that an error of DCP reports."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    return next((failure[0] for failure in failures.values()), error)
-
-
 def _caught(call: Callable[[], Any]) -> Any:
     """What a call returns, or the error it raised."""
     try:
         return call()
     except Exception as error:
         return error
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
