@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import act, advise, diagnose, functional, optim
+    from gradvitals import act, advise, diagnose, functional, multipliers, optim
     from gradvitals.act import Guard
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor
+    from gradvitals.probe import probe
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
     from gradvitals.watching import watch
@@ -28,8 +29,10 @@ __all__ = [
     "advise",
     "diagnose",
     "functional",
+    "multipliers",
     "open_run",
     "optim",
+    "probe",
     "watch",
 ]
 
@@ -50,7 +53,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("act", "advise", "diagnose", "functional", "optim"):
+    if name in ("act", "advise", "diagnose", "functional", "multipliers", "optim", "probe"):
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

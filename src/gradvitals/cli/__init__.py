@@ -12,7 +12,7 @@ import click
 from gradvitals import __version__
 from gradvitals.errors import GradvitalsError
 
-COMMANDS = ("demo", "report", "doctor", "advise", "export", "bench", "lab")
+COMMANDS = ("demo", "report", "doctor", "advise", "probe", "export", "bench", "lab")
 """In the order a new user meets them."""
 
 

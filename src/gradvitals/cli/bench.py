@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from gradvitals.cli.bench_ranks import ranks
 from gradvitals.cli.output import json_option, print_json
 
 SHAPES = ("mlp", "cnn", "transformer", "gpt-124m", "gpt-1.3b")
+PROBE_SHAPES = SHAPES[:4]
 
 STORE_LABELS = {
     "put_ms_median": ("training thread, to hand over one step, median", "ms"),
@@ -46,6 +48,7 @@ def bench() -> None:
       gradvitals bench store --json
       gradvitals bench diagnosis
       gradvitals bench guard --device cpu
+      gradvitals bench ranks
     """
 
 
@@ -159,3 +162,52 @@ def guard(device: str, shapes: tuple[str, ...], steps: int, rounds: int, as_json
         print_json(result)
     else:
         click.echo(format_guarding(result))
+
+
+bench.add_command(ranks)
+
+
+@bench.command()
+@device_option
+@click.option(
+    "--shape",
+    "shapes",
+    type=click.Choice(PROBE_SHAPES),
+    multiple=True,
+    help="Model to examine; may be given several times. [default: all that suit the device]",
+)
+@click.option("--batches", type=click.IntRange(min=2), default=10, show_default=True, help="Batches of an examination.")
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True, help="Stretches of each kind.")
+@click.option("--peers", is_flag=True, help="Instead, gradients of single examples beside Opacus and BackPACK.")
+@json_option
+def probe(device: str, shapes: tuple[str, ...], batches: int, rounds: int, peers: bool, as_json: bool) -> None:
+    """Time and weigh `gv.probe` against bare passes and against functions that keep every gradient.
+
+    \b
+    Example:
+      gradvitals bench probe
+      gradvitals bench probe --device cuda --shape gpt-124m --json
+      gradvitals bench probe --peers
+    """
+    if peers:
+        from gradvitals.lab.probe_peers import compare_with_peers, format_peers
+
+        rows = compare_with_peers()
+        if as_json:
+            print_json(rows)
+        else:
+            click.echo(format_peers(rows))
+        return
+    from gradvitals.lab.probing import format_probing, run_probing
+
+    result = run_probing(
+        device=device,
+        shapes=shapes or None,
+        batches=batches,
+        rounds=rounds,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(format_probing(result))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from gradvitals.cli.lab_distributed import distributed
 from gradvitals.cli.lab_recovery import recovery
+from gradvitals.cli.lab_scale import scale_adaptation
 from gradvitals.cli.lab_vrgd import vrgd
 from gradvitals.cli.output import json_option, print_json
 from gradvitals.cli.progress import progress_bar
@@ -102,5 +104,5 @@ def faults(
         click.echo(format_zoo(result))
 
 
-for command in (recovery, vrgd):
+for command in (distributed, recovery, scale_adaptation, vrgd):
     lab.add_command(command)

@@ -11,6 +11,7 @@ from gradvitals.diagnose.words.loss import WORDS as LOSS
 from gradvitals.diagnose.words.precision import WORDS as PRECISION
 from gradvitals.diagnose.words.presets import WORDS as PRESETS
 from gradvitals.diagnose.words.ranks import WORDS as RANKS
+from gradvitals.diagnose.words.scale import WORDS as SCALE
 from gradvitals.diagnose.words.schedule import WORDS as SCHEDULE
 from gradvitals.diagnose.words.signal import WORDS as SIGNAL
 from gradvitals.diagnose.words.swings import WORDS as SWINGS
@@ -24,6 +25,7 @@ WORDS: dict[str, Words] = {
     **UPDATES,
     **SIGNAL,
     **BATCH,
+    **SCALE,
     **SCHEDULE,
     **CLIPPING,
     **PRECISION,

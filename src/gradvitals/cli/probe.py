@@ -1,0 +1,89 @@
+"""`gradvitals probe`: examine a model and its data, from a function that makes them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gradvitals.cli.output import console, json_option, print_json
+
+QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness")
+
+
+@click.command()
+@click.argument("factory")
+@click.option(
+    "--batches", type=click.IntRange(min=1), default=10, show_default=True, help="Batches to take gradients of."
+)
+@click.option("--lr", type=float, help="Learning rate, for thresholds and the edge of stability.")
+@click.option(
+    "--only",
+    type=click.Choice(QUESTIONS),
+    multiple=True,
+    help="Ask only this question; may be given several times. [default: all]",
+)
+@click.option(
+    "--examples", type=click.IntRange(min=2), default=256, show_default=True, help="Examples looked at singly."
+)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Move the model there. [default: where it is]"
+)
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page with pictures here.")
+@json_option
+def probe(
+    factory: str,
+    batches: int,
+    lr: float | None,
+    only: tuple[str, ...],
+    examples: int,
+    device: str | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Examine the model and the data that FACTORY makes, without training.
+
+    FACTORY is `package.module:function`, found from the current folder. The function takes no arguments and returns
+    (model, loader, loss), (model, loader, loss, optimizer), or a dict of arguments of gv.probe.
+
+    \b
+    Example:
+      gradvitals probe examples.probe_factory:factory
+      gradvitals probe examples.probe_factory:factory --lr 0.1 --html probe.html
+      gradvitals probe examples.probe_factory:factory --only samples --json | jq .samples.contrary
+    """
+    from gradvitals.probe.examination import probe as examine
+    from gradvitals.probe.factory import made_by
+
+    given: dict[str, Any] = {"n_batches": batches, "examples": examples}
+    if not sys.stderr.isatty():
+        given["progress"] = _Lines()  # where a bar would only make a mess
+    if lr is not None:
+        given["lr"] = lr
+    if only:
+        given["questions"] = [question for question in QUESTIONS if question in only]
+    found = examine(**{**made_by(factory, device), **given})
+    if html is not None:
+        found.save_html(html)
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        from gradvitals.show.probe_report import render_probe
+
+        console().print(render_probe(found.record()))
+
+
+class _Lines:
+    """A line on stderr whenever something else goes on."""
+
+    def __init__(self) -> None:
+        self.said = ""
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        kind = label.split()[0]
+        if kind != self.said:
+            self.said = kind
+            click.echo(f"{done} of {total}: {label}", err=True)

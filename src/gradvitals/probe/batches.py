@@ -1,0 +1,324 @@
+"""What a batch is: how a model is fed with it, what its target is, how many examples it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradvitals.errors import GradvitalsError
+
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+"""Names under which a batch with names keeps what is to be predicted."""
+
+INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
+"""Names of what the model is fed, the most telling first."""
+
+MODEL_NAMES = ("model", "net", "network", "module")
+
+Form = Literal["output, target", "output", "model, batch", "own"]
+"""How the loss is called; `own` is a model that gives its loss itself."""
+
+Found = TypeVar("Found")
+
+
+def form_of(loss_fn: Callable[..., Any] | None) -> Form:
+    """How a loss function wants to be called, by its signature.
+
+    Returns:
+        ``own`` for None; ``model, batch`` where the first argument is called `model`, `net`, `network` or `module`, or
+        is annotated as a module; ``output`` for a function of one argument; else ``output, target``.
+
+    Example:
+        >>> form_of(nn.MSELoss()), form_of(lambda model, batch: model(batch).mean()), form_of(None)
+        ('output, target', 'model, batch', 'own')
+    """
+    if loss_fn is None:
+        return "own"
+    if not callable(loss_fn):
+        raise GradvitalsError(
+            f"loss_fn is {loss_fn!r}; expected loss_fn(output, target), loss_fn(model, batch), or None for a model "
+            "that gives its own loss"
+        )
+    if isinstance(loss_fn, nn.Module):
+        return "output, target"
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return "output, target"
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not placed:
+        return "output, target"
+    annotation = placed[0].annotation
+    is_module = isinstance(annotation, type) and issubclass(annotation, nn.Module)
+    if placed[0].name in MODEL_NAMES or is_module or str(annotation).endswith("Module"):
+        return "model, batch"
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return "output" if len(placed) == 1 and not variadic else "output, target"
+
+
+def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
+    """The same batch with every tensor changed: tensors, mappings, tuples, named tuples, lists, dataclasses."""
+    result: Any
+    if isinstance(batch, Tensor):
+        result = change(batch)
+    elif isinstance(batch, Mapping):
+        result = {key: map_tensors(value, change) for key, value in batch.items()}
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        result = type(batch)(*(map_tensors(value, change) for value in batch))
+    elif isinstance(batch, (tuple, list)):
+        result = type(batch)(map_tensors(value, change) for value in batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [field.name for field in dataclasses.fields(batch) if field.init]
+        result = dataclasses.replace(batch, **{name: map_tensors(getattr(batch, name), change) for name in fields})
+    else:
+        result = batch
+    return result  # type: ignore[no-any-return]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found
+
+
+def named(batch: Any) -> dict[Any, Any]:
+    """The parts of a batch by name, or by place where they have none."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return dict(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, (tuple, list)):
+        return dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {0: batch}
+
+
+def target_key(batch: Any) -> Any:
+    """The name or place of the target; None where there is none, or the input is its own."""
+    parts = named(batch)
+    key = next((key for key in TARGET_KEYS if key in parts), None)
+    if key is not None:
+        return key
+    # Without names that tell, what comes last is the target, as a DataLoader of pairs has it.
+    told = [key for key, value in parts.items() if tensors_of(value)]
+    return told[-1] if not isinstance(batch, Mapping) and len(told) > 1 else None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its loss, and how a batch is read by them."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    form: Form
+    device: torch.device
+    task: str = "unknown"
+    """``classification``, ``regression``, ``language`` or ``unknown``."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether output and loss can be had one after the other."""
+        return self.form in ("output, target", "output")
+
+    def move(self, batch: Found) -> Found:
+        """The batch on the model's device."""
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def size(self, batch: Any) -> int:
+        """Number of examples: the first dimension of what the model is fed."""
+        shape = self.inputs(batch).shape
+        if not shape:
+            raise GradvitalsError(
+                f"a batch of type {type(batch).__name__} holds a tensor without dimensions; "
+                "expected examples along the first dimension"
+            )
+        return shape[0]
+
+    def take(self, batch: Found, start: int, stop: int) -> Found:
+        """The examples from `start` to `stop`; what has no dimension of examples stays as it is."""
+        size = self.size(batch)
+        return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
+
+    def inputs(self, batch: Any) -> Tensor:
+        """The first tensor the model is fed."""
+        value = named(batch)[self._input_key(batch)]
+        return value if isinstance(value, Tensor) else tensors_of(value)[0]
+
+    def with_inputs(self, batch: Any, inputs: Tensor) -> Any:
+        """The batch with that tensor replaced."""
+        old = self.inputs(batch)
+        return map_tensors(batch, lambda tensor: inputs if tensor is old else tensor)
+
+    def target(self, batch: Any) -> Any:
+        """What is to be predicted; the batch itself where it is a single tensor; None where there is none."""
+        key = target_key(batch)
+        if key is not None:
+            return named(batch)[key]
+        parts = list(named(batch).values())
+        return parts[0] if len(parts) == 1 and not isinstance(batch, Mapping) else None
+
+    def raw_output(self, batch: Any, *, with_target: bool = False) -> Any:
+        """What the model returns for a batch."""
+        key, parts = target_key(batch), named(batch)
+        fed = {name: value for name, value in parts.items() if with_target or name != key or len(parts) == 1}
+        try:
+            if isinstance(batch, Mapping):
+                accepted = _accepted(self.model, fed)
+                return self.model(**accepted) if accepted else self.model(*fed.values())
+            return self.model(*(value for value in fed.values() if tensors_of(value)))
+        except Exception as error:
+            how = ", ".join(f"{name}: {_describe(value)}" for name, value in fed.items())
+            error.add_note(f"gradvitals called the model with {how}, from a batch of type {type(batch).__name__}")
+            raise
+
+    def output(self, batch: Any) -> Tensor:
+        """The tensor of predictions or logits."""
+        return logits_of(self.raw_output(batch))
+
+    def loss_of(self, output: Any, batch: Any) -> Tensor:
+        """The loss of an output that is already there."""
+        if self.loss_fn is None or not self.splits:
+            raise GradvitalsError(
+                f"the loss is called as {self.form!r} and cannot be had from an output; "
+                "expected loss_fn(output, target) for this question"
+            )
+        # A loss of torch wants a tensor; a function of the user's knows what its model returns.
+        if not isinstance(output, Tensor) and isinstance(self.loss_fn, nn.Module):
+            output = logits_of(output)
+        if self.form == "output":
+            return checked_loss(self.loss_fn(output))
+        target = self.target(batch)
+        return checked_loss(self.loss_fn(output, batch if target is None else target))
+
+    def loss(self, batch: Any) -> Tensor:
+        """The scalar loss of a batch, with its graph."""
+        if self.form == "own":
+            return checked_loss(_own_loss(self.raw_output(batch, with_target=True)))
+        if self.form == "model, batch":
+            assert self.loss_fn is not None
+            return checked_loss(self.loss_fn(self.model, batch))
+        return self.loss_of(self.raw_output(batch), batch)
+
+    def _input_key(self, batch: Any) -> Any:
+        parts, target = named(batch), target_key(batch)
+        candidates = [key for key in INPUT_KEYS if key in parts] + [key for key in parts if key != target] + [*parts]
+        for key in candidates:
+            if tensors_of(parts[key]):
+                return key
+        raise GradvitalsError(
+            f"a batch of type {type(batch).__name__} holds no tensor ({_describe(batch)}); expected a tensor, "
+            "(inputs, target), a mapping of tensors, a named tuple or a dataclass"
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile` or DDP, which share its parameters."""
+    while True:
+        if "_orig_mod" in model._modules:  # its class is not asked for: to import the compiler takes seconds
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """The loss, if it is one number that depends on something.
+
+    Raises:
+        GradvitalsError: when it is not a tensor or has more than one element.
+    """
+    if not isinstance(loss, Tensor):
+        raise GradvitalsError(f"the loss is {_describe(loss)}; expected a tensor with one element")
+    if loss.numel() != 1:
+        raise GradvitalsError(
+            f"the loss has shape {tuple(loss.shape)}; expected one number: average it, for instance with "
+            "reduction='mean' or .mean()"
+        )
+    return loss.reshape(())
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor of predictions in whatever a model returns."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise GradvitalsError(
+        f"the model returned {_describe(output)}; expected a tensor, something with .logits, or a tuple of tensors"
+    )
+
+
+def task_of(subject: Subject, batch: Any) -> str:
+    """What is learnt, as far as one batch tells."""
+    target = subject.target(batch)
+    with torch.no_grad():
+        output = subject.output(batch)
+    if not isinstance(target, Tensor):
+        return "unknown"
+    if target.is_floating_point():
+        return "regression" if target.shape == output.shape or target.numel() == output.numel() else "unknown"
+    if output.dim() < 2 or target.dim() != output.dim() - 1:
+        return "unknown"
+    tokens = not subject.inputs(batch).is_floating_point()
+    return "language" if tokens and output.dim() >= 3 else "classification"
+
+
+def first_batches(loader: Any, n_batches: int) -> Iterator[Any]:
+    """At most so many batches of a loader, whose own generators are put back afterwards."""
+    sampler = getattr(loader, "sampler", None)
+    holders = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        if n_batches > 0:
+            for number, batch in enumerate(loader, 1):
+                yield batch
+                if number == n_batches:
+                    break
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _own_loss(output: Any) -> Any:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor) and output[0].numel() == 1:
+        return output[0]
+    raise GradvitalsError(
+        f"loss_fn is None and the model returned {_describe(output)}; expected an output with .loss (does the batch "
+        "have 'labels'?), a scalar, or a loss_fn"
+    )
+
+
+def _accepted(model: nn.Module, fed: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the model's forward has a name for; all of it where it takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return {str(name): value for name, value in fed.items()}
+    return {str(name): value for name, value in fed.items() if name in parameters}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {list(value)[:8]!r}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

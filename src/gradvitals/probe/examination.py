@@ -1,0 +1,320 @@
+"""The examination of a model: every question asked of it, and a record of the answers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradvitals.errors import ConfigError, GradvitalsError, expect
+from gradvitals.probe.activations import Activations
+from gradvitals.probe.batches import Subject, first_batches, form_of, task_of, unwrapped
+from gradvitals.probe.gradients import Gradients, trainable
+from gradvitals.probe.landscape import landscape_record
+from gradvitals.probe.layers import layers_record, planned_update
+from gradvitals.probe.names import Names, names_of
+from gradvitals.probe.robustness import examine_robustness
+from gradvitals.probe.saliency import examine_saliency
+from gradvitals.probe.samples import samples_record
+from gradvitals.probe.signal import signal_record
+from gradvitals.probe.streaming import Stream
+from gradvitals.probe.telling import Telling, telling
+from gradvitals.probe.untouched import untouched
+from gradvitals.probe.verdict import verdicts
+from gradvitals.types import json_ready
+
+QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness")
+"""In the order they are asked."""
+
+Answer = dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What an examination found. Every field is plain: numbers, strings, lists and dicts.
+
+    A question that was not asked, or could not be answered, is None; `notes` says why. docs/probe.md has every field.
+    """
+
+    about: dict[str, Any]
+    """The model, the data and how they were looked at."""
+    verdict: list[dict[str, Any]]
+    """What it means, the worst first."""
+    notes: list[str]
+    """What was not as asked."""
+    signal: Answer = None
+    layers: Answer = None
+    samples: Answer = None
+    landscape: Answer = None
+    saliency: Answer = None
+    robustness: Answer = None
+
+    def record(self) -> dict[str, Any]:
+        """All fields as one dict."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for strict JSON: numbers that it cannot hold become 'nan', 'inf' and '-inf'."""
+        ready: dict[str, Any] = json_ready(self.record())
+        return ready
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write one page with everything in it, which needs no network.
+
+        Returns:
+            Where it was written.
+        """
+        from gradvitals.show.probe_page import probe_page
+
+        target = Path(path)
+        target.write_text(probe_page(self.record()), encoding="utf-8")
+        return target
+
+    def __str__(self) -> str:
+        """The tables of the terminal, without colours."""
+        from gradvitals.show.probe_report import probe_text
+
+        return probe_text(self.record())
+
+
+def probe(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_fn: Callable[..., Any] | None = None,
+    n_batches: int = 10,
+    *,
+    lr: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    questions: Sequence[str] | str = QUESTIONS,
+    device: str | torch.device | None = None,
+    examples: int = 256,
+    memory_mb: int = 512,
+    names: Names | None = None,
+    progress: Callable[[int, int, str], object] | bool = True,
+) -> Probe:
+    """Examine a model and its data: before, between or after training.
+
+    The model is left exactly as it was: parameters, gradients, running statistics, random numbers, flags, hooks. It is
+    looked at in the mode it is in; call `model.eval()` before, to look at it without dropout.
+
+    Args:
+        model: The model; one inside `torch.compile` or DDP is looked at as it is inside.
+        loader: A DataLoader, or anything that gives batches: a tensor, (inputs, target), a mapping of tensors, a named
+            tuple, a dataclass. An iterator is used up as far as it was read.
+        loss_fn: ``loss_fn(output, target)``; ``loss_fn(model, batch)`` where its first argument is called `model`; None
+            where the model gives its loss itself, as those of Hugging Face do.
+        n_batches: Batches to take gradients of; GSNR is better known with more.
+        lr: Learning rate, for thresholds and the size of a step. Taken from the optimizer where that is given.
+        optimizer: To see the step it would make; the step is made by a copy.
+        questions: Which to ask: ``signal``, ``layers``, ``samples``, ``landscape``, ``saliency``, ``robustness``.
+        device: Where batches are moved to; the model has to be there already. By default the model's.
+        examples: Examples whose own gradients are looked at.
+        memory_mb: Megabytes that the gradients of single examples may take at once.
+        names: What features, classes and tokens are called, for saliency; by default what model and loader tell.
+        progress: True for a bar where stderr is a terminal, False for none, or a function that is called with how much
+            is done, how much there is, and what is going on.
+
+    Returns:
+        The answers.
+
+    Raises:
+        ConfigError: when a setting is out of range.
+        GradvitalsError: when there is no batch, a batch holds no tensor, or the loss is not one number.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> _ = torch.manual_seed(0)
+        >>> data = TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+        >>> found = probe(nn.Linear(3, 1), DataLoader(data, 8), nn.MSELoss(), questions="signal", progress=False)
+        >>> found.about["batches"], [row["name"] for row in found.signal["tensors"]]
+        (8, ['weight', 'bias'])
+    """
+    asked = [questions] if isinstance(questions, str) else list(questions)
+    unknown = [question for question in asked if question not in QUESTIONS]
+    expect(bool(asked) and not unknown, "questions", questions, f"some of {', '.join(QUESTIONS)}")
+    expect(isinstance(n_batches, int) and n_batches >= 1, "n_batches", n_batches, "a whole number of 1 or above")
+    expect(isinstance(examples, int) and examples >= 2, "examples", examples, "a whole number of 2 or above")
+    expect(memory_mb > 0, "memory_mb", memory_mb, "a positive number of megabytes")
+    if lr is None and optimizer is not None:
+        lr = float(optimizer.param_groups[0]["lr"])
+    expect(lr is None or (lr > 0 and math.isfinite(lr)), "lr", lr, "a positive learning rate, or None")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigError(f"loader is {type(loader).__name__}; expected a DataLoader or another iterable of batches")
+    model = unwrapped(model)
+    parameters = trainable(model)
+    subject = Subject(model, loss_fn, form_of(loss_fn), _place(next(iter(parameters.values())).device, device))
+    steps = n_batches + len(asked)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        untouched(model),
+        telling(progress, steps) as tell,
+    ):
+        examination = _Examination(subject, parameters, asked, lr, optimizer, tell, names)
+        return examination.run(loader, n_batches, examples, memory_mb)
+
+
+class _Examination:
+    def __init__(
+        self,
+        subject: Subject,
+        parameters: dict[str, nn.Parameter],
+        asked: list[str],
+        lr: float | None,
+        optimizer: torch.optim.Optimizer | None,
+        tell: Telling,
+        names: Names | None,
+    ) -> None:
+        self.subject, self.parameters, self.asked = subject, parameters, asked
+        self.lr, self.optimizer, self.tell, self.names = lr, optimizer, tell, names
+        self.notes: list[str] = []
+        self.losses: list[float] = []
+        self.sizes: list[int] = []
+        self.kept: list[Any] = []
+        """The first batches, for questions that look at examples."""
+        self.activations = Activations(subject.model)
+
+    def run(self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int) -> Probe:
+        """Ask everything."""
+        started = time.perf_counter()
+        stream = Stream(list(self.parameters.values()), n_batches)
+        self._stream(loader, n_batches, examples, stream)
+        first = self.subject.move(self.kept[0])
+        self.subject = replace(self.subject, task=self._task(first))
+        size = round(statistics.median(self.sizes))
+        dataset = getattr(loader, "dataset", None)
+        train_size = len(dataset) if isinstance(dataset, Sized) else None
+        ways: dict[str, Callable[[], Any]] = {
+            "signal": lambda: signal_record(list(self.parameters), stream, size, self.lr),
+            "layers": lambda: self._layers(stream),
+            "samples": lambda: samples_record(
+                self.subject,
+                self.parameters,
+                self.kept,
+                most=examples,
+                memory_limit=memory_mb << 20,
+                train_size=train_size,
+                tick=self.tell.say,
+            ),
+            "landscape": lambda: landscape_record(
+                self.subject,
+                list(self.parameters.values()),
+                first,
+                lr=self.lr,
+                optimizer=self.optimizer,
+                tick=self.tell.say,
+            ),
+            "saliency": lambda: examine_saliency(
+                self.subject, first, tick=self.tell.say, names=self.names or names_of(self.subject.model, loader)
+            ),
+            "robustness": lambda: examine_robustness(self.subject, first, tick=self.tell.say),
+        }
+        answers = {question: self._answer(question, ways[question]) for question in QUESTIONS if question in self.asked}
+        about = self._about(n_batches, size, train_size, [q for q in answers if answers[q] is not None])
+        about["seconds"] = time.perf_counter() - started
+        found = verdicts({"about": about, **answers})
+        return Probe(about=about, verdict=found, notes=self.notes, **answers)
+
+    def _stream(self, loader: Iterable[Any], n_batches: int, examples: int, stream: Stream) -> None:
+        """One pass over the batches."""
+        wants_gradients = bool({"signal", "layers"} & set(self.asked))
+        watch = self.activations.watching if "layers" in self.asked else nullcontext
+        gradients = Gradients(list(self.parameters.values()))
+        for number, raw in enumerate(first_batches(loader, n_batches), 1):
+            batch = self.subject.move(raw)
+            if sum(self.sizes) < examples:
+                self.kept.append(raw)
+            self.sizes.append(self.subject.size(batch))
+            with watch(), torch.set_grad_enabled(wants_gradients):
+                loss = self.subject.loss(batch)
+            if wants_gradients:
+                stream.add(gradients(loss))
+            self.losses.append(float(loss.detach()))
+            self.tell.step(f"batch {number}")
+        self._note_on_batches(n_batches)
+
+    def _note_on_batches(self, n_batches: int) -> None:
+        found = len(self.losses)
+        if not found:
+            raise GradvitalsError("the loader gave no batch; expected at least one: is it an iterator already used up?")
+        if found < n_batches:
+            self.notes.append(f"{found} of {n_batches} batches: the loader had no more")
+        if found == 1:
+            self.notes.append("one batch has no spread: GSNR needs two or more, and is better known with ten")
+        if len(set(self.sizes)) > 1:
+            self.notes.append(
+                f"batches have {min(self.sizes)} to {max(self.sizes)} examples and weigh the same; "
+                "GSNR stands for the median size"
+            )
+
+    def _task(self, batch: Any) -> str:
+        try:
+            with untouched(self.subject.model):
+                return task_of(self.subject, batch)
+        except Exception:  # what the model returns is its own affair; only some questions need to know
+            return "unknown"
+
+    def _answer(self, question: str, way: Callable[[], Any]) -> Any:
+        """One answer; what goes wrong in one question is a note, and the others are still answered."""
+        try:
+            # Each begins with the model as it was given.
+            with untouched(self.subject.model):
+                answer = way()
+        except Exception as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            self.notes.append(f"{question}: no answer: {text[:300]}")
+            answer = None
+        self.tell.step(question)
+        if isinstance(answer, tuple):
+            answer, notes = answer
+            self.notes += notes
+        return answer
+
+    def _layers(self, stream: Stream) -> dict[str, Any]:
+        updates = None
+        if self.optimizer is not None:
+            try:
+                updates = planned_update(self.optimizer, list(self.parameters.values()), stream.mean)
+            except Exception as error:
+                self.notes.append(f"layers: the optimizer's step could not be made on a copy: {error}")
+        return layers_record(self.parameters, stream.mean, updates, self.lr, self.activations.records())
+
+    def _about(self, asked: int, size: int, train_size: int | None, answered: list[str]) -> dict[str, Any]:
+        flags = {module.training for module in self.subject.model.modules()}
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return {
+            "model": type(self.subject.model).__name__,
+            "num_parameters": sum(p.numel() for p in self.parameters.values()),
+            "num_tensors": len(self.parameters),
+            "task": self.subject.task,
+            "device": str(self.subject.device),
+            "mode": "mixed" if len(flags) > 1 else "train" if True in flags else "eval",
+            "lr": self.lr,
+            "optimizer": type(self.optimizer).__name__ if self.optimizer is not None else None,
+            "batches": len(self.losses),
+            "batches_asked": asked,
+            "batch_size": size,
+            "examples": sum(self.sizes),
+            "train_size": train_size,
+            "loss": statistics.fmean(finite) if finite else math.nan,
+            "losses": self.losses,
+            "questions": answered,
+        }
+
+
+def _place(home: torch.device, wanted: str | torch.device | None) -> torch.device:
+    """Where batches go."""
+    if wanted is None:
+        return home
+    place = torch.device(wanted)
+    if place.type != home.type or (place.index is not None and place.index != (home.index or 0)):
+        raise ConfigError(f"device is {place} and the model is on {home}; expected the same: call model.to('{place}')")
+    return home

@@ -1,0 +1,68 @@
+"""The model and the data of `gradvitals probe`, from a function named as text."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradvitals.errors import GradvitalsError
+
+PLACES = ("model", "loader", "loss_fn", "optimizer")
+WANTED = "(model, loader, loss), (model, loader, loss, optimizer) or a dict of arguments of gv.probe"
+
+
+def made_by(path: str, device: str | None = None) -> dict[str, Any]:
+    """What the function returns, as arguments of `probe`.
+
+    Args:
+        path: ``package.module:function``; modules are looked for in the current folder too.
+        device: ``cpu``, ``cuda`` or ``auto`` to move the model there.
+
+    Raises:
+        GradvitalsError: when there is no such function, or it returns something else.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise GradvitalsError(f"the factory is {path!r}; expected package.module:function, e.g. train:make_probe")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise GradvitalsError(
+            f"there is no module {error.name!r} to import {path!r} from; expected it in {here} or installed"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise GradvitalsError(f"{module_name} has no function {name!r}; expected one that returns {WANTED}")
+    arguments = _arguments(path, function())
+    if device is not None:
+        arguments["model"].to(_device(device))
+    return arguments
+
+
+def _arguments(path: str, made: Any) -> dict[str, Any]:
+    if isinstance(made, Mapping):
+        arguments = {str(key): value for key, value in made.items()}
+    elif isinstance(made, (tuple, list)) and 2 <= len(made) <= len(PLACES):
+        arguments = dict(zip(PLACES, made, strict=False))
+    else:
+        raise GradvitalsError(f"{path} returned {type(made).__name__}; expected {WANTED}")
+    if not isinstance(arguments.get("model"), nn.Module) or "loader" not in arguments:
+        got = type(arguments.get("model")).__name__
+        raise GradvitalsError(f"{path} returned a model of type {got}; expected {WANTED}, with a torch.nn.Module first")
+    return arguments
+
+
+def _device(name: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")
+    return ("cuda" if has_gpu else "cpu") if name == "auto" else name

@@ -1,0 +1,227 @@
+r"""Question "landscape": the loss on the line of the next step, and how sharp it is there.
+
+Gradient descent with learning rate :math:`\eta` is stable while the largest eigenvalue of the Hessian is below
+:math:`2/\eta`: the edge of stability. Reference: Cohen et al., "Gradient descent on neural networks typically occurs at
+the edge of stability", ICLR 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradvitals.probe.batches import Subject
+from gradvitals.probe.gradients import gradients
+from gradvitals.probe.layers import planned_update
+from gradvitals.probe.untouched import same_randomness
+
+FACTORS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""Places on the line, in units of the learning rate."""
+
+MOST_ITERATIONS = 50
+TOLERANCE = 1e-3
+RESIDUAL = 0.1
+"""An eigenvalue has settled when it moves by less than the one, and the residual is less than the other, of it."""
+
+DIFFERENCE = 1e-2
+"""Length of a step for differences, over the norm of the parameters."""
+
+Vector = list[Tensor]
+
+
+class Curvature:
+    """Products of the Hessian of one batch's loss with vectors: by double backward, or by differences."""
+
+    def __init__(self, subject: Subject, parameters: Sequence[nn.Parameter], batch: Any) -> None:
+        self.subject, self.parameters, self.batch = subject, list(parameters), batch
+        self.method = "double backward"
+        self._graph: list[tuple[Tensor, int]] | None = None
+
+    def loss(self) -> float:
+        """At the parameters as they are."""
+        with torch.no_grad(), same_randomness():
+            return float(self.subject.loss(self.batch))
+
+    def gradient(self) -> Vector:
+        """At the parameters as they are."""
+        with same_randomness():
+            loss = self.subject.loss(self.batch)
+        return _whole(gradients(loss, self.parameters), self.parameters)
+
+    def forget(self) -> None:
+        """Let go of the graph, which is large."""
+        self._graph = None
+
+    def times(self, vector: Vector) -> Vector:
+        """The Hessian times a vector."""
+        if self.method == "double backward":
+            try:
+                return self.by_double_backward(vector)
+            except (RuntimeError, NotImplementedError):  # an operation without a second derivative
+                self.method, self._graph = "differences", None
+        return self.by_differences(vector)
+
+    def by_double_backward(self, vector: Vector) -> Vector:
+        """Exactly, where every operation has a second derivative."""
+        if self._graph is None:
+            # The fused kernels of attention have no second derivative.
+            with same_randomness(), sdpa_kernel(SDPBackend.MATH):
+                loss = self.subject.loss(self.batch)
+                found = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
+            if any(g is not None and not g.requires_grad for g in found):
+                # Either the loss is linear here, or an operation hides its second derivative: autograd cannot tell.
+                raise NotImplementedError
+            self._graph = [(g, place) for place, g in enumerate(found) if g is not None]
+        outputs = [g for g, _ in self._graph]
+        product = torch.autograd.grad(
+            outputs, self.parameters, [vector[place] for _, place in self._graph], retain_graph=True, allow_unused=True
+        )
+        return [p.detach() for p in _whole(product, self.parameters)]
+
+    def by_differences(self, vector: Vector) -> Vector:
+        """Approximately, from the gradients a little ahead and a little behind."""
+        scale = DIFFERENCE * max(_norm([p.detach() for p in self.parameters]), 1.0) / max(_norm(vector), 1e-30)
+        sides = []
+        for sign in (1.0, -1.0):
+            with moved(self.parameters, vector, sign * scale):
+                sides.append(self.gradient())
+        return [(ahead - behind) / (2 * scale) for ahead, behind in zip(*sides, strict=True)]
+
+
+def top_eigenvalue(curvature: Curvature, tick: Callable[[str], object] = lambda label: None) -> tuple[float, int, bool]:
+    r"""Largest eigenvalue of the Hessian by power iteration.
+
+    .. math:: v \leftarrow Hv / \|Hv\|, \qquad \lambda = v'Hv
+
+    This finds the eigenvalue of the largest size. Where that one is negative, a second run on
+    :math:`H + |\lambda| I`, whose eigenvalues are all positive, finds the largest.
+
+    Returns:
+        The eigenvalue, the number of products it took, and whether it had settled.
+    """
+    value, count, settled = _power(curvature, 0.0, MOST_ITERATIONS, tick)
+    if value < 0:
+        # Shifted eigenvalues lie close together, which takes longer.
+        value, more, settled = _power(curvature, -value, 2 * MOST_ITERATIONS, tick)
+        count += more
+    return value, count, settled
+
+
+def _power(curvature: Curvature, shift: float, most: int, tick: Callable[[str], object]) -> tuple[float, int, bool]:
+    """Of the Hessian, from a power iteration on the Hessian plus `shift`: eigenvalue, products, settled."""
+    generator = torch.Generator().manual_seed(0)
+    vector = _unit([torch.randn(p.shape, generator=generator).to(p) for p in curvature.parameters])
+    value = math.nan
+    for iteration in range(1, most + 1):
+        product = curvature.times(vector)
+        before, value = value, _dot(vector, product)
+        tick("sharpness")
+        # How far the vector is from an eigenvector: a value that hardly moves may only be moving slowly.
+        rest = _norm([h - value * v for h, v in zip(product, vector, strict=True)])
+        if abs(value - before) <= TOLERANCE * abs(value) and rest <= RESIDUAL * abs(value):
+            return value, iteration, True
+        shifted = [h + shift * v for h, v in zip(product, vector, strict=True)] if shift else product
+        length = _norm(shifted)
+        if length == 0 or not math.isfinite(length):
+            return value, iteration, length == 0
+        vector = [p / length for p in shifted]
+    return value, most, False
+
+
+def landscape_record(
+    subject: Subject,
+    parameters: Sequence[nn.Parameter],
+    batch: Any,
+    *,
+    lr: float | None,
+    optimizer: torch.optim.Optimizer | None,
+    tick: Callable[[str], object] = lambda label: None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The answer as a plain record, and notes on what was not as asked.
+
+    Args:
+        subject: The model and its loss.
+        parameters: Those that are trained.
+        batch: The batch whose loss is followed, on the model's device.
+        lr: Learning rate.
+        optimizer: Where given, the line is that of its next step; else that of plain gradient descent.
+        tick: Called after each product with the Hessian.
+    """
+    notes: list[str] = []
+    curvature = Curvature(subject, parameters, batch)
+    grad = curvature.gradient()
+    direction, name = [-g for g in grad], "gradient"
+    unit = lr
+    if optimizer is not None:
+        try:
+            # The change for a whole step, so that the factor 1 is what the optimizer would do.
+            direction, name, unit = planned_update(optimizer, parameters, grad), "update", 1.0
+        except Exception as error:
+            notes.append(f"landscape: the optimizer's step could not be made on a copy ({error}); took the gradient's")
+    length = _norm(direction)
+    bend = _dot(direction, curvature.times(direction)) / length**2 if length > 0 else math.nan
+    value, iterations, settled = top_eigenvalue(curvature, tick)
+    curvature.forget()
+    if unit is None:
+        unit = 1 / abs(bend) if bend and math.isfinite(bend) else 1.0
+    steps = [factor * unit for factor in FACTORS]
+    losses = []
+    for step in steps:
+        with moved(parameters, direction, step):
+            losses.append(curvature.loss())
+        tick("line")
+    finite = [(loss, step) for loss, step in zip(losses, steps, strict=True) if math.isfinite(loss)]
+    edge = 2 / value if value > 0 else math.inf
+    record = {
+        "direction": name,
+        "lr": lr,
+        "line": {"factor": list(FACTORS), "step": steps, "loss": losses},
+        "unit": unit,
+        "best_step": min(finite)[1] if finite else math.nan,
+        "curvature": bend,
+        "slope": _dot(grad, direction) / length if length > 0 else math.nan,
+        "top_eigenvalue": value,
+        "iterations": iterations,
+        "converged": settled,
+        "method": curvature.method,
+        "edge": edge,
+        "sharpness_limit": 2 / lr if lr else None,
+        "lr_over_edge": lr / edge if lr else None,
+    }
+    return record, notes
+
+
+@contextmanager
+def moved(parameters: Sequence[nn.Parameter], direction: Vector, step: float) -> Iterator[None]:
+    """Inside, the parameters are `step` further along a direction, as other tensors: nothing is overwritten."""
+    home = [p.data for p in parameters]
+    try:
+        for p, d in zip(parameters, direction, strict=True):
+            p.data = p.data + step * d.to(p.dtype)
+        yield
+    finally:
+        for p, data in zip(parameters, home, strict=True):
+            p.data = data
+
+
+def _whole(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Vector:
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+
+
+def _dot(left: Vector, right: Vector) -> float:
+    return sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
+
+
+def _norm(vector: Vector) -> float:
+    return math.sqrt(_dot(vector, vector))
+
+
+def _unit(vector: Vector) -> Vector:
+    length = _norm(vector)
+    return [v / length for v in vector]

@@ -1,0 +1,373 @@
+"""How sensitive and how robust: what a change of the data of a given size does to loss and accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.errors import expect
+from gradvitals.probe.attribution import IGNORED, predicts_own_tokens
+from gradvitals.probe.perturb import Opening, Outcome, Sample, Where, at_rest
+
+if TYPE_CHECKING:
+    from gradvitals.probe.batches import Subject
+
+SIZES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Sizes of the change that are tried, in standard deviations of the data."""
+MOST_EXAMPLES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robustness:
+    """Loss and accuracy against the size of a change of the data."""
+
+    where: str
+    """`inputs`, or `embeddings` for data made of tokens."""
+    place: str
+    """Name of the argument or of the embedding."""
+    examples: int
+    scale: float
+    """Standard deviation of the data over the batch: the unit of `relative`."""
+    relative: list[float]
+    """Sizes in standard deviations of the data, from 0."""
+    sizes: list[float]
+    """The same as the data have it: no value moves by more than this (maximum norm)."""
+    curves: dict[str, dict[str, list[float]]]
+    """By kind (`noise`, `fgsm`, `pgd`): `loss` and `accuracy` at each size; accuracy is nan where there are no
+    classes."""
+    slope: float
+    """Sum of the absolute gradient of the loss: how fast FGSM raises the loss with `sizes`, at first."""
+    lipschitz: dict[str, float]
+    """Local Lipschitz constant of the output, over examples: `median`, `largest`; and of the loss of one example,
+    taken as its part of a mean over the batch: `loss`, the median norm of its gradient."""
+    half_at: dict[str, float]
+    """By kind, the size in standard deviations at which accuracy has lost half of what it was; nan where it did not."""
+    verdict: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """The record as nested dicts and lists."""
+        return asdict(self)
+
+
+def examine_robustness(
+    subject: Subject, batch: Any, *, tick: Callable[[str], object] = lambda words: None
+) -> dict[str, Any]:
+    """Robustness on one batch's first examples, as the plain record that `gv.probe` keeps.
+
+    Args:
+        subject: the model and how its batches are read.
+        batch: one batch, on the model's device.
+        tick: told what is being done.
+
+    Returns:
+        The fields of `Robustness`.
+    """
+    some = subject.take(batch, 0, MOST_EXAMPLES) if subject.size(batch) > MOST_EXAMPLES else batch
+    target = subject.target(some)
+    known = target if isinstance(target, Tensor) else None
+    return robustness(subject.model, Sample(loss=lambda: subject.loss(some), target=known), tick=tick).record()
+
+
+def robustness(
+    model: nn.Module,
+    sample: Sample,
+    *,
+    where: Where = "auto",
+    relative: Sequence[float] = SIZES,
+    steps: int = 7,
+    draws: int = 3,
+    iterations: int = 8,
+    bounds: tuple[float, float] | None = None,
+    seed: int = 0,
+    tick: Callable[[str], object] = lambda words: None,
+) -> Robustness:
+    r"""Loss and accuracy under changes of the data of growing size, by chance and by intent.
+
+    All three kinds move values by up to :math:`\epsilon`, so that they can be compared; they differ in the direction
+    alone:
+
+    - noise: :math:`x + \epsilon s`, s random signs; the mean over `draws`.
+    - fgsm (Goodfellow et al. 2015): :math:`x + \epsilon \, \mathrm{sign} \nabla_x L`, the worst change of a loss
+      that is linear.
+    - pgd (Madry et al. 2018): `steps` such steps of :math:`2.5 \epsilon / \mathrm{steps}`, each brought back to
+      within :math:`\epsilon` of x, from the FGSM point; the highest loss met, which is therefore never below FGSM's.
+
+    For a loss that is linear in x, both attacks raise it by exactly :math:`\epsilon \|\nabla_x L\|_1`. The loss is
+    the batch's own, with examples that do not depend on each other (the model is asked in eval mode, and left as it
+    was).
+
+    Args:
+        model: any module.
+        sample: a batch as its loss and its targets.
+        where: which data to change; see `perturb.Opening`.
+        relative: sizes to try, in standard deviations of the data.
+        steps: of PGD.
+        draws: of noise.
+        iterations: of the power iteration behind the Lipschitz constant.
+        bounds: lowest and highest value that data can have, where they have such; changed data are brought back within.
+        seed: of the noise; the global random numbers are not touched.
+        tick: told what is being done.
+
+    Returns:
+        The record.
+
+    Raises:
+        CannotPerturb: where the data have no gradient; the message says why.
+    """
+    expect(len(relative) > 0 and all(size > 0 for size in relative), "relative", relative, "sizes above 0")
+    expect(steps >= 1, "steps", steps, "1 or more steps of PGD")
+    expect(draws >= 1, "draws", draws, "1 or more draws of noise")
+    expect(bounds is None or bounds[0] < bounds[1], "bounds", bounds, "the lowest and the highest value, in this order")
+    with at_rest(model):
+        opening = Opening(model, sample, where)
+        x = opening.values
+        scale = float(x.double().std()) if x.numel() > 1 else 0.0
+        scale = scale or float(x.double().abs().mean()) or 1.0
+        grad, clean = opening.gradient(x)
+        ladder = [0.0, *sorted(relative)]
+        generator = torch.Generator().manual_seed(seed)
+        judge = _Judge(opening, sample.target)
+        start = judge(clean)
+        curves: dict[str, list[tuple[float, float]]] = {"noise": [start], "fgsm": [start], "pgd": [start]}
+        for size in ladder[1:]:
+            tick(f"robustness: size {size:g}")
+            within = Ball(x, size * scale, bounds)
+            curves["noise"].append(
+                _mean([judge.at(within(noise)) for noise in _signs(x, size * scale, draws, generator)])
+            )
+            first = within(x + size * scale * grad.sign())
+            fgsm, worst = pgd(opening, first, within, steps)
+            curves["fgsm"].append(judge(fgsm))
+            curves["pgd"].append(judge(worst))
+        tick("robustness: Lipschitz constant")
+        constants = lipschitz(opening, iterations, generator)
+    count = len(x)
+    named = {
+        kind: {"loss": [a for a, _ in points], "accuracy": [b for _, b in points]} for kind, points in curves.items()
+    }
+    slope = float(grad.double().abs().sum())
+    half_at = {kind: _half_at(ladder, curve["accuracy"]) for kind, curve in named.items()}
+    of_loss = float((grad.double() * count).reshape(count, -1).norm(dim=1).median()) if count else math.nan
+    return Robustness(
+        where=opening.kind,
+        place=opening.name,
+        examples=count,
+        scale=scale,
+        relative=ladder,
+        sizes=[size * scale for size in ladder],
+        curves=named,
+        slope=slope,
+        lipschitz={"median": _median(constants), "largest": max(constants, default=math.nan), "loss": of_loss},
+        half_at=half_at,
+        verdict=_verdict(ladder, named, half_at),
+    )
+
+
+def pgd(opening: Opening, first: Tensor, within: Ball, steps: int) -> tuple[Outcome, Outcome]:
+    """Projected gradient ascent on the loss.
+
+    Args:
+        opening: where the data enter.
+        first: where to start.
+        within: the data that may be tried.
+        steps: how many.
+
+    Returns:
+        The outcome at the start, and the one with the highest loss met.
+    """
+    radius = within.radius
+    point, start, worst = first, None, None
+    for _ in range(steps):
+        grad, outcome = opening.gradient(point)
+        start = start or outcome
+        worst = outcome if worst is None or bool(outcome.loss > worst.loss) else worst
+        point = within(point + 2.5 * radius / steps * grad.sign())
+    with torch.no_grad():
+        last = opening.run(point)
+    assert start is not None
+    assert worst is not None
+    return start, last if bool(last.loss > worst.loss) else worst
+
+
+def lipschitz(opening: Opening, iterations: int, generator: torch.Generator) -> list[float]:
+    r"""Local Lipschitz constant of the output at each example: the largest singular value of its Jacobian J.
+
+    .. math:: \sigma = \max_{\|v\|=1} \|J^\top v\|
+
+    Power iteration: u = J'v by backward, then v = Ju by a difference of two forward passes. Only the direction v
+    comes from the difference; the value is an exact norm of J'v, so it is never too large, whatever the rounding.
+
+    Args:
+        opening: where the data enter.
+        iterations: how often.
+        generator: for the direction to start with.
+
+    Returns:
+        One number an example; none where the model's output is not one row an example.
+    """
+    x = opening.values
+    with torch.no_grad():
+        base = opening.run(x).output
+    if base is None or not len(x) or base.ndim == 0 or base.numel() % len(x) or len(base) % len(x):
+        return []
+    rows = len(x)
+    v = _unit(torch.randn(rows, base.numel() // rows, generator=generator).to(base))
+    best = torch.zeros(rows, dtype=torch.float64, device=x.device)
+    reach = math.sqrt(torch.finfo(x.dtype).eps) * x.reshape(rows, -1).norm(dim=1, keepdim=True).clamp_min(1e-3)
+    for _ in range(max(1, iterations)):
+        u, outcome = opening.gradient(x, partial(_along, v))
+        best = torch.maximum(best, u.reshape(rows, -1).double().norm(dim=1))
+        with torch.no_grad():
+            ahead = opening.run((x.reshape(rows, -1) + reach * _unit(u.reshape(rows, -1))).reshape(x.shape))
+        v = _unit((_flat(ahead, rows) - _flat(outcome, rows)) / reach)
+    return [float(value) for value in best]
+
+
+def accuracy(output: Tensor | None, target: Tensor | None, tokens: Tensor | None = None) -> float:
+    """Share of right answers; nan where answers are not of a kind that is right or wrong.
+
+    Classes are the highest score along the last axis (or the second, as torch's cross entropy has it); a target of
+    -100 does not count. Where the targets are the model's own tokens, it predicts the next one, as language models
+    do that shift their labels themselves. One output an example with targets 0 and 1 is a yes-or-no question: yes is
+    above 0, or above one half where all outputs are probabilities.
+
+    Args:
+        output: of the model.
+        target: what it should be.
+        tokens: the tokens the model was called with.
+
+    Returns:
+        A number from 0 to 1, or nan.
+
+    Example:
+        >>> accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1]))
+        0.5
+    """
+    if output is None or target is None:
+        return math.nan
+    target = target.to(output.device)
+    if target.shape == output.shape or target.numel() == output.numel():
+        if not bool(((target == 0) | (target == 1)).all()):
+            return math.nan
+        if (
+            output.ndim == 2
+            and output.shape[1] > 1
+            and target.shape == output.shape
+            and bool((target.sum(1) == 1).all())
+        ):
+            return float((output.argmax(1) == target.argmax(1)).double().mean())
+        middle = 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0
+        return float(((output.reshape(-1) > middle) == (target.reshape(-1) > 0.5)).double().mean())
+    if target.is_floating_point() or output.ndim < 2:
+        return math.nan
+    if output.shape[:-1].numel() == target.numel():
+        answer = output.argmax(-1).reshape(target.shape)
+    elif output.shape[:1] + output.shape[2:] == target.shape:
+        answer = output.argmax(1)
+    else:
+        return math.nan
+    if predicts_own_tokens(target, tokens):
+        answer, target = answer[:, :-1], target[:, 1:]
+    counted = target != IGNORED
+    return float((answer == target)[counted].double().mean()) if bool(counted.any()) else math.nan
+
+
+class _Judge:
+    """Loss and accuracy of an outcome."""
+
+    def __init__(self, opening: Opening, target: Tensor | None) -> None:
+        self._opening = opening
+        self._target = target
+
+    def __call__(self, outcome: Outcome) -> tuple[float, float]:
+        return float(outcome.loss), accuracy(outcome.output, self._target, self._opening.ids)
+
+    def at(self, values: Tensor) -> tuple[float, float]:
+        with torch.no_grad():
+            return self(self._opening.run(values))
+
+
+class Ball:
+    """Brings values back to within a radius of where they were, in the maximum norm, and within bounds."""
+
+    def __init__(self, center: Tensor, radius: float, bounds: tuple[float, float] | None) -> None:
+        self.center = center
+        self.radius = radius
+        self.bounds = bounds
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The values, each moved to the nearest one that is allowed."""
+        inside = torch.minimum(torch.maximum(values, self.center - self.radius), self.center + self.radius)
+        return inside if self.bounds is None else inside.clamp(*self.bounds)
+
+
+def _signs(x: Tensor, size: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    for _ in range(draws):
+        signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+        yield x + size * signs.to(x)
+
+
+def _along(direction: Tensor, outcome: Outcome) -> Tensor:
+    return _flat(outcome, len(direction)) * direction
+
+
+def _flat(outcome: Outcome, rows: int) -> Tensor:
+    assert outcome.output is not None
+    return outcome.output.reshape(rows, -1)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows, dim=1, eps=torch.finfo(rows.dtype).tiny)
+
+
+def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(a for a, _ in points) / len(points), sum(b for _, b in points) / len(points)
+
+
+def _median(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).median()) if values else math.nan
+
+
+def _half_at(sizes: list[float], accuracies: list[float]) -> float:
+    """Where the curve first crosses half of its start, by straight lines between its points; nan if it never does."""
+    half = accuracies[0] / 2
+    for at in range(1, len(sizes)):
+        before, after = accuracies[at - 1], accuracies[at]
+        if after <= half < before:
+            return sizes[at - 1] + (sizes[at] - sizes[at - 1]) * (before - half) / (before - after)
+    return math.nan
+
+
+def _verdict(
+    sizes: list[float], curves: dict[str, dict[str, list[float]]], half_at: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Words where a change that could go unnoticed takes half of the accuracy, by intent or even by chance."""
+    clean = curves["noise"]["accuracy"][0]
+
+    def said(severity: str, kind: str, title: str, advice: str) -> list[dict[str, Any]]:
+        size = f"{half_at[kind]:.2g} standard deviations of the data"
+        detail = f"Accuracy falls from {clean:.3g} to half of it at a change of {size}."
+        found = {"severity": severity, "question": "robustness", "title": title, "detail": detail, "names": []}
+        return [{**found, "advice": advice}]
+
+    if half_at["noise"] <= 0.1:
+        return said(
+            "warning",
+            "noise",
+            "Random noise breaks the model",
+            "Train with noise or augmentation; check the scale of the inputs.",
+        )
+    if half_at["pgd"] <= 0.1:
+        return said(
+            "info",
+            "pgd",
+            "Small directed changes break the model",
+            "Usual without adversarial training; it matters where inputs can be hostile.",
+        )
+    return []

@@ -1,0 +1,349 @@
+"""Which inputs matter: gradients of the model's answer with respect to its data, in four forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradvitals.errors import expect
+from gradvitals.probe.attribution import answer_of, integrated_gradients, smoothgrad
+from gradvitals.probe.names import Names
+from gradvitals.probe.perturb import Opening, Sample, Where, at_rest, first_examples
+from gradvitals.types import FloatArray
+
+if TYPE_CHECKING:
+    from gradvitals.probe.batches import Subject
+
+__all__ = ["METHODS", "SIGNED", "Method", "Names", "Saliency", "examine_saliency", "saliency"]
+
+Method = Literal["gradient", "gradient_x_input", "integrated_gradients", "smoothgrad"]
+METHODS: tuple[Method, ...] = ("gradient", "gradient_x_input", "integrated_gradients", "smoothgrad")
+SIGNED = ("gradient_x_input", "integrated_gradients")
+"""The methods whose values are parts of the answer, for it or against it; those of the others are only large or
+small."""
+
+PICTURE_SIDE = 48
+"""Pictures in the record are averaged down to this many pixels a side."""
+MOST_EXAMPLES = 64
+_MOST_TOKENS = 200
+_MOST_CLASSES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saliency:
+    """How much each part of the data moves the model's answer, over a batch of examples."""
+
+    where: str
+    """`inputs`, or `embeddings` for data made of tokens."""
+    place: str
+    """Name of the argument or of the embedding."""
+    shape: tuple[int, ...]
+    """Of one example: features, (channels, rows, columns), or positions for tokens."""
+    explains: str
+    """What was differentiated, in words."""
+    examples: int
+    profiles: dict[str, dict[str, FloatArray]]
+    """By method and axis (`feature`, `channel`, `position`, ...): mean absolute value over examples and other axes.
+    An image also has `picture`, rows by columns."""
+    by_class: dict[str, dict[str, FloatArray]]
+    """By class and axis: the integrated gradients of its own score, over the examples of the class."""
+    tokens: list[dict[str, Any]]
+    """For tokens: `id`, `text`, `count` and mean absolute `score` (integrated gradients), the strongest first."""
+    shown: list[dict[str, Any]]
+    """Some examples one by one: `label`, `predicted`, `scores` by method, and the data: `image`, `values` or
+    `texts`."""
+    names: dict[str, list[str]]
+    """By axis, what its entries are called, where that is known."""
+    completeness: dict[str, float]
+    """Integrated gradients must sum to the change of the answer from the baseline: `expected`, `found`, `error` over
+    expected."""
+    verdict: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """The record as nested dicts and lists."""
+        plain: dict[str, Any] = _listed(asdict(self))
+        return plain
+
+
+def examine_saliency(
+    subject: Subject, batch: Any, *, tick: Callable[[str], object] = lambda words: None, names: Names | None = None
+) -> dict[str, Any]:
+    """Saliency of one batch's first examples, as the plain record that `gv.probe` keeps.
+
+    Args:
+        subject: the model and how its batches are read.
+        batch: one batch, on the model's device.
+        tick: told what is being done.
+        names: what features, classes and tokens are called.
+
+    Returns:
+        The fields of `Saliency`.
+    """
+    some = subject.take(batch, 0, MOST_EXAMPLES) if subject.size(batch) > MOST_EXAMPLES else batch
+    target = subject.target(some)
+    known = target if isinstance(target, Tensor) else None
+    return saliency(
+        subject.model, Sample(loss=lambda: subject.loss(some), target=known), tick=tick, names=names
+    ).record()
+
+
+def saliency(
+    model: nn.Module,
+    sample: Sample,
+    *,
+    where: Where = "auto",
+    steps: int = 32,
+    draws: int = 16,
+    spread: float = 0.15,
+    seed: int = 0,
+    names: Names | None = None,
+    tick: Callable[[str], object] = lambda words: None,
+) -> Saliency:
+    r"""Which parts of the data the answer depends on, by four methods.
+
+    With f the answer, x an example and x' = 0 the baseline:
+
+    - gradient (Simonyan et al. 2014): :math:`\partial f/\partial x`, how steep the answer is.
+    - gradient_x_input: :math:`x \, \partial f/\partial x`, its first-order share of the answer.
+    - integrated_gradients (Sundararajan et al. 2017): :math:`(x-x') \int_0^1 \partial f(x'+t(x-x'))/\partial x \,
+      dt`, whose sum is exactly :math:`f(x)-f(x')`; the integral by Gauss-Legendre, and the record says how far off
+      the sum is.
+    - smoothgrad (Smilkov et al. 2017): the mean gradient at :math:`x + n`, n normal with a standard deviation of
+      `spread` times the range of the example; drawn in pairs n, -n, so that what is odd in n cancels.
+
+    The answer is what `attribution.answer_of` says: for a classifier, the score of the label's own class. The model
+    is asked in eval mode, and left as it was.
+
+    A token has one value for each method: over its embedding vector, the norm of the first and the last method's,
+    the sum of the others'.
+
+    Args:
+        model: any module.
+        sample: a batch as its loss and its targets.
+        where: which data to look at; see `perturb.Opening`.
+        steps: points of the integral.
+        draws: pairs of noise for SmoothGrad.
+        spread: its noise, as a share of each example's range.
+        seed: of that noise; the global random numbers are not touched.
+        names: what features, classes and tokens are called.
+        tick: told what is being done.
+
+    Returns:
+        The record.
+
+    Raises:
+        CannotPerturb: where the data have no gradient; the message says why.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 2.0)
+        >>> x, y = torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1)
+        >>> found = saliency(model, Sample(loss=lambda: nn.functional.mse_loss(model(x), y), target=y))
+        >>> found.explains, found.profiles["integrated_gradients"]["feature"].round(3).tolist()
+        ('the output', [2.0, 6.0])
+    """
+    expect(steps >= 1, "steps", steps, "1 or more points of the integral")
+    expect(draws >= 1, "draws", draws, "1 or more pairs of noise")
+    expect(spread >= 0, "spread", spread, "0 or a share of the range")
+    with at_rest(model):
+        opening = Opening(model, sample, where)
+        with torch.no_grad():
+            start = opening.run(opening.values)
+        answer, explains, labels = answer_of(start, sample.target, opening.ids)
+        tick("saliency: gradient")
+        plain, _ = opening.gradient(opening.values, answer)
+        tick("saliency: integrated gradients")
+        integrated, completeness = integrated_gradients(opening, answer, steps)
+        tick("saliency: SmoothGrad")
+        smooth = smoothgrad(opening, answer, draws, spread, seed)
+    raw = {
+        "gradient": plain,
+        "gradient_x_input": plain * opening.values,
+        "integrated_gradients": integrated,
+        "smoothgrad": smooth,
+    }
+    tokens = opening.kind == "embeddings"
+    values = {
+        method: _per_token(method, tensor, opening) if tokens else _rows(tensor) for method, tensor in raw.items()
+    }
+    axes = _axes(model, opening)
+    names = names or Names()
+    profiles = {method: _profile(found, axes) for method, found in values.items()}
+    of_class = _by_class(values["integrated_gradients"], axes, labels, names)
+    feature_names = list(names.features) if "feature" in axes else []
+    return Saliency(
+        where=opening.kind,
+        place=opening.name,
+        shape=tuple(values["gradient"].shape[1:]),
+        explains=explains,
+        examples=len(values["gradient"]),
+        profiles=profiles,
+        by_class=of_class,
+        tokens=_by_token(values["integrated_gradients"], opening, names),
+        shown=_shown(values, opening, start.output, labels, names),
+        names={"feature": feature_names} if feature_names else {},
+        completeness=completeness,
+        verdict=_verdict(profiles["gradient"], completeness, feature_names),
+    )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """On the host, with at least one axis beside the examples'."""
+    host = tensor.detach().float().cpu()
+    return host if host.ndim > 1 else host.reshape(-1, 1)
+
+
+def _per_token(method: str, tensor: Tensor, opening: Opening) -> Tensor:
+    assert opening.ids is not None
+    folded = tensor.float().sum(dim=-1) if method in SIGNED else tensor.float().norm(dim=-1)
+    return folded.detach().cpu().reshape(len(opening.ids), -1)
+
+
+def _axes(model: nn.Module, opening: Opening) -> tuple[str, ...]:
+    """What the axes of one example stand for; the last two of an image are drawn as one picture."""
+    rank = opening.values.ndim - 1
+    if opening.kind == "embeddings" or rank <= 1:
+        return ("position",) if opening.kind == "embeddings" else ("feature",)
+    if rank == 2:
+        convolved = any(isinstance(module, nn.Conv1d) for module in model.modules())
+        return ("channel", "position") if convolved else ("position", "feature")
+    if rank == 3:
+        return ("channel", "picture")
+    return ("channel", *(("frame",) if rank == 4 else tuple(f"axis {at}" for at in range(2, rank - 1))), "picture")
+
+
+def _profile(found: Tensor, axes: tuple[str, ...]) -> dict[str, FloatArray]:
+    strength = found.abs()
+    profile: dict[str, FloatArray] = {}
+    for at, axis in enumerate(axes, start=1):
+        others = [dim for dim in range(found.ndim) if dim != at and not (axis == "picture" and dim == at + 1)]
+        mean = strength.mean(dim=others)
+        profile[axis] = (_small(mean) if axis == "picture" else mean).numpy()
+    return profile
+
+
+def _by_class(
+    found: Tensor, axes: tuple[str, ...], labels: Tensor | None, names: Names
+) -> dict[str, dict[str, FloatArray]]:
+    if labels is None:
+        return {}
+    host = labels.cpu()
+    classes = host.unique().tolist()[:_MOST_CLASSES]
+    return {names.label(label): _profile(found[host == label], axes) for label in classes}
+
+
+def _by_token(found: Tensor, opening: Opening, names: Names) -> list[dict[str, Any]]:
+    if opening.ids is None:
+        return []
+    ids, place, count = opening.ids.cpu().reshape(-1).unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros(len(ids)).index_add_(0, place, found.reshape(-1).abs()) / count
+    best = mean.argsort(descending=True)[:_MOST_TOKENS].tolist()
+    return [
+        {"id": int(ids[at]), "text": names.token(int(ids[at])), "count": int(count[at]), "score": float(mean[at])}
+        for at in best
+    ]
+
+
+def _shown(
+    values: dict[str, Tensor],
+    opening: Opening,
+    output: Tensor | None,
+    labels: Tensor | None,
+    names: Names,
+    most: int = 6,
+) -> list[dict[str, Any]]:
+    predicted = output.argmax(dim=1).tolist() if labels is not None and output is not None else None
+    kinds = labels.tolist() if labels is not None else [None] * len(opening.values)
+    shown = []
+    for row in first_examples(range(len(kinds)), most, of=lambda row: kinds[row]):
+        example: dict[str, Any] = {
+            "index": row,
+            "label": None if kinds[row] is None else names.label(kinds[row]),
+            "predicted": None if predicted is None else names.label(predicted[row]),
+        }
+        if opening.ids is not None:
+            ids = opening.ids[row].reshape(-1)[:_MOST_TOKENS].tolist()
+            example["texts"] = [names.token(token) for token in ids]
+            example["scores"] = {method: found[row][:_MOST_TOKENS].numpy() for method, found in values.items()}
+        elif opening.values.ndim == 4:
+            example["image"] = torch.stack([_small(channel) for channel in _rows(opening.values)[row]]).numpy()
+            example["scores"] = {method: _map(method, found[row]) for method, found in values.items()}
+        elif opening.values.ndim <= 2:
+            example["values"] = _rows(opening.values)[row].numpy()
+            example["scores"] = {method: found[row].numpy() for method, found in values.items()}
+        else:
+            continue
+        shown.append(example)
+    return shown
+
+
+def _map(method: str, found: Tensor) -> FloatArray:
+    """One number a pixel: the sum over channels, of absolute values where the sign says nothing."""
+    array: FloatArray = _small(found.sum(dim=0) if method in SIGNED else found.abs().sum(dim=0)).numpy()
+    return array
+
+
+def _small(picture: Tensor) -> Tensor:
+    size = (min(picture.shape[0], PICTURE_SIDE), min(picture.shape[1], PICTURE_SIDE))
+    return nn.functional.adaptive_avg_pool2d(picture[None, None], size)[0, 0]
+
+
+def _verdict(profile: dict[str, FloatArray], completeness: dict[str, float], names: list[str]) -> list[dict[str, Any]]:
+    """What the numbers say in words: inputs that nothing depends on, and an integral that does not add up."""
+    found = []
+    axis = next((axis for axis in ("feature", "channel") if axis in profile and len(profile[axis]) > 1), None)
+    if axis is not None:
+        scores = profile[axis]
+        unused = [names[at] if at < len(names) else str(at) for at in np.flatnonzero(scores == 0)]
+        if not scores.any():
+            found.append(
+                _said(
+                    "critical",
+                    "No input matters",
+                    "The answer does not change with any input.",
+                    [],
+                    "Check that the input reaches the output.",
+                )
+            )
+        elif unused:
+            found.append(
+                _said(
+                    "warning",
+                    f"{len(unused)} of {len(scores)} {axis}s have no influence",
+                    f"Their gradient is exactly zero in every example looked at: {', '.join(unused[:8])}.",
+                    unused,
+                    f"Check that these {axis}s reach the model and are not constant; leave them out if so.",
+                )
+            )
+    if completeness["error"] > 0.05:
+        detail = f"They sum to {completeness['found']:.3g}, the answer changes by {completeness['expected']:.3g}."
+        found.append(
+            _said("info", "Integrated gradients do not add up", detail, [], "Take more steps; read them with care.")
+        )
+    return found
+
+
+def _said(severity: str, title: str, detail: str, names: list[str], advice: str) -> dict[str, Any]:
+    return {
+        "severity": severity,
+        "question": "saliency",
+        "title": title,
+        "detail": detail,
+        "names": names,
+        "advice": advice,
+    }
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_listed(item) for item in value]
+    return value

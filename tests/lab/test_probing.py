@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gradvitals.cli import main
+from gradvitals.cli.bench import PROBE_SHAPES
+from gradvitals.lab import probe_peers, probing, shapes
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probing.SHAPES, "mlp", lambda device: shapes.mlp(device, micro_batch_size=8, width=16))
+    memory = {"signal 3": 2.0, "signal 12": 2.1, "kept 3": 4.0}
+    monkeypatch.setattr(probing, "_memory", lambda *_: memory)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_prints_the_bars() -> None:
+    args = ["bench", "probe", "--device", "cpu", "--shape", "mlp", "--batches", "3", "--rounds", "1"]
+    shown = CliRunner().invoke(main, args).stdout
+    for words in ("streaming pass", "the post's two functions", "memory, 12 batches", "2.10 x", "at most 1.2 x"):
+        assert words in shown
+    [shape] = json.loads(CliRunner().invoke(main, [*args, "--json"]).stdout)["shapes"]
+    assert shape["against_kept"]["median"] < 1e-3
+    assert shape["against_loop"]["method"] == "vmap"
+    assert shape["against_loop"]["difference"] < 1e-5
+
+
+def test_peers_that_are_not_installed_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_peers, "REPEATS", 1)
+    rows = json.loads(CliRunner().invoke(main, ["bench", "probe", "--peers", "--json"]).stdout)
+    ours = [row for row in rows if row["way"] == "gradvitals"]
+    assert len(ours) == 3
+    assert all(row["difference"] < 1e-5 for row in ours)
+    assert "| gradvitals |" in probe_peers.format_peers(rows)
+    assert all(row["problem"] or row["difference"] < 1e-5 for row in rows)
+
+
+def test_the_shapes_offered_are_those_there_are() -> None:
+    assert set(PROBE_SHAPES) == set(probing.SHAPES)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_timed_leaves_no_gradient() -> None:
+    passes = probing.Passes("mlp", torch.device("cpu"), 3)
+    for variant in probing.VARIANTS:
+        getattr(passes, variant)()
+        assert all(p.grad is None for p in passes.model.parameters()), variant
+
+
+def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "MEMORY_WIDTH", 8)
+    assert probing.resident_peak("signal", 2) > 1 << 20

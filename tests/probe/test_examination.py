@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import probed
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradvitals as gv
+from gradvitals.errors import ConfigError, GradvitalsError
+from gradvitals.probe import QUESTIONS, Probe
+from gradvitals.show.probe_report import probe_text
+
+
+@pytest.fixture(scope="module")
+def found() -> Probe:
+    model = probed.mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 6, optimizer=optimizer, progress=False)
+
+
+def test_everything_is_answered(found: Probe) -> None:
+    assert found.notes == []
+    assert found.about["questions"] == list(QUESTIONS)
+    assert all(getattr(found, question) for question in QUESTIONS)
+    assert found.about["lr"] == 1e-2
+    assert found.about["task"] == "classification"
+    assert found.about["train_size"] == 48
+    assert found.about["num_parameters"] == sum(p.numel() for p in probed.mlp().parameters())
+
+
+def test_the_record_is_plain_and_strict_json(found: Probe) -> None:
+    def plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(isinstance(key, str) and plain(one) for key, one in value.items())
+        if isinstance(value, (list, tuple)):
+            return all(map(plain, value))
+        return value is None or type(value) in (str, int, float, bool)
+
+    assert plain(found.record())
+    again = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert again["signal"]["batch_size"] == 8
+    assert list(again) == ["about", "verdict", "notes", *QUESTIONS]
+
+
+def test_the_verdict_has_the_worst_first(found: Probe) -> None:
+    order = ["critical", "warning", "info", "fine"]
+    places = [order.index(item["severity"]) for item in found.verdict]
+    assert places == sorted(places)
+    assert all(set(item) == {"severity", "question", "title", "detail", "names", "advice"} for item in found.verdict)
+
+
+def test_as_text_and_as_a_page(found: Probe, tmp_path: Path) -> None:
+    text = str(found)
+    assert text.startswith("Sequential  275 parameters in 6 tensors, classification task")
+    for words in ("4.weight", "GSNR", "noise scale", "2/lr is 200", "effective rank", "relu"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 110
+    page = found.save_html(tmp_path / "probe.html")
+    assert page.read_text("utf-8").lstrip().lower().startswith("<!doctype html>")
+
+
+def test_names_from_outside_are_text(found: Probe) -> None:
+    record = json.loads(json.dumps(found.record()))
+    for row in record["signal"]["tensors"]:
+        row["name"] = "[red]\x1b[31m" + row["name"]
+    assert "[red]\\x1b[31m0.weight" in probe_text(record)
+
+
+def test_many_tensors_are_cut_and_the_bad_ones_kept(found: Probe) -> None:
+    record = found.record()
+    rows = [dict(record["signal"]["tensors"][0], name=f"t{i}", verdict="noise") for i in range(100)]
+    rows[97]["verdict"] = "exploding"
+    text = probe_text({**record, "signal": {**record["signal"], "tensors": rows}})
+    assert "t97" in text
+    assert "and 60 more" in text
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_one_question_alone(question: str) -> None:
+    found = gv.probe(probed.mlp(), probed.classes(), nn.CrossEntropyLoss(), 3, questions=question, progress=False)
+    assert [name for name in QUESTIONS if getattr(found, name)] == [question]
+    assert len(found.about["losses"]) == 3
+    assert str(found)
+
+
+def test_a_language_model_with_dict_batches() -> None:
+    model = probed.Blocks()
+    found = gv.probe(model, probed.tokens(), n_batches=4, lr=1e-2, progress=False)
+    assert found.about["task"] == "language"
+    assert found.about["questions"] == list(QUESTIONS), found.notes
+    assert found.signal["tensors"][0]["name"] == "embed.weight"
+    assert found.samples["method"] == "vmap"
+    assert str(found)
+
+
+def test_regression() -> None:
+    x = torch.randn(40, 3)
+    batches = list(zip(x.split(8), (x @ torch.ones(3, 1)).split(8), strict=True))
+    found = gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 5, lr=0.1, progress=False)
+    assert found.about["task"] == "regression"
+    assert found.about["questions"] == list(QUESTIONS), found.notes
+
+
+def test_batch_norm_in_train_mode() -> None:
+    found = gv.probe(probed.everything(), probed.classes(), nn.CrossEntropyLoss(), 4, progress=False)
+    assert found.about["mode"] == "train"
+    assert found.about["questions"] == list(QUESTIONS), found.notes
+    assert any("running statistics" in note for note in found.notes)
+
+
+def test_a_loader_shorter_than_asked_is_a_note() -> None:
+    found = gv.probe(probed.mlp(), probed.classes(16), nn.CrossEntropyLoss(), 10, questions="signal", progress=False)
+    assert found.about["batches"] == 2
+    assert found.notes == ["2 of 10 batches: the loader had no more"]
+
+
+def test_one_batch_and_batches_of_two_sizes_are_notes() -> None:
+    found = gv.probe(probed.mlp(), probed.classes(8), nn.CrossEntropyLoss(), 1, questions="signal", progress=False)
+    assert found.notes == ["one batch has no spread: GSNR needs two or more, and is better known with ten"]
+    found = gv.probe(probed.mlp(), probed.classes(12), nn.CrossEntropyLoss(), 2, questions="signal", progress=False)
+    assert any("4 to 8 examples" in note for note in found.notes)
+
+
+def test_a_loader_without_a_batch() -> None:
+    with pytest.raises(GradvitalsError, match="gave no batch"):
+        gv.probe(probed.mlp(), [], nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n_batches": 0}, "n_batches is 0"),
+        ({"questions": "why"}, "questions is 'why'; expected some of signal"),
+        ({"questions": []}, "questions is"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"examples": 1}, "examples is 1"),
+        ({"memory_mb": 0}, "memory_mb is 0"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        gv.probe(probed.mlp(), probed.classes(), nn.CrossEntropyLoss(), **settings)
+
+
+def test_a_loader_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="loader is int; expected a DataLoader"):
+        gv.probe(probed.mlp(), 3, nn.CrossEntropyLoss())
+
+
+def test_a_question_that_fails_is_a_note_and_the_others_are_answered() -> None:
+    class Fragile(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 1:
+                raise ValueError("one example is not enough")
+            return super().forward(x)
+
+    found = gv.probe(
+        Fragile(6, 3),
+        probed.classes(),
+        nn.CrossEntropyLoss(),
+        3,
+        questions=["signal", "samples", "landscape"],
+        progress=False,
+    )
+    assert found.samples is None
+    assert found.signal is not None
+    assert found.landscape is not None
+    assert any(note.startswith("samples: no answer: one example is not enough") for note in found.notes)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int, str]] = []
+    gv.probe(
+        probed.mlp(),
+        probed.classes(),
+        nn.CrossEntropyLoss(),
+        3,
+        questions=["signal", "samples"],
+        progress=lambda *now: told.append(now),
+    )
+    assert told[0] == (1, 5, "batch 1")
+    assert told[-1] == (5, 5, "samples")
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+
+
+def test_checkpointing_that_knows_only_backward() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.utils.checkpoint.checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
+            return self.head(x)
+
+    model, batches = Checkpointed(), [(x.clone(), y) for x, y in probed.classes()]
+    found = gv.probe(model, batches, nn.CrossEntropyLoss(), 4, questions="signal", progress=False)
+    plain = nn.Sequential(model.inner, model.head)
+    expected = gv.probe(plain, probed.classes(), nn.CrossEntropyLoss(), 4, questions="signal", progress=False)
+    assert found.signal["total"]["norm"] == pytest.approx(expected.signal["total"]["norm"])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_package_is_the_function_whatever_is_imported_first() -> None:
+    code = "import gradvitals.probe.streaming, gradvitals as gv; assert callable(gv.probe) and gv.probe.QUESTIONS"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_autocast_outside_holds_inside() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gv.probe(
+            probed.mlp(), probed.classes(), lambda out, y: F.cross_entropy(out.float(), y), 4, progress=False
+        )
+    assert found.signal["total"]["norm"] > 0

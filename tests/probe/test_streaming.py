@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import probed
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gradvitals as gv
+from gradvitals.functional import gsnr, gsnr_elementwise
+from gradvitals.functional.streamed import Sums, gsnr_streamed
+from gradvitals.lab.kept_gradients import check_gradient_snr_perlayer, check_gradient_snr_perparam
+from gradvitals.probe import streaming
+from gradvitals.probe.streaming import Stream
+
+
+def streamed(samples: list[torch.Tensor]) -> Stream:
+    """A stream of [T, ...] for each parameter."""
+    stream = Stream([sample[0] for sample in samples], len(samples[0]))
+    for row in zip(*samples, strict=True):
+        stream.add(row)
+    return stream
+
+
+def normal(*shape: int, mean: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + mean).to(dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(2, 12),
+    st.integers(1, 9),
+    st.sampled_from([1e-12, 1.0, 1e9]),
+    st.floats(-5, 5),
+    st.integers(0, 1000),
+    st.sampled_from([1, 5, 1 << 15]),
+)
+def test_mean_and_spread_are_those_of_all_gradients_kept(
+    count: int, size: int, scale: float, mean: float, seed: int, piece: int
+) -> None:
+    samples = normal(count, size, mean=mean, seed=seed) * scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(streaming.PIECE, "cpu", piece)
+        stream = streamed([samples, samples[:, :1] * 2])
+    dense = samples.double()
+    torch.testing.assert_close(stream.mean[0].double(), dense.mean(0), rtol=1e-4, atol=1e-6 * scale)
+    expected = (dense - dense.mean(0)).square().sum(0)
+    torch.testing.assert_close(stream.m2[0].double(), expected, rtol=1e-3, atol=1e-10 * scale**2)
+    assert stream.count == count
+
+
+def test_gsnr_and_its_interval_are_those_of_all_gradients_kept() -> None:
+    samples = [normal(10, 7, 5, mean=0.3), normal(10, 4, mean=2.0, seed=1)]
+    stream = streamed(samples)
+    whole = torch.cat([sample.flatten(1) for sample in samples], dim=1)
+    for found, expected in zip(stream.gsnr([[0], [1], [0, 1]]), map(gsnr, [*samples, whole]), strict=True):
+        assert [found.value, found.low, found.high] == pytest.approx(
+            [expected.value, expected.low, expected.high], rel=1e-4
+        )
+        assert found.num_samples == 10
+
+
+def test_with_some_coordinates_the_interval_is_as_wide_or_wider() -> None:
+    samples = normal(8, 40_000, mean=0.5)
+    stream = streamed([samples])
+    assert stream._groups[0]._strides[0] > 1
+    [found] = stream.gsnr([[0]])
+    expected = gsnr(samples)
+    assert found.value == pytest.approx(expected.value, rel=1e-5)
+    assert found.low <= expected.low * 1.01
+    assert found.high >= expected.high * 0.99
+    assert found.low < 0.25 < found.high
+
+
+def test_intervals_of_pure_noise_hold_zero() -> None:
+    held = [streamed([normal(10, 3000, seed=seed)]).gsnr([[0]])[0].low <= 0 for seed in range(20)]
+    assert sum(held) >= 16
+
+
+def test_known_answers() -> None:
+    stream = streamed([torch.tensor([[1.0], [2.0], [3.0], [4.0]])])
+    assert stream.gsnr([[0]])[0].value == pytest.approx(3.5)
+    assert stream.norm_of_mean([0]) == 2.5
+    assert stream.noise([0]) == pytest.approx(5 / 3)
+    assert stream.per_coordinate(0).median == pytest.approx(1.0)
+    assert stream.per_coordinate(0).plug_in_median == pytest.approx(6.25 / (5 / 3))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_no_scale_of_the_gradient_changes_a_debiased_number(scale: float) -> None:
+    samples = normal(9, 50, mean=1.0, dtype=torch.float64)
+    plain, scaled = streamed([samples]), streamed([samples * scale])
+    assert scaled.gsnr([[0]])[0].value == pytest.approx(plain.gsnr([[0]])[0].value)
+    assert scaled.per_coordinate(0).median == pytest.approx(plain.per_coordinate(0).median)
+
+
+def test_coordinates_debiased_one_by_one() -> None:
+    samples = normal(12, 301, mean=0.7)
+    expected = gsnr_elementwise(samples)
+    found = streamed([samples]).per_coordinate(0)
+    assert found.median == pytest.approx(float(expected.median()), rel=1e-3)
+    assert found.mean == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert found.below_one == pytest.approx(float((expected < 1).double().mean()))
+
+
+def test_the_posts_numbers_are_those_of_its_functions() -> None:
+    model, loader, loss = probed.mlp(), probed.classes(), nn.CrossEntropyLoss()
+    kept = check_gradient_snr_perparam(model, loader, lambda batch: loss(model(batch[0]), batch[1]), 6)
+    means = check_gradient_snr_perlayer(model, loader, lambda batch: loss(model(batch[0]), batch[1]), 6)
+    found = gv.probe(model, loader, loss, 6, questions="signal", progress=False)
+    assert [row["name"] for row in found.signal["tensors"]] == list(kept) == list(means)
+    for row in found.signal["tensors"]:
+        expected = kept[row["name"]]
+        assert row["plug_in_median"] == pytest.approx(expected["median"], rel=1e-4)
+        assert row["plug_in_mean"] == pytest.approx(expected["mean"], rel=1e-4) == means[row["name"]]
+        assert row["plug_in_below_one"] == pytest.approx(expected["below_one"])
+
+
+def test_a_parameter_that_is_not_used_has_a_gradient_of_zero() -> None:
+    stream = Stream([torch.zeros(2), torch.zeros(3)], 3)
+    for one in (1.0, 2.0, 3.0):
+        stream.add([None, torch.full((3,), one)])
+    assert stream.norms == [[0.0, pytest.approx(math.sqrt(3) * one)] for one in (1, 2, 3)]
+    assert stream.per_coordinate(0).zero_share == 1.0
+    unused, used = stream.gsnr([[0], [1]])
+    assert math.isnan(unused.value)
+    assert used.value > 0
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted() -> None:
+    good = normal(5, 4, mean=1.0)
+    stream = Stream([good[0], good[0]], 6)
+    stream.add([good[0], torch.tensor([1.0, math.nan, 1.0, 1.0])])
+    for row in good:
+        stream.add([row, row])
+    assert stream.nonfinite == [0, 1]
+    assert stream.count == 5
+    torch.testing.assert_close(stream.mean[1], good.mean(0))
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    samples = normal(10, 100, mean=30.0).bfloat16()
+    stream = streamed([samples])
+    assert stream.mean[0].dtype == torch.float32
+    torch.testing.assert_close(stream.m2[0].double(), samples.double().var(0) * 9, rtol=1e-3, atol=1e-5)
+
+
+def test_sparse_expanded_and_turned_gradients() -> None:
+    dense = normal(3, 4, 5)
+    stream = Stream([torch.zeros(4, 5), torch.zeros(5, 4), torch.zeros(5)], 3)
+    for one in dense:
+        stream.add([one.to_sparse(), one.T, torch.tensor(2.0).expand(5)])
+    torch.testing.assert_close(stream.mean[0], dense.mean(0))
+    torch.testing.assert_close(stream.mean[1], dense.mean(0).T)
+    assert math.isinf(stream.gsnr([[2]])[0].value)
+
+
+def test_what_is_kept_does_not_grow_with_the_batches() -> None:
+    def held(count: int) -> int:
+        stream = Stream([torch.zeros(20_000), torch.zeros(50)], count)
+        for _ in range(count):
+            stream.add([torch.randn(20_000), torch.randn(50)])
+        groups = stream._groups
+        return sum(g._mean.numel() + g._m2.numel() + sum(k.numel() for k in g._kept) for g in groups)
+
+    limit = 2 * 20_050 + 20_000 // 2 + 2 * streaming.SMALL
+    assert held(5) <= limit
+    assert held(300) <= limit
+
+
+def test_nothing_to_stream() -> None:
+    assert gsnr_streamed([]) == []
+    [found] = gsnr_streamed([Sums(1.0, 0.0, 1, torch.zeros(1, 1))])
+    assert math.isnan(found.value)
+    stream = Stream([torch.zeros(3)], 1)
+    stream.add([torch.ones(3)])
+    assert math.isnan(stream.gsnr([[0]])[0].value)
+    assert math.isnan(stream.noise([0]))
+    assert np.isnan(stream.per_coordinate(0).median)
