@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import distributed as dist
 
 from gradvitals.config import Config
@@ -63,6 +64,7 @@ def join(
     """Meet the other ranks with what this one holds, and give its rows their weights."""
     dims = data_dimensions(rows.model)
     stock, shards, empty = take_stock(rows.layout, rows.slots, list(rows.windows), rows.parameters, dims)
+    stepped = {id(p) for optimizer in rows.optimizers for g in optimizer.param_groups for p in g["params"]}
     card = Card(
         version=own_version(),
         settings=settings_of(config, batch_size is not None),
@@ -70,10 +72,12 @@ def join(
         shards=shards,
         empty=empty,
         data_ranks=tuple(sorted(data_ranks(rows.parameters, dims))),
+        idle=tuple(row for row, parameter in enumerate(rows.parameters) if id(parameter) not in stepped),
         stage=config.pipeline_stage,
     )
     roster = meet(meeting, card, stock, group, ours)
     rows.weights = roster.weights.tolist()
+    rows.change_weights = np.where(roster.is_current, roster.weights, 0.0).tolist()
     return roster
 
 

@@ -66,7 +66,7 @@ class Completion:
         if self.exchange is None:
             together = landed
         elif len(landed) < len(raws):  # others would wait for what this rank does not have
-            self.exchange.end()
+            self.exchange.leave()
             together = []
         else:
             shared = self.exchange.share([step for _, step in landed])
@@ -136,6 +136,8 @@ class Completion:
             return ()
 
     def _show(self, reading: Reading) -> None:
+        if self.exchange is not None and self.exchange.ended:
+            return  # what is read now is this rank's own, and nobody must act on that alone
         for reader in list(self.readers):
             try:
                 reader(reading)

@@ -280,8 +280,9 @@ class Monitor:
         if self._writer is None:
             self._open(steps[0].step)
         assert self._writer is not None
-        if not self._writer.put(Job(steps, self._complete)) and self._completion.exchange is not None:
-            self._completion.exchange.end()  # what comes later would be added to other steps
+        exchange = self._completion.exchange
+        if not self._writer.put(Job(steps, self._complete, may_wait=exchange is not None)) and exchange is not None:
+            exchange.leave()  # what comes later would be added to other steps
 
     def _open(self, first_step: int) -> None:
         path = self._path if self._resume or not self._start.leads else free_run_path(self._path)

@@ -89,4 +89,4 @@ class Ear:
         """Ranks can be compared no more: what they have read so far is all there is."""
         self._tap.attempt("step", self._tap.send_rest)
         if self._tap.on_groups_end is not None:
-            self._tap.on_groups_end()
+            self._tap.attempt("ranks", self._tap.on_groups_end)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from gradvitals.measure.packet import Packet
 
+AS_GOOD_AS_ONE = 1 - 1e-6
+"""A ratio of two equal numbers may be rounded to just below 1."""
+
 
 class FactorSums:
     """Listens to one optimizer during a measured step, if it tells its factors."""
@@ -47,4 +50,4 @@ class FactorSums:
         packet = self._packet
         packet.add_each("factor_sum", torch._foreach_norm(list(factors), 1.0), rows)  # none is negative
         packet.add_each("factor_low", [torch.count_nonzero(factor <= gamma) for factor in factors], rows)
-        packet.add_each("factor_one", [torch.count_nonzero(factor >= 1) for factor in factors], rows)
+        packet.add_each("factor_one", [torch.count_nonzero(factor >= AS_GOOD_AS_ONE) for factor in factors], rows)

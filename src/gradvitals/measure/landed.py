@@ -135,6 +135,8 @@ class StepSums:
     told_tensors: dict[str, Floats] = field(default_factory=dict)
     """Values that are complete already and go into the reading as they are."""
     lap: Lap = field(default_factory=Lap)
+    counted: bool = False
+    """Whether elements that are not finite were counted, rather than tensors that have any."""
     is_broken: bool = False
     """Whether the gradient of this process alone was seen to hold NaN or Inf."""
     single_part: bool = False
@@ -293,7 +295,7 @@ class _Landing:
         norms = self._rows("norm")
         step.rows["norm"] = RowSums(np.square(norms.values / self.grad_scale), norms.present)
         if "nonfinite" in self.arrived:
-            step.rows["nonfinite"] = self._rows("nonfinite")
+            step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
         else:  # not counted: 1 for "at least one"
             broken = norms.present & ~np.isfinite(norms.values)
             step.rows["nonfinite"] = RowSums(broken.astype(np.float64), norms.present)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradvitals.measure import stats
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.ranks.partial import sums_of_partial
+from gradvitals.measure.ranks.partial import Summand, set_aside, sums_of_partial
 from gradvitals.measure.ranks.shards import is_summand, local, local_like
 from gradvitals.measure.views import HeadView
 
@@ -83,8 +83,8 @@ class MicrobatchSums:
         self._pending_bytes = 0
         self._pending_run = BEFORE
         # Gradients yet to be summed over ranks, each with its row and, where its radial part is wanted, its weight.
-        self._summands: dict[int, list[tuple[int, Tensor, Tensor | None]]] = {}
-        self._settled_summands: list[tuple[int, int, Tensor, Tensor | None]] = []
+        self._summands: dict[int, list[tuple[int, Summand, Tensor | None]]] = {}
+        self._settled_summands: list[tuple[int, int, Summand, Tensor | None]] = []
 
     def arm(self, *, radial: bool) -> None:
         """Collect from the next backward on, with the component along the weights where asked."""
@@ -212,7 +212,7 @@ class MicrobatchSums:
     def _take_summand(self, row: int, grad: Tensor, engine_run: int) -> None:
         weight = self._weight(row) if self.radial else None
         weight = weight.clone() if weight is not None and self._is_fleeting(row) else weight
-        self._summands.setdefault(engine_run, []).append((row, grad.detach().clone(), weight))
+        self._summands.setdefault(engine_run, []).append((row, set_aside(grad), weight))
 
     def _hold(self, row: int, grad: Tensor, engine_run: int) -> None:
         if engine_run != self._pending_run:
@@ -298,9 +298,9 @@ class MicrobatchSums:
         if not self._settled_summands:
             return
         with self.clock:
-            sums = sums_of_partial({i: grad for i, (_, _, grad, _) in enumerate(self._settled_summands)})
-            for i, (index, row, grad, weight) in enumerate(self._settled_summands):
-                self._add_norms(self.packet, str(index), [row], [sums.get(i, local(grad))], [weight])
+            sums = sums_of_partial({i: summand for i, (_, _, summand, _) in enumerate(self._settled_summands)})
+            for i, (index, row, _, weight) in enumerate(self._settled_summands):
+                self._add_norms(self.packet, str(index), [row], [sums[i]], [weight])
 
     def _add_norms(
         self,

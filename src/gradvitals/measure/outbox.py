@@ -51,9 +51,17 @@ class Outbox:
 class Job:
     """Some steps on their way to the host: called on another thread, once they are there."""
 
-    def __init__(self, steps: Sequence[RawStep], complete: Callable[[Sequence[RawStep]], Iterable[Any]]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[RawStep],
+        complete: Callable[[Sequence[RawStep]], Iterable[Any]],
+        *,
+        may_wait: bool = False,
+    ) -> None:
         self._steps = steps
         self._complete = complete
+        self.may_wait = may_wait
+        """Whether completing them may take long: for other ranks to bring theirs."""
 
     def ready(self) -> bool:
         """Whether the device has sent everything."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.config import Config
-from gradvitals.measure.ranks.partial import sums_of_partial
+from gradvitals.measure.ranks.partial import Summand, set_aside, sums_of_partial
 from gradvitals.measure.ranks.shards import is_summand, local, local_like, placements
 from gradvitals.measure.views import HeadView, build_layout, find_heads, watched_parameters
 from gradvitals.measure.window import SlidingWindow, default_tensors
@@ -38,7 +38,11 @@ class Rows:
         self.layout = Layout()
         self.weights: list[float] | None = None
         """What each row counts beside those of other ranks; None for a single process."""
+        self.change_weights: list[float] | None = None
+        """The same for how far it was moved: 0 where another rank moves it."""
         self._summed: dict[int, Tensor] = {}
+        self.aside: dict[int, Summand] = {}
+        """Gradients of which this rank holds a summand, as they were when the others were read."""
         self._is_spread = False
         self._trainable: list[bool] = []
         self.windows: dict[int, SlidingWindow] = {}
@@ -81,15 +85,26 @@ class Rows:
     def lay_out(self, rows: Sequence[int]) -> None:
         """Bring gradients that do not lie like their parameters into that form, where they are to be read.
 
-        Under sequence parallelism every rank holds a summand of some of them, and no norm can be had from these.
+        Under sequence parallelism every rank holds a summand of some of them, and no norm can be had from these. They
+        are set aside as they are now, to be summed at a moment that all ranks come to: `add_up`.
         """
+        self._summed, self.aside = {}, {}
         if not self._is_spread:
             return
-        found = {row: grad for row in rows if (grad := self.parameters[row].grad) is not None}
-        unlike = [row for row, grad in found.items() if placements(grad) != placements(self.parameters[row])]
-        summands = {row: found[row] for row in unlike if is_summand(found[row], self.parameters[row])}
-        others = {row: local_like(found[row], self.parameters[row]) for row in unlike if row not in summands}
-        self._summed = sums_of_partial(summands) | others
+        for row in rows:
+            grad, parameter = self.parameters[row].grad, self.parameters[row]
+            if grad is None or placements(grad) == placements(parameter):
+                continue
+            if is_summand(grad, parameter):
+                self.aside[row] = set_aside(grad)
+            else:
+                self._summed[row] = local_like(grad, parameter)
+
+    def add_up(self) -> list[int]:
+        """Sum what was set aside, over the ranks that hold summands; returns the rows."""
+        aside, self.aside = self.aside, {}
+        self._summed |= sums_of_partial(aside)
+        return list(aside)
 
     def weight(self, row: int) -> float:
         """What a row counts in a sum over all ranks: less than 1 where several hold the same."""
@@ -131,7 +146,9 @@ class Rows:
                 self.windows[row] = SlidingWindow(row, local(parameter), self.config.window_steps)
 
     def windows_state(self) -> dict[str, Any]:
-        """The sliding windows by the name of their parameter."""
+        """The sliding windows by the name of their parameter; none where ranks hold different parts of it."""
+        if self._is_spread:
+            return {}
         names = list(self.named)
         return {names[row]: window.state_dict() for row, window in self.windows.items()}
 

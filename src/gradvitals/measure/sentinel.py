@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from gradvitals.measure.ranks.shards import local
+
 
 def is_distributed() -> bool:
     """Whether gradients are shared with other processes."""
@@ -34,6 +36,7 @@ class Sentinel:
         self._hook: Any = None
         self._grad: weakref.ref[Tensor] | None = None
         self._version = 0
+        self._read: tuple[weakref.ref[Tensor], int] | None = None
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Watch this parameter from now on."""
@@ -59,15 +62,24 @@ class Sentinel:
     def reset(self) -> None:
         """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""
         self.backwards, self._grad, self.carried = 0, None, False
+        self._left, self._read = self._now(), None
+
+    def note_read(self) -> None:
+        """The gradients are read as they are now."""
+        self._read = self._now()
+
+    def _now(self) -> tuple[weakref.ref[Tensor], int] | None:
         grad = self._parameter.grad if self._parameter is not None else None
-        self._left = (weakref.ref(grad), grad._version) if grad is not None else None
+        return (weakref.ref(grad), _version_of(grad)) if grad is not None else None
 
     def altered(self) -> bool:
         """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
-        if self._parameter is None or self._grad is None or is_distributed():
-            return False  # the reduction over ranks writes into gradients too
+        if self._parameter is None or self._grad is None:
+            return False
         grad = self._parameter.grad
-        return grad is None or self._grad() is not grad or grad._version != self._version
+        if is_distributed():  # the reduction over ranks writes into gradients too, but not once they have been read
+            return self._read is not None and not _same(self._read, grad)
+        return not _same((self._grad, self._version), grad)
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         grad = parameter.grad
@@ -78,11 +90,22 @@ class Sentinel:
             in_place
             and not is_distributed()
             and self._grad is not None
-            and (self._grad() is not grad or grad._version != self._version + 1)
+            and not _same((self._grad, self._version + 1), grad)
         ):
             self.backwards = 0
             self._on_given_up()
-        if self.backwards == 0 and self._left is not None and in_place and not is_distributed():
-            self.carried = self._left[0]() is grad and grad._version == self._left[1] + 1
+        if self.backwards == 0 and self._left is not None and in_place:
+            self.carried = _same((self._left[0], self._left[1] + 1), grad)
         self.backwards += 1
-        self._grad, self._version = weakref.ref(grad), grad._version
+        self._grad, self._version, self._read = weakref.ref(grad), _version_of(grad), None
+
+
+def _same(seen: tuple[weakref.ref[Tensor], int], grad: Tensor | None) -> bool:
+    """Whether a gradient is the tensor that was seen, at that version."""
+    return grad is not None and seen[0]() is grad and _version_of(grad) == seen[1]
+
+
+def _version_of(grad: Tensor) -> int:
+    """How often a gradient was changed in place; of a DTensor, by its own operations or behind their back."""
+    part = local(grad)
+    return grad._version if part is grad else grad._version + part._version

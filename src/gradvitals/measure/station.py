@@ -180,18 +180,39 @@ class Station:
             count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
         """
         self.reading, self.read_at = Packet(), self.sentinel.backwards
-        packet, wants = self.reading, self.config.metrics
-        reused = [row for row in self.rows if row in norms]
+        self.sentinel.note_read()
+        packet = self.reading
+        reused = [row for row in self._held if row in norms and row not in watched.aside]
         if self._one_device:
             packet.add_each("norm", [norms[row] for row in reused], reused)
         else:
             for group_rows, group in stats.by_device_and_dtype(reused, [norms[row] for row in reused]):
                 packet.add_each("norm", group, group_rows)
-        if len(reused) == len(self.rows) and not full and not count_nonfinite:
+        if len(reused) == len(self._held) and not full and not count_nonfinite:
             return
-        found = [(row, grad) for row in self._held if (grad := watched.gradient(row)) is not None]
+        rows = [row for row in self._held if row not in watched.aside]
+        yield from self._instruments_of(rows, watched, norms, full=full, detail=detail, count_nonfinite=count_nonfinite)
+
+    def instruments_of_sums(
+        self, rows: Sequence[int], watched: Rows, *, full: bool, detail: bool, count_nonfinite: bool
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """The same for rows that had to be summed over ranks first; they belong to the same reading."""
+        return self._instruments_of(rows, watched, {}, full=full, detail=detail, count_nonfinite=count_nonfinite)
+
+    def _instruments_of(
+        self,
+        wanted: Sequence[int],
+        watched: Rows,
+        norms: dict[int, Tensor],
+        *,
+        full: bool,
+        detail: bool,
+        count_nonfinite: bool,
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        packet, wants = self.reading, self.config.metrics
+        found = [(row, grad) for row in wanted if (grad := watched.gradient(row)) is not None]
         rows, grads = [row for row, _ in found], [grad for _, grad in found]
-        if not rows:
+        if not rows or packet is None:
             return
         own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
         if own:

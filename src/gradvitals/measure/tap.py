@@ -143,7 +143,7 @@ class Tap:
             detail=due.detail,
             audit=due.audit,
             stations=[station.begin(station.rows) for station in self.stations],
-            weights=self.rows.weights,
+            weights=self.rows.change_weights,
         )
 
     def _finish(self) -> None:
@@ -313,9 +313,18 @@ class Tap:
         station.clips_by_hand |= by_hand
         if station.is_stale(self.observes):
             self.read(station)
+        if self.rows.aside:
+            self.attempt("partial", self._read_sums, station)
         self.attempt("window", self.push_windows, station)
         if station.micro is not None and station.micro.armed:
             self.attempt("microbatch", station.take_micro_batches, self.draft.packet)
+
+    @torch.no_grad()
+    def _read_sums(self, station: Station) -> None:
+        """Read what ranks hold summands of: here, where all of them come once a step."""
+        due = {"full": self.draft.full, "detail": self.draft.detail, "count_nonfinite": self.count_nonfinite}
+        for name, take in station.instruments_of_sums(self.rows.add_up(), self.rows, **due):
+            self.attempt(name, take)
 
     def _before_update(self, station: Station) -> None:
         found_inf = getattr(station.optimizer, "found_inf", None)

@@ -113,9 +113,9 @@ def stage_prefix(config: Config) -> str:
 
 def _plain(name: str, model: nn.Module) -> str:
     """A name without what wrappers put before it."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        name = name.removeprefix("module.")
-    return name.replace(COMPILED_PREFIX, "")
+    name = name.replace(COMPILED_PREFIX, "")
+    wrapped = getattr(model, "_orig_mod", model)
+    return name.removeprefix("module.") if isinstance(wrapped, nn.parallel.DistributedDataParallel) else name
 
 
 def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[tuple[int, int, nn.Parameter]]:

@@ -175,6 +175,8 @@ class BackgroundWriter:
             if ready is not None and not ready() and not self._closing:
                 return
             item = self._queue.popleft()
+            if getattr(item, "may_wait", False) and self._pending:
+                self._store()  # what is there must not wait with it
             try:
                 for record in item() if callable(item) else (item,):
                     self._keep(record)

@@ -78,6 +78,10 @@ def roster_of(world: int, tensors: int, slots: int) -> Roster:
         slot_numbers=np.arange(slots),
         weights=np.full(tensors, 1 / world),
         part_weights=np.ones(tensors),
+        is_current=np.ones(tensors, dtype=bool),
+        is_shared_out=np.zeros(tensors, dtype=bool),
+        share=1.0,
+        num_sources=world,
         is_whole=np.ones(tensors, dtype=bool),
         expected=np.ones(tensors),
         num_stages=1,
@@ -174,6 +178,7 @@ def _card_bytes() -> int:
         shards=(0,),
         empty=(),
         data_ranks=(1000,),
+        idle=(),
         stage=None,
     )
     return len(zlib.compress(card.to_json().encode()))

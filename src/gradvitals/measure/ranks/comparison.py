@@ -59,7 +59,8 @@ class Comparison:
         low, high = (step.prints.get(f"{what}_{half}") for half in ("lo", "hi"))
         if low is None or high is None:
             return np.zeros(len(self.roster.rows), dtype=np.uint64)
-        return digest(low, high)
+        # What some ranks step for others is not the same everywhere until it has been sent to them.
+        return np.where(self.roster.is_shared_out[self.roster.rows], np.uint64(0), digest(low, high))
 
     def unpack(self, vector: Floats, own: StepSums, step: StepSums, reduce: Callable[..., Floats]) -> None:
         """Put into a step what the fingerprints of all ranks say. Where copies differ, a second round finds where."""
@@ -69,7 +70,8 @@ class Comparison:
         of_worker = vector[roster.world * width :].reshape(roster.num_data, 4)
         samples = of_rank[:, 2 : 2 + 2 * NUM_SAMPLES].reshape(roster.world, 2, NUM_SAMPLES)
         checks = of_rank[:, 2 + 2 * NUM_SAMPLES :].reshape(roster.world, self.num_kinds, 2, 2)
-        comparable = self._comparable_workers()
+        # Gradients of single pipeline stages are of different tensors.
+        comparable = roster.num_sources == roster.num_data
         with np.errstate(invalid="ignore"):
             norms = np.where((of_worker[:, 1] > 0) & comparable, np.sqrt(of_worker[:, 0]), np.nan)
         seen = Seen(
@@ -89,14 +91,6 @@ class Comparison:
             mismatch = self._where(verdict.suspects, own, reduce)
             step.told["ranks/checksum_mismatch"] = float((mismatch > 0).sum())
             step.told_tensors["ranks/checksum_mismatch"] = mismatch
-
-    def _comparable_workers(self) -> NDArray[np.bool_]:
-        """Gradients of different pipeline stages are of different tensors: those of the first stage are compared."""
-        roster = self.roster
-        if roster.num_stages == 1:
-            return np.ones(roster.num_data, dtype=bool)
-        first = roster.replica_sets[roster.kinds[0]] >= 0
-        return np.isin(np.arange(roster.num_data), roster.data_index[first])
 
     def _where(self, suspects: tuple[Suspect, ...], own: StepSums, reduce: Callable[..., Floats]) -> Floats:
         """Fetch the checksums of single tensors from ranks that differ, and from some that do not."""

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from gradvitals.measure.landed import Floats, StepSums, Table
 from gradvitals.measure.ranks.comparison import Comparison
 from gradvitals.measure.ranks.roster import Roster
-from gradvitals.measure.ranks.wire import Kind, Wire
+from gradvitals.measure.ranks.wire import Kind, OutOfStepError, Wire
 
 ROLL_CALL_SECONDS = 5.0
 ROLL_CALL_PAUSE = 1.0
@@ -42,6 +42,8 @@ class Exchange:
         self.comparison = Comparison(roster)
         self.ended = False
         """Whether ranks have stopped to exchange numbers."""
+        self.leaving = False
+        """Whether this rank will say so the next time."""
         self.collectives = 0
         """Collectives so far."""
         self.bytes_sent = 0
@@ -59,8 +61,12 @@ class Exchange:
         self._on_lost(LostRanksError(_first_line(error)), missing_ranks(self.roster))
 
     def end(self) -> None:
-        """This rank cannot take part any more: others will find out when they wait for it."""
+        """This rank takes no part any more: others will find out when they wait for it."""
         self.ended = True
+
+    def leave(self) -> None:
+        """This rank has missed a step: it tells the others the next time, and all of them end."""
+        self.leaving = True
 
     def share(self, steps: Sequence[StepSums]) -> list[StepSums]:
         """These steps as all ranks together saw them; where others do not answer, as this one alone did."""
@@ -79,13 +85,34 @@ class Exchange:
         step.ranks = {}
         return step
 
+    def _check(self, steps: Sequence[StepSums], length: int) -> None:
+        """Find that all ranks bring the same steps, before anything is added up.
+
+        Gloo ends the process where ranks bring vectors of different lengths, so these are compared first.
+
+        Raises:
+            OutOfStepError: On all ranks alike.
+        """
+        own = np.array([steps[0].step, steps[-1].step, length], dtype=np.float64)
+        sent = np.append(np.append(own, -own), float(self.leaving))
+        found = self._reduce(sent, dist.ReduceOp.MAX, "what each rank brings", steps)
+        if found[-1] > 0:
+            raise OutOfStepError("a rank does not take part any more")
+        if (found[:3] != -found[3:6]).any():
+            least, most = (-found[3:5]).astype(int), found[:2].astype(int)
+            raise OutOfStepError(
+                f"ranks are at different steps: {least[0]} to {least[1]} on one, {most[0]} to {most[1]} on another"
+            )
+
     def _share(self, steps: Sequence[StepSums]) -> list[StepSums]:
         kinds = [Kind(full=step.full, detail=step.detail) for step in steps]
         self._note_own(steps)
         vectors = [self.wire.pack(step, kind) for step, kind in zip(steps, kinds, strict=True)]
         audits = [step for step in steps if step.audit]
         audit_vectors = [self.comparison.pack(step) for step in audits]
-        together = self._reduce(np.concatenate([*vectors, *audit_vectors]), dist.ReduceOp.SUM, "sums", steps)
+        joined = np.concatenate([*vectors, *audit_vectors])
+        self._check(steps, len(joined))
+        together = self._reduce(joined, dist.ReduceOp.SUM, "sums", steps)
         ends = np.cumsum([len(vector) for vector in (*vectors, *audit_vectors)])
         cut = np.split(together, ends[:-1])
         table = self._table_of(steps[-1])

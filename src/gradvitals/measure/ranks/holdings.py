@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gradvitals.config import Config
-from gradvitals.measure.ranks.shards import is_sharded, local, num_shards, placements, shard_index
+from gradvitals.measure.ranks.shards import is_sharded, local, mesh_ranks, num_shards, placements, shard_index
 from gradvitals.types import Layout, TensorInfo, json_ready
 
 
@@ -60,7 +60,7 @@ class Card:
 
     version: str
     settings: Mapping[str, str]
-    """A fingerprint of each setting."""
+    """Each setting, as a short text."""
     stock: str
     """Fingerprint of its Stock."""
     shards: tuple[int, ...]
@@ -69,6 +69,8 @@ class Card:
     """Rows of which it holds nothing."""
     data_ranks: tuple[int, ...]
     """Ranks that see the same samples, itself among them."""
+    idle: tuple[int, ...]
+    """Rows that none of its optimizers steps."""
     stage: int | None
 
     def to_json(self) -> str:
@@ -107,7 +109,7 @@ def take_stock(
     patterns: dict[tuple[Any, ...], int] = {}
     kinds, held = [], []
     for parameter in parameters:
-        pattern = (num_shards(parameter), tuple(str(placement) for placement in placements(parameter)))
+        pattern = (num_shards(parameter), tuple(map(str, placements(parameter))), mesh_ranks(parameter))
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
             held.append(shard_index(parameter))
@@ -181,11 +183,12 @@ def data_ranks(parameters: Sequence[Tensor], data_dims: Mapping[int, tuple[int, 
 
 
 def settings_of(config: Config, batch_told: bool) -> dict[str, str]:
-    """A fingerprint of every setting that ranks must agree on."""
+    """Every setting that ranks must agree on, as a short text."""
     own = ("quiet", "extra", "pipeline_stage")
     settings = {name: value for name, value in asdict(config).items() if name not in own}
     settings["batch_size"] = "told" if batch_told else "not told"
-    return {name: fingerprint(json.dumps(json_ready(value), default=str))[:8] for name, value in settings.items()}
+    texts = {name: json.dumps(json_ready(value), default=str) for name, value in settings.items()}
+    return {name: text if len(text) <= 24 else f"#{fingerprint(text)[:8]}" for name, text in texts.items()}
 
 
 def fingerprint(text: str) -> str:

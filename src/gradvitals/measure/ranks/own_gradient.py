@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,10 @@ class OwnGradient:
 
     @torch.no_grad()
     def _hear(self, grad: Tensor) -> None:
+        with contextlib.suppress(Exception):  # in the midst of backward: it must go on
+            self._add(grad)
+
+    def _add(self, grad: Tensor) -> None:
         if not grad.is_sparse and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._packet().add("own_norm", torch.linalg.vector_norm(local(grad), dtype=torch.float32))
 

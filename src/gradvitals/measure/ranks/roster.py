@@ -6,6 +6,7 @@ missing; only then is a process group made, which would wait for them in silence
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import time
@@ -27,7 +28,7 @@ from gradvitals.types import Layout, TensorInfo
 EXCHANGE_SECONDS = 1800.0
 """How long a rank may be behind the others before they go on without it. Nobody waits for it but a thread of ours."""
 
-_meetings = itertools.count()
+_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,17 @@ class Roster:
     """The same for gradients that are not reduced over data workers yet."""
     is_whole: NDArray[np.bool_]
     """Which rows of this rank its data worker has in one piece, before gradients are reduced."""
+    is_current: NDArray[np.bool_]
+    """Which rows of this rank have their new values as soon as it has stepped: not those that only others step."""
+    is_shared_out: NDArray[np.bool_]
+    """Which rows of all are stepped by some of those who hold them, and not by others."""
     expected: NDArray[np.float64]
     """For each row of all, the sum of the weights of those who hold something of it."""
     num_stages: int
+    share: float
+    """What this rank counts in a sum over data workers."""
+    num_sources: int
+    """Data workers behind each gradient."""
     data_index: NDArray[np.int64]
     """For each rank, which data worker it belongs to."""
     kinds: NDArray[np.int64]
@@ -66,22 +75,12 @@ class Roster:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all of the model."""
-        return self.num_stages == 1 and bool((self.weights * self.world == 1).all())
+        return self.num_stages == 1 and bool((self.weights == 1 / self.world).all())
 
     @property
     def num_data(self) -> int:
         """Data workers."""
         return int(self.data_index.max()) + 1 if len(self.data_index) else 1
-
-    @property
-    def num_sources(self) -> int:
-        """Data workers behind each gradient: those of one pipeline stage."""
-        return max(1, self.num_data // self.num_stages)
-
-    @property
-    def worker_size(self) -> int:
-        """Ranks in this rank's data worker."""
-        return int((self.data_index == self.data_index[self.rank]).sum())
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,10 @@ class Meeting:
 
     def tell(self, key: str, text: str) -> None:
         """Leave a note for all."""
+        is_new = not self._is_there(key)  # it may be from a meeting that others did not come to
         self.store.set(key, zlib.compress(text.encode()))
-        self.store.add(f"{key.rsplit('/', 1)[0]}/count", 1)
+        if is_new:
+            self.store.add(f"{key.rsplit('/', 1)[0]}/count", 1)
 
     def told(self, keys: Sequence[str]) -> list[str]:
         """Read notes that are there."""
@@ -116,10 +117,10 @@ class Meeting:
         deadline, pause = time.monotonic() + self.timeout, 0.002
         while not self._all_there(keys):
             if time.monotonic() > deadline:
-                missing = [key.rsplit("/", 1)[-1] for key in keys if not self._is_there(key)]
-                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+                missing = [place for place, key in enumerate(keys) if not self._is_there(key)]
+                who = _listed(missing) if len(keys) == len(self.ranks) else "0"  # what one tells all is the first's
                 raise RunError(
-                    f"of {len(self.ranks)} ranks, rank {', '.join(missing[:8])}{more} did not {what} within "
+                    f"of {len(self.ranks)} ranks, rank {who} did not {what} within "
                     f"{self.timeout:g} s. Call gradvitals.watch on every rank that trains the model, or pass those "
                     "that do as watch(group=...); Config(rank_timeout=...) sets how long to wait"
                 )
@@ -140,7 +141,7 @@ def call_meeting(group: Any, timeout: float) -> Meeting:
     from torch.distributed import distributed_c10d as c10d
 
     ranks = dist.get_process_group_ranks(group if group is not None else c10d._get_default_group())
-    name = f"gradvitals/{next(_meetings)}/{fingerprint(json.dumps(ranks))[:8]}"
+    name = f"gradvitals/{_meetings[tuple(ranks)]}/{fingerprint(json.dumps(ranks))[:8]}"
     store = c10d.PrefixStore(name, c10d._get_default_store())
     return Meeting(store, tuple(ranks), ranks.index(dist.get_rank()), timeout)
 
@@ -162,6 +163,10 @@ def meet(meeting: Meeting, card: Card, stock: Stock, group: Any, ours: Any = Non
     meeting.tell(f"card/{meeting.rank}", card.to_json())
     keys = [f"card/{rank}" for rank in range(world)]
     meeting.wait(keys, "begin to watch")
+    # One that has waited too long is gone when another comes: only those who are ready go on, or none.
+    meeting.tell(f"ready/{meeting.rank}", "")
+    meeting.wait([f"ready/{rank}" for rank in range(world)], "stay until all had come")
+    _meetings[meeting.ranks] += 1  # all are here: whatever comes of it, the next meeting is another one
     cards = [Card.from_json(text) for text in meeting.told(keys)]
     check_settings(cards)
     kinds_of_stock = list(dict.fromkeys(other.stock for other in cards))
@@ -185,8 +190,8 @@ def check_settings(cards: Sequence[Card]) -> None:
         if odd:
             noun = "the version of gradvitals" if what == "gradvitals" else f"the setting {what}"
             raise RunError(
-                f"{noun} differs between ranks: rank {_listed(odd)} not as rank 0; give all ranks the same gradvitals, "
-                "the same Config and the same arguments of watch"
+                f"{noun} differs between ranks: {values[0]} on rank 0, {values[odd[0]]} on rank {_listed(odd)}; give "
+                "all ranks the same gradvitals, the same Config and the same arguments of watch"
             )
 
 
@@ -233,6 +238,7 @@ def combine(meeting: Meeting, cards: Sequence[Card], stocks: dict[str, Stock], g
     expected: list[float] = []
     place: dict[str, tuple[int, int]] = {}
     weights_of: dict[str, list[float]] = {}
+    shared_out: list[bool] = []
     for key in order:
         stock, members = stocks[key], [rank for rank, card in enumerate(cards) if card.stock == key]
         row0, depth0, head0, kind0 = len(tensors), len(layers), len(heads), len(sets)
@@ -252,10 +258,19 @@ def combine(meeting: Meeting, cards: Sequence[Card], stocks: dict[str, Stock], g
         for rank in members:
             holders[list(cards[rank].empty)] -= 1
         expected += (np.array(weights_of[key]) * holders).tolist()
+        idle = np.bincount(
+            np.array([row for rank in members for row in cards[rank].idle], dtype=np.int64),
+            minlength=len(stock.tensors),
+        )
+        shared_out += ((idle > 0) & (idle < len(members))).tolist()
     mine = cards[meeting.rank].stock
     row0, slot0 = place[mine]
-    data_index = _data_index(cards, meeting.ranks)
-    in_worker = int((data_index == data_index[meeting.rank]).sum())
+    data_index, merged = _data_index(cards, meeting.ranks)
+    num_data, together = int(data_index.max()) + 1, data_index == data_index[meeting.rank]
+    in_stage = together & np.array([card.stock == mine for card in cards])
+    is_current = np.ones(len(stocks[mine].tensors), dtype=bool)
+    is_current[list(cards[meeting.rank].idle)] = False
+    is_current |= ~np.array(shared_out)[row0 : row0 + len(is_current)]
     return Roster(
         rank=meeting.rank,
         world=world,
@@ -267,22 +282,39 @@ def combine(meeting: Meeting, cards: Sequence[Card], stocks: dict[str, Stock], g
         rows=row0 + np.arange(len(stocks[mine].tensors)),
         slot_numbers=slot0 + np.arange(len(stocks[mine].slots)),
         weights=np.array(weights_of[mine]),
-        part_weights=np.array(stocks[mine].worker_shards) / in_worker,
+        part_weights=np.array(stocks[mine].worker_shards) / int(in_stage.sum()),
         is_whole=np.array(stocks[mine].worker_shards) == 1,
+        is_current=is_current,
+        is_shared_out=np.array(shared_out, dtype=bool),
         expected=np.array(expected),
         num_stages=len(stocks),
+        share=1 / int(together.sum()) / (1 if merged else len(stocks)),
+        num_sources=num_data if merged else max(1, num_data // len(stocks)),
         data_index=data_index,
         kinds=np.array(kinds, dtype=np.int64),
         replica_sets=np.array(sets, dtype=np.int64).reshape(-1, world),
     )
 
 
-def _data_index(cards: Sequence[Card], ranks: Sequence[int]) -> NDArray[np.int64]:
-    """Number the data workers in the order of their first rank."""
+def _data_index(cards: Sequence[Card], ranks: Sequence[int]) -> tuple[NDArray[np.int64], bool]:
+    """Number the data workers in the order of their first rank.
+
+    In a pipeline the first worker of every stage is taken for one and the same, and so on, where all stages have as
+    many: so ranks are laid out in any mesh.
+
+    Returns:
+        The number of each rank's worker, and whether a worker has all stages.
+    """
     number = {rank: position for position, rank in enumerate(ranks)}
     firsts = [min(number[rank] for rank in card.data_ranks if rank in number) for card in cards]
+    of_stage: dict[str, dict[int, int]] = {}
+    for card, first in zip(cards, firsts, strict=True):
+        mine = of_stage.setdefault(card.stock, {})
+        mine.setdefault(first, len(mine))
+    if len({len(workers) for workers in of_stage.values()}) == 1:
+        return np.array([of_stage[card.stock][first] for card, first in zip(cards, firsts, strict=True)]), True
     numbers = {first: index for index, first in enumerate(dict.fromkeys(firsts))}
-    return np.array([numbers[first] for first in firsts], dtype=np.int64)
+    return np.array([numbers[first] for first in firsts], dtype=np.int64), False
 
 
 def _listed(ranks: Sequence[int]) -> str:

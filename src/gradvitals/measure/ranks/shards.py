@@ -91,5 +91,13 @@ def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
     return local(grad)
 
 
+def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks that a tensor is spread over; nothing for a plain tensor."""
+    if not placements(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def _mesh_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.device_mesh.shape) if placements(tensor) else ()  # type: ignore[attr-defined]

@@ -37,6 +37,8 @@ DETAIL_STEP = ("nonzero", "alive", "below_one", "weight_before", "inner", "inner
 OF_PARTS = frozenset({"parts", "inner", "inner_squares"})
 """Gradients before they are reduced: every data worker has others."""
 
+OF_WEIGHTS = frozenset({"weight", "update", "change"})
+
 AVERAGED = frozenset({"adam_step", "beta1", "beta2"})
 """Rows that are the same on all who hold a shard, so that they are averaged rather than added up."""
 
@@ -46,8 +48,6 @@ LARGEST = ("max",)
 SLOTS = ("heads", "parts")
 
 SCALARS = (
-    "step",
-    "step_squared",
     "loss",
     "loss_weight",
     "batch_size",
@@ -59,6 +59,7 @@ SCALARS = (
     "under_scaler",
     "skipped",
     "carried",
+    "counted",
     "unscaled",
     "clipped",
     "moments_clipped",
@@ -94,11 +95,10 @@ class Kind:
 class Wire:
     """Packs the steps of this rank, and unpacks what all ranks together have sent."""
 
-    def __init__(self, roster: Roster, norms_of_parts: bool = True) -> None:
+    def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self.num_rows = len(roster.layout.tensors)
         self.num_slots = len(roster.slots)
-        self.norms_of_parts = norms_of_parts
         self._local_of = {int(row): index for index, row in enumerate(roster.rows)}
 
     # -- the layout ---------------------------------------------------------------------------------------------
@@ -129,6 +129,8 @@ class Wire:
                 weights = roster.part_weights / roster.num_sources if name in OF_PARTS else roster.weights
                 # Inner products would have to be summed over the shards before they are squared.
                 read = sums.present & roster.is_whole if name in ("inner", "inner_squares") else sums.present
+                # Who does not step a tensor that another rank steps has yet to be sent its new values.
+                read = read & roster.is_current if name in OF_WEIGHTS else read
                 values[roster.rows] = np.where(read, sums.values * weights, 0.0)
                 present[roster.rows] = np.where(read, weights, 0.0)
         for name in SLOTS if kind.full else ():
@@ -145,18 +147,15 @@ class Wire:
 
     def _scalars(self, step: StepSums) -> dict[str, float]:
         roster = self.roster
-        once = 1 / roster.worker_size  # a data worker counts once, however many ranks it has
-        of_stage = once / roster.num_stages
+        once = roster.share  # a data worker counts once, however many ranks it has
         size = step.batch_size
         loss_weight = once * (size if size is not None else 1.0) if step.loss is not None else 0.0
         square, dot = step.changes if step.changes is not None else (0.0, None)
         parts, shares = step.parts, roster.num_sources
         numbers = {
-            "step": float(step.step),
-            "step_squared": float(step.step) ** 2,
             "loss": step.loss * loss_weight if step.loss is not None else 0.0,
             "loss_weight": loss_weight,
-            "batch_size": of_stage * size if size is not None else 0.0,
+            "batch_size": once * size if size is not None else 0.0,
             "batch_told": float(size is not None),
             "lr": step.lr if step.lr is not None else 0.0,
             "lr_told": float(step.lr is not None),
@@ -165,6 +164,7 @@ class Wire:
             "under_scaler": float(step.under_scaler),
             "skipped": float(step.skipped),
             "carried": float(step.carried),
+            "counted": float(step.counted),
             "unscaled": float(step.stage == "unscaled"),
             "clipped": float(step.stage == "clipped"),
             "moments_clipped": float(step.moments_stage == "clipped"),
@@ -175,13 +175,13 @@ class Wire:
         if parts is None:
             return numbers | dict.fromkeys((name for name in SCALARS if name.startswith("parts")), 0.0)
         return numbers | {
-            "parts_count": of_stage * parts.count,
-            "parts_samples": of_stage * parts.samples,
+            "parts_count": once * parts.count,
+            "parts_samples": once * parts.samples,
             "parts_known": float(parts.sizes_known),
             "parts_told": 1.0,
-            "parts_weight": of_stage * parts.weight / shares,
-            "parts_weight_per_sample": of_stage * parts.weight_per_sample / shares,
-            "parts_square_per_sample": of_stage * parts.square_per_sample / shares**2,
+            "parts_weight": once * parts.weight / shares,
+            "parts_weight_per_sample": once * parts.weight_per_sample / shares,
+            "parts_square_per_sample": once * parts.square_per_sample / shares**2,
         }
 
     def _put_window(self, numbers: Floats, step: StepSums, row: int) -> None:
@@ -216,18 +216,14 @@ class Wire:
             own: The step as this rank packed it, for what is the same everywhere.
             table: The rows of all ranks.
 
-        Raises:
-            OutOfStepError: Where ranks have added up different steps.
         """
         roster, cursor = self.roster, _Cursor(vector)
         told = dict(zip(SCALARS, cursor.take(len(SCALARS)).tolist(), strict=True))
         world = roster.world
-        if told["step"] != world * own.step or told["step_squared"] != world * own.step**2:
-            raise OutOfStepError(f"this rank is at step {own.step}, the mean over ranks is {told['step'] / world:g}")
         step = StepSums(step=own.step, time=own.time, full=own.full, table=table, lap=own.lap)
         step.stage = STAGES[2 if told["clipped"] else 1 if told["unscaled"] else 0]
         step.moments_stage = "clipped" if told["moments_clipped"] else None
-        step.batch_size = told["batch_size"] if told["batch_told"] else None
+        step.batch_size = told["batch_size"] if told["batch_told"] == world else None
         step.loss = told["loss"] / told["loss_weight"] if told["loss_weight"] else None
         step.lr = told["lr"] / told["lr_told"] if told["lr_told"] else None
         step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
@@ -239,6 +235,8 @@ class Wire:
             read = present > 0
             if read.any():
                 step.rows[name] = RowSums(self._whole(name, values, present, read), read)
+        if "nonfinite" in step.rows and not told["counted"]:  # a tensor counts once, however many shards say so
+            step.rows["nonfinite"].values = np.minimum(step.rows["nonfinite"].values, 1.0)
         for name in SLOTS if kind.full else ():
             step.slots[name] = cursor.take(self.num_slots).copy()
         for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
@@ -247,7 +245,7 @@ class Wire:
                 step.ranks[name] = numbers.copy()
         if "change" in step.rows:
             step.changes = (told["change_square"], told["change_dot"] if told["change_dot_told"] else None)
-        if told["parts_told"] and "parts" in step.rows:
+        if told["parts_told"] == world and "parts" in step.rows:
             step.parts = PartSums(
                 count=told["parts_count"],
                 samples=told["parts_samples"],
