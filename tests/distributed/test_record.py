@@ -61,7 +61,7 @@ def test_one_collective_a_shipment_off_the_training_thread(name: str, results: R
                  for key in {**answer["calls"]["other"], **answer["calls_at_close"]["other"]}}  # fmt: skip
         sums, largest = calls.pop("all_reduce:SUM", 0), calls.pop("all_reduce:MAX", 0)
         assert sums == SCENARIOS[name].steps, "every step is read in full, so every step is a shipment"
-        # Before each sum, seven numbers that say whether ranks bring the same; and the largest values of a detailed step.
+        # Before each sum, seven numbers that say whether ranks bring the same; and the largest of a detailed step.
         assert sums <= largest <= 2 * sums
         assert not calls, f"and nothing but all-reduces: {calls}"
         assert max(answer["calls"]["sizes"] + answer["calls_at_close"]["sizes"]) < 64_000

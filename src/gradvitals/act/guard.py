@@ -124,6 +124,7 @@ class Guard:
         if any(map(is_guarded, optimizers)):
             raise GradvitalsError("a Guard stands before this optimizer already; close its Monitor first")
         on_device, together = self._decides_on_device(monitor), Together(monitor)
+        together.agree(repr([self.rungs[name] for name in RUNGS]))
         subject = Subject(model, optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data)
         if rollback.mode == "on" or self._folder is not None:
             self._keeper = Keeper(

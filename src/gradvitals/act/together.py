@@ -11,7 +11,9 @@ from torch import distributed as dist
 
 from gradvitals.act.inbox import leads
 from gradvitals.act.snap_place import Place
+from gradvitals.errors import RunError
 from gradvitals.judge import say
+from gradvitals.measure.ranks.roster import call_meeting
 from gradvitals.measure.rawstep import Arrival
 from gradvitals.monitor import Monitor
 
@@ -54,6 +56,22 @@ class Together:
         if ranks is None:
             return None
         return Place(ranks.rank, int(ranks.data_index[ranks.rank]), self._monitor.config.pipeline_stage)
+
+    def agree(self, settings: str) -> None:
+        """Find that every rank has a Guard, and all the same one: what one decides the others wait for.
+
+        Raises:
+            RunError: Where a rank has none, or another one.
+        """
+        if self._ranks is None:
+            return
+        meeting = call_meeting(self.group, self._monitor.config.rank_timeout)
+        meeting.tell(f"guard/{meeting.rank}", settings)
+        keys = [f"guard/{rank}" for rank in range(len(meeting.ranks))]
+        meeting.wait(keys, "set a Guard")
+        odd = [rank for rank, told in enumerate(meeting.told(keys)) if told != settings]
+        if odd:
+            raise RunError(f"the Guard of rank {odd[0]} has other settings than this; give all ranks the same Guard")
 
     def say(self, words: str) -> None:
         """Tell the user, once and not by every rank."""

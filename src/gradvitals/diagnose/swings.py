@@ -100,6 +100,7 @@ class Oscillation(Rule):
 
     def _seen(self, step: Step) -> dict[str, Any]:
         noise = step.history["microbatch:noise_scale_low"].last(1)
+        noise = noise if len(noise) else step.history["ranks:noise_scale_low"].last(1)
         size, lr = step.general.batch_size or math.nan, step.value("lr")
         scale = float(noise[0]) if len(noise) else math.nan
         proposed = scale if scale > 2 * size else 8 * size

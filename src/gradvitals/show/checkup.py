@@ -164,6 +164,8 @@ class _Record:
         # GSNR and noise scale count where the whole model has them; of single tensors alone they judge little.
         kind = kinds[0] if kinds else "values" if metric in NOT_A_NUMBER else None
         sources = self._run.sources(metric, kind)
+        if "ranks" in sources:  # samples at one set of weights, as micro-batches are
+            of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
         if metric not in self._run.metrics(kind):
             reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
             return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))

@@ -31,7 +31,7 @@ def set_aside(tensor: Tensor) -> Summand:
 def sums_of_partial(summands: Mapping[int, Summand]) -> dict[int, Tensor]:
     """The sum of each.
 
-    One collective a process group sums all of them; they are few and small, and the ranks of a group hold the same ones.
+    One collective a process group sums all of them; they are few and small, and the ranks of a group hold the same.
     """
     sums = {row: summand.part for row, summand in summands.items()}
     by_group: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
