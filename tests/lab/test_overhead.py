@@ -138,7 +138,7 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
     def broken(*args: object) -> None:
         raise RuntimeError("no reading today")
 
-    monkeypatch.setattr("gradvitals.measure.tap.Tap._read", broken)
+    monkeypatch.setattr("gradvitals.measure.tap.Tap.read", broken)
     with pytest.raises(overhead.GradvitalsError, match="no reading today"):
         overhead._time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, tmp_path)
 

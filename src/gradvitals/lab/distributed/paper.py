@@ -14,6 +14,7 @@ from gradvitals.config import Config
 from gradvitals.measure.cadence import Calendar
 from gradvitals.measure.landed import StepSums, Table
 from gradvitals.measure.ranks.comparison import MAX_WITNESSES, NUM_SAMPLES, Comparison
+from gradvitals.measure.ranks.exchange import HEADER_NUMBERS
 from gradvitals.measure.ranks.holdings import Card, Stock, fingerprint, settings_of
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.ranks.verdict import Memory, Seen, audit_numbers
@@ -137,7 +138,7 @@ def _shipments(plain: int, full: int, detail: int, largest: int, audit: int) -> 
         waiting += detail if due.detail else full if due.full else plain
         waiting += audit if due.audit else 0
         if due.full or step % STEPS_TOGETHER == 0:
-            sent.append(waiting)
+            sent += [NUMBER_BYTES * HEADER_NUMBERS, waiting]
             waiting = 0
         if due.detail:
             sent.append(largest)

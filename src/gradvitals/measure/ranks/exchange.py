@@ -23,6 +23,10 @@ LOST_WORDS = ("connection", "peer", "socket", "gloo", "nccl", "timed out", "brok
 """What the errors of collectives speak of when a rank is gone."""
 
 
+HEADER_NUMBERS = 7
+"""Numbers that are compared before those of each shipment are added up."""
+
+
 class LostRanksError(RuntimeError):
     """Other ranks do not answer any more."""
 
@@ -95,6 +99,7 @@ class Exchange:
         """
         own = np.array([steps[0].step, steps[-1].step, length], dtype=np.float64)
         sent = np.append(np.append(own, -own), float(self.leaving))
+        assert len(sent) == HEADER_NUMBERS
         found = self._reduce(sent, dist.ReduceOp.MAX, "what each rank brings", steps)
         if found[-1] > 0:
             raise OutOfStepError("a rank does not take part any more")
