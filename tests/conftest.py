@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wants_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def spawned_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """Runs ``work(rank, folder)`` in processes of their own, once for all workers of xdist; returns what each saved.
+
+    All scenarios run in one group of processes, which takes long to start.
+    """
+
+    def run(name: str, work: Callable[[int, str], None], world: int) -> list[dict[str, Any]]:
+        import torch
+        from torch import multiprocessing
+
+        shared = tmp_path_factory.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            shared = shared.parent  # which the workers share: the first to come runs for all
+        folder, ended = shared / name, shared / name / "ended"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            while not ended.exists():
+                time.sleep(0.1)
+        else:
+            try:
+                multiprocessing.spawn(work, args=(str(folder),), nprocs=world)
+            finally:
+                ended.touch()
+        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+    return run
 
 
 def make_layout() -> Layout:

@@ -58,9 +58,7 @@ def begin(
     return Beginning(Path(where), goes_on, first_step, roster, meeting.rank == 0, path)
 
 
-def join(
-    meeting: Meeting, rows: Rows, config: Config, group: Any, batch_size: float | None, ours: Any = None
-) -> Roster:
+def join(meeting: Meeting, rows: Rows, config: Config, group: Any, batch_size: float | None) -> Roster:
     """Meet the other ranks with what this one holds, and give its rows their weights."""
     dims = data_dimensions(rows.model)
     stock, shards, empty = take_stock(rows.layout, rows.slots, list(rows.windows), rows.parameters, dims)
@@ -75,7 +73,7 @@ def join(
         idle=tuple(row for row, parameter in enumerate(rows.parameters) if id(parameter) not in stepped),
         stage=config.pipeline_stage,
     )
-    roster = meet(meeting, card, stock, group, ours)
+    roster = meet(meeting, card, stock, group)
     rows.weights = roster.weights.tolist()
     rows.change_weights = np.where(roster.is_current, roster.weights, 0.0).tolist()
     return roster

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gradvitals.act.inner import stepping
 from gradvitals.act.keeper import Keeper
 from gradvitals.act.snap_place import Place
 from gradvitals.act.subject import Subject
+from gradvitals.measure.moments import stepping
 
 WORLD, BEFORE, AFTER = 4, 5, 3
 SIZES = {"alone": 1, "hsdp": 4, "fsdp_tp": 4, "pipe": 2, "same_names": 2, "tp": 2}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from guarded_shards import BROKEN, BUMP, KINDS, MOVED, SPIKE, STEPS, WORLD, train
+from started import results_of
 
 SCRIPT = Path(__file__).parent / "guarded_shards.py"
 NAMES = [*KINDS, MOVED]
@@ -30,25 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("needs gloo")
-    folder = tmp_path_factory.mktemp("together")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", SCRIPT, str(rank), folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        outputs = [process.communicate(timeout=280)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * WORLD, "\n".join(outputs)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    return results_of(SCRIPT, tmp_path_factory.mktemp("together"), WORLD)
 
 
 def both(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from moving_ranks import AFTER, BEFORE, MOVES, WORLD, size_of
+from started import results_of
 
 from gradvitals.act.snap_place import Place, source_of
 
@@ -27,25 +25,7 @@ pytestmark = pytest.mark.timeout(300)  # four processes on whatever machine ther
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("needs gloo")
-    folder = tmp_path_factory.mktemp("moved")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", SCRIPT, str(rank), folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(outputs)
-    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    results = results_of(SCRIPT, tmp_path_factory.mktemp("moved"), WORLD)
     return {name: [result.get(name, {"error": "not reached"}) for result in results] for name in NAMES}
 
 

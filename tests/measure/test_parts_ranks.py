@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from parts_scenarios import ALSO_UNWATCHED, SCENARIOS, STEPS, WORLD, run_all
-from torch import multiprocessing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found in each scenario. All run in one group of processes, which takes long to start."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers share: the first to come runs for all
-    folder, ended = folder / "parts", folder / "parts" / "ended"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        while not ended.exists():
-            time.sleep(0.1)
-    else:
-        try:
-            multiprocessing.spawn(run_all, args=(str(folder),), nprocs=WORLD)
-        finally:
-            ended.touch()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+def results(spawned_once: Callable[..., list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each rank found in each scenario."""
+    return spawned_once("parts", run_all, WORLD)
 
 
 def compared(name: str, results: list[dict[str, Any]]) -> list[tuple[str, dict[int, float], dict[int, float], Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,29 +18,14 @@ from four_ranks import (
     run_all,
     then_another_in_one_process,
 )
-from torch import multiprocessing
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found in each scenario. All run in one group of processes, which takes long to start."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers share: the first to come runs for all
-    folder, ended = folder / "ranks", folder / "ranks" / "ended"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        while not ended.exists():
-            time.sleep(0.1)
-    else:
-        try:
-            multiprocessing.spawn(run_all, args=(str(folder),), nprocs=WORLD)
-        finally:
-            ended.touch()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+def results(spawned_once: Callable[..., list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each rank found in each scenario."""
+    return spawned_once("ranks", run_all, WORLD)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from gradvitals.act.inner import stepping
+from gradvitals.measure.moments import stepping
 from gradvitals.measure.ranks.shards import local
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradvitals.act.inner import stepping
 from gradvitals.act.snap_random import random_state, set_random_state
 from gradvitals.act.snap_tree import TENSOR, Mark, copy_all, dense, is_sharded, join, marks, split
+from gradvitals.measure.moments import stepping
 
 SHARED = "shared by all"
 """Stands in for the name of a parameter where an optimizer keeps something that belongs to none of them."""

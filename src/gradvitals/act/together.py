@@ -27,7 +27,6 @@ class Together:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._roster: Any = None
         self._known: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -103,8 +102,6 @@ class Together:
 
     def shares(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """What each of these rows counts in a sum over ranks, and which row of all it is."""
-        if self._roster is not self._ranks:  # ranks meet again when parameters were added
-            self._roster, self._known = self._ranks, {}
         key = tuple(rows), device
         if key not in self._known:  # on a GPU every such copy would make the host wait
             weights = torch.tensor([self._monitor.tap.rows.weight(row) for row in rows], dtype=torch.float64)

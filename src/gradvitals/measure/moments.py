@@ -24,7 +24,7 @@ SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that keeps the moments: inside ZeroRedundancyOptimizer, one for this rank's share of them."""
-    inner = getattr(optimizer, "optim", None)
+    inner = getattr(optimizer, "optim", None) if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else None
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 

@@ -13,7 +13,8 @@ import gradvitals
 from gradvitals.config import Config
 from gradvitals.measure.cadence import Calendar
 from gradvitals.measure.landed import StepSums, Table
-from gradvitals.measure.ranks.comparison import MAX_WITNESSES, NUM_SAMPLES, Comparison
+from gradvitals.measure.ranks.audit import SAMPLES
+from gradvitals.measure.ranks.comparison import MAX_WITNESSES, Comparison
 from gradvitals.measure.ranks.exchange import HEADER_NUMBERS
 from gradvitals.measure.ranks.holdings import Card, Stock, fingerprint, settings_of
 from gradvitals.measure.ranks.roster import Roster
@@ -117,7 +118,7 @@ def _case(name: str, world: int, tensors: int, slots: int) -> dict[str, Any]:
         "longest_seconds": max(_ring_seconds(size, world) for size in sent),
         "seconds_per_step": sum(_ring_seconds(size, world) for size in sent) / cycle,
         "judging_seconds": _judging_seconds(world),
-        "memory_bytes": COPIES * max(sent) + NUMBER_BYTES * NUM_SAMPLES * world + world * card,
+        "memory_bytes": COPIES * max(sent) + NUMBER_BYTES * SAMPLES * world + world * card,
         "start_bytes": world * card + _stock_bytes(roster),
         "connections": world - 1,
     }
@@ -156,7 +157,7 @@ def _judging_seconds(world: int) -> float:
         norms=rng.lognormal(size=world),
         data_index=np.arange(world),
         rng_prints=np.full(world, 7, dtype=np.uint64),
-        sample_prints=rng.integers(1, 2**63, (world, NUM_SAMPLES)).astype(np.uint64),
+        sample_prints=rng.integers(1, 2**63, (world, SAMPLES)).astype(np.uint64),
         grad_prints=rng.integers(1, 2**63, world).astype(np.uint64),
         param_digest=np.full((1, world), 7, dtype=np.uint64),
         state_digest=np.full((1, world), 7, dtype=np.uint64),

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import distributed as dist
 
 from gradvitals.measure.landed import Floats, StepSums
+from gradvitals.measure.ranks.audit import SAMPLES
 from gradvitals.measure.ranks.prints import digest, fold, grad_print, row_salt, split
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.ranks.verdict import Memory, Seen, Suspect, audit_numbers, tensor_mismatch
 
 Prints = NDArray[np.uint64]
 
-NUM_SAMPLES = 16
 MAX_WITNESSES = 6
 """Ranks whose checksums are compared tensor by tensor, once they are known to differ."""
 
@@ -35,17 +35,17 @@ class Comparison:
     def pack(self, step: StepSums) -> Floats:
         """This rank's numbers, in its slots; those of all others are 0."""
         roster, prints = self.roster, step.prints
-        of_rank = np.zeros((roster.world, 2 + 2 * NUM_SAMPLES + 4 * self.num_kinds))
+        of_rank = np.zeros((roster.world, 2 + 2 * SAMPLES + 4 * self.num_kinds))
         mine = of_rank[roster.rank]
         mine[0:2] = _halves(prints, "rng", 1)[:, 0]
-        mine[2 : 2 + 2 * NUM_SAMPLES] = _halves(prints, "sample", NUM_SAMPLES).reshape(-1)
+        mine[2 : 2 + 2 * SAMPLES] = _halves(prints, "sample", SAMPLES).reshape(-1)
         for place, what in ((0, "check"), (2, "state")):
             digests = self._digests(step, what)
             for kind in range(self.num_kinds):
                 chosen = self._own_kinds == kind
                 salts = self._salts[roster.rows][chosen]
                 low, high = split(np.array([fold(digests[chosen], salts)]))
-                mine[2 + 2 * NUM_SAMPLES + 4 * kind + place :][:2] = low[0], high[0]
+                mine[2 + 2 * SAMPLES + 4 * kind + place :][:2] = low[0], high[0]
         of_worker = np.zeros((roster.num_data, 4))
         parts = step.rows.get("parts")
         if parts is not None and parts.present.any():
@@ -65,11 +65,11 @@ class Comparison:
     def unpack(self, vector: Floats, own: StepSums, step: StepSums, reduce: Callable[..., Floats]) -> None:
         """Put into a step what the fingerprints of all ranks say. Where copies differ, a second round finds where."""
         roster = self.roster
-        width = 2 + 2 * NUM_SAMPLES + 4 * self.num_kinds
+        width = 2 + 2 * SAMPLES + 4 * self.num_kinds
         of_rank = vector[: roster.world * width].reshape(roster.world, width)
         of_worker = vector[roster.world * width :].reshape(roster.num_data, 4)
-        samples = of_rank[:, 2 : 2 + 2 * NUM_SAMPLES].reshape(roster.world, 2, NUM_SAMPLES)
-        checks = of_rank[:, 2 + 2 * NUM_SAMPLES :].reshape(roster.world, self.num_kinds, 2, 2)
+        samples = of_rank[:, 2 : 2 + 2 * SAMPLES].reshape(roster.world, 2, SAMPLES)
+        checks = of_rank[:, 2 + 2 * SAMPLES :].reshape(roster.world, self.num_kinds, 2, 2)
         # Gradients of single pipeline stages are of different tensors.
         comparable = roster.num_sources == roster.num_data
         with np.errstate(invalid="ignore"):

@@ -82,7 +82,7 @@ def why_no_parts(model: nn.Module) -> str | None:
         )
     sharded = _fsdp_class("FSDPModule")
     units = [module for module in model.modules() if sharded is not None and isinstance(module, sharded)]
-    if units and not any(map(_groups, units)):
+    if units and not any(map(groups_of, units)):
         return f"how torch {torch.__version__} lays out the parameters of fully_shard is not known"
     return None
 
@@ -112,7 +112,7 @@ class ShardedParts(MicrobatchSums):
         super().arm(radial=radial)
         self._divided = {}
         for module, places in self._units.items():
-            groups = _groups(module)
+            groups = groups_of(module)
             for place in places:
                 self._divided[place.row] = _factor_of(groups.get(id(self.parameters[place.row])))
         if not self._forward_handles:
@@ -203,7 +203,7 @@ def _fsdp_class(name: str) -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 
-def _groups(module: nn.Module) -> dict[int, Any]:
+def groups_of(module: nn.Module) -> dict[int, Any]:
     """For each parameter of a unit, by its id, the group that is reduced together with it.
 
     Where torch keeps them differs between its versions; empty where they are not found.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gradvitals.config import Config
+from gradvitals.measure.ranks.fsdp import groups_of
 from gradvitals.measure.ranks.shards import is_sharded, local, mesh_ranks, num_shards, placements, shard_index
 from gradvitals.types import Layout, TensorInfo, json_ready
 
@@ -47,11 +48,6 @@ class Stock:
         tensors = tuple(TensorInfo.from_json(info) for info in data.pop("tensors"))
         slots = tuple((row, head) for row, head in data.pop("slots"))
         return cls(tensors=tensors, slots=slots, **{name: tuple(value) for name, value in data.items()})
-
-    @property
-    def layout(self) -> Layout:
-        """Its rows as a reader sees them."""
-        return Layout(tensors=self.tensors, layers=self.layers, heads=self.heads)
 
 
 @dataclass(frozen=True)
@@ -138,23 +134,13 @@ def _worker_shards(parameter: Tensor, data_dims: Sequence[int]) -> int:
 
 def data_dimensions(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """For each parameter that FSDP shards, the dimensions of its mesh that are data parallel; all others are not."""
-    found: dict[int, tuple[int, ...]] = {}
-    for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        if state is None:
-            continue
-        for group in _parameter_groups(state()):
-            ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
-            for one in group.fsdp_params:
-                found[id(one.sharded_param)] = _dims_within(one.sharded_param, ranks)
-    return found
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    return {
+        identity: _dims_within(parameters[identity], set(group.mesh_info.mesh.mesh.flatten().tolist()))
+        for module in model.modules()
+        for identity, group in groups_of(module).items()
+        if identity in parameters
+    }
 
 
 def _dims_within(parameter: Tensor, ranks: set[int]) -> tuple[int, ...]:

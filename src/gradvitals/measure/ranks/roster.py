@@ -146,7 +146,7 @@ def call_meeting(group: Any, timeout: float) -> Meeting:
     return Meeting(store, tuple(ranks), ranks.index(dist.get_rank()), timeout)
 
 
-def meet(meeting: Meeting, card: Card, stock: Stock, group: Any, ours: Any = None) -> Roster:
+def meet(meeting: Meeting, card: Card, stock: Stock, group: Any) -> Roster:
     """Tell all other ranks what this one brings along, hear the same of them, and find that it fits.
 
     Args:
@@ -154,7 +154,6 @@ def meet(meeting: Meeting, card: Card, stock: Stock, group: Any, ours: Any = Non
         card: What is told of this rank.
         stock: What it holds.
         group: The process group of the training.
-        ours: A process group of our own from an earlier meeting; None makes one.
 
     Raises:
         RunError: On all ranks alike, where one is missing or they do not fit together.
@@ -176,9 +175,7 @@ def meet(meeting: Meeting, card: Card, stock: Stock, group: Any, ours: Any = Non
     meeting.wait(stock_keys, "tell what it holds")
     stocks = dict(zip(kinds_of_stock, map(Stock.from_json, meeting.told(stock_keys)), strict=True))
     check_stocks(cards, stocks)
-    if ours is None:
-        ours = own_group(group, EXCHANGE_SECONDS)
-    return combine(meeting, cards, stocks, group, ours)
+    return combine(meeting, cards, stocks, group, own_group(group, EXCHANGE_SECONDS))
 
 
 def check_settings(cards: Sequence[Card]) -> None:

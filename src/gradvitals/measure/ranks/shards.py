@@ -26,11 +26,6 @@ def placements(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(getattr(tensor, "placements", ()) or ()) if hasattr(tensor, "_local_tensor") else ()
 
 
-def is_partial(tensor: Tensor) -> bool:
-    """Whether every rank holds a summand of the whole rather than a part of it."""
-    return any(placement.is_partial() for placement in placements(tensor))
-
-
 def is_sharded(placement: Any) -> bool:
     """Whether a tensor is cut along this dimension of the mesh."""
     return hasattr(placement, "dim")  # Shard, and what FSDP makes of it on top of tensor parallelism
