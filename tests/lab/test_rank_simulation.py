@@ -33,5 +33,12 @@ def test_a_clean_cell_and_one_with_a_fault() -> None:
     assert "100 %, " in text
 
 
+def test_several_processes_give_the_same_answer() -> None:
+    def run(processes: int) -> list[object]:
+        return list(simulate((3, 4), (10.0,), NOISES[1:2], audits=20, runs=1, seed=1, processes=processes))
+
+    assert run(1) == run(2)
+
+
 def test_rates_say_how_sure_they_are() -> None:
     assert [per_10000(0, 10_000), per_10000(3, 10_000), per_10000(0, 0)] == ["0 (< 3)", "3", "-"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _simulate(audits: int, seed: int, as_json: bool) -> None:
     records = []
     total = len(WORLDS) * len(NOISES) * (1 + len(SCALES))
     with progress_bar() as progress:
-        for record in simulate(audits=audits, seed=seed):
+        for record in simulate(audits=audits, seed=seed, processes=os.cpu_count() or 1):
             records.append(record)
             progress(len(records), total, f"{record.world} workers, {record.noise}")
     if as_json:

@@ -12,8 +12,10 @@ clicks have them. On top, `own` is a level of each worker's shard that drifts sl
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -110,6 +112,7 @@ def simulate(
     audits: int = 2000,
     runs: int = 20,
     seed: int = 0,
+    processes: int = 1,
 ) -> Iterator[Record]:
     """Judge virtual runs by the rules themselves.
 
@@ -120,23 +123,37 @@ def simulate(
         audits: Clean audits of each cell, in runs of `RUN_AUDITS`.
         runs: Runs with a fault, for each scale.
         seed: Of everything that is drawn.
+        processes: How many share the work; the answer is the same.
     """
-    for world in worlds:
-        for noise in noises:
-            rng = np.random.default_rng([seed, world, NOISES.index(noise) if noise in NOISES else len(NOISES)])
-            spread = float(np.log(noise.norms(rng, 50, max(world, 64))).std())
-            high = low = judged = 0
-            while judged < audits:
-                found = [finding.id for finding in _judge(noise.norms(rng, min(RUN_AUDITS, audits - judged), world))]
-                judged += min(RUN_AUDITS, audits - judged)
-                high += found.count("high_dispersion")
-                low += found.count("low_dispersion")
-            common: dict[str, Any] = {"world": world, "noise": noise.name, "spread": spread}
-            clean: dict[str, Any] = {"audits": judged, "high_alarms": high, "low_alarms": low}
-            yield Record(**common, **clean, scale=1.0, runs=0, found=0, named=0, median_audits=None)
-            for scale in scales:
-                power = _power(noise, rng, world, scale, runs)
-                yield Record(**common, scale=scale, audits=0, high_alarms=0, low_alarms=0, runs=runs, **power)
+    cells = [(world, noise) for world in worlds for noise in noises]
+    cell = partial(_cell, scales=scales, audits=audits, runs=runs, seed=seed)
+    if processes == 1:
+        for records in map(cell, cells):
+            yield from records
+        return
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(cells))) as pool:
+        for records in pool.imap(cell, cells):
+            yield from records
+
+
+def _cell(cell: tuple[int, Noise], *, scales: Sequence[float], audits: int, runs: int, seed: int) -> list[Record]:
+    """Clean runs of one number of workers and one noise, then those with a fault. Draws from a generator of its own."""
+    world, noise = cell
+    rng = np.random.default_rng([seed, world, NOISES.index(noise) if noise in NOISES else len(NOISES)])
+    spread = float(np.log(noise.norms(rng, 50, max(world, 64))).std())
+    high = low = judged = 0
+    while judged < audits:
+        found = [finding.id for finding in _judge(noise.norms(rng, min(RUN_AUDITS, audits - judged), world))]
+        judged += min(RUN_AUDITS, audits - judged)
+        high += found.count("high_dispersion")
+        low += found.count("low_dispersion")
+    common: dict[str, Any] = {"world": world, "noise": noise.name, "spread": spread}
+    clean: dict[str, Any] = {"audits": judged, "high_alarms": high, "low_alarms": low}
+    records = [Record(**common, **clean, scale=1.0, runs=0, found=0, named=0, median_audits=None)]
+    for scale in scales:
+        power = _power(noise, rng, world, scale, runs)
+        records.append(Record(**common, scale=scale, audits=0, high_alarms=0, low_alarms=0, runs=runs, **power))
+    return records
 
 
 def _power(noise: Noise, rng: np.random.Generator, world: int, scale: float, runs: int) -> dict[str, Any]:
