@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_nets import Net, batch, loss_of, new_net
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradvitals as gv
@@ -258,6 +260,30 @@ def one_draws_more_random_numbers(rank: int, folder: Path) -> dict[str, Any]:
     return _audited(rank, folder, "random", after=draw)
 
 
+def nan_on_one_of_many_shards(rank: int, folder: Path) -> dict[str, Any]:
+    """In a step that is not read in full: the gradient that all see holds everybody's NaN."""
+    torch.manual_seed(5)
+    model = new_net()
+    for block in model.blocks.values():
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = sgd(model)
+    monitor = gv.watch(model, optimizer, run=folder / "nan_shards", config=gv.Config(quiet=True))
+    for step in range(8):
+        inputs, targets = batch(100 * step + rank, 3)
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), targets)
+        (loss * (math.nan if (step, rank) == (7, 1) else 1.0)).backward()
+        monitor.observe(loss)
+        optimizer.step()
+    monitor.close()
+    read_in_full: list[int] = []
+    if rank == 0:
+        with gv.open_run(monitor.run_path) as run:
+            read_in_full = run.times("grad/max", kind="tensors")[0].tolist()
+    return {"findings": [(f.id, f.rank, f.first_step) for f in monitor.findings], "read_in_full": read_in_full}
+
+
 TROUBLES: dict[int, dict[str, Job]] = {
     2: {
         f"trouble: {job.__name__}": job
@@ -280,6 +306,7 @@ TROUBLES: dict[int, dict[str, Job]] = {
             two_with_the_same_samples,
             one_with_a_larger_loss,
             one_draws_more_random_numbers,
+            nan_on_one_of_many_shards,
         )
     },
 }

@@ -139,6 +139,12 @@ def test_one_rank_whose_random_numbers_leave_the_others(results: Results) -> Non
         assert reading["values"]["ranks/out_of_step"] == float(left)
 
 
+def test_nan_of_one_rank_of_many_shards_is_traced_to_it(results: Results) -> None:
+    found = results.of("trouble: nan_on_one_of_many_shards")[0]
+    assert 7 not in found["read_in_full"]
+    assert [finding for finding in found["findings"] if finding[0] == "nonfinite"] == [("nonfinite", 1, 7)]
+
+
 # -- while training -------------------------------------------------------------------------------------------------
 
 

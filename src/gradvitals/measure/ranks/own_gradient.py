@@ -8,17 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.fsdp import Place, sharded_units
 from gradvitals.measure.ranks.shards import local
 from gradvitals.measure.rows import Rows
 
 
 class OwnGradient:
     """Takes the norm of one small gradient as it arrives: backward reaches it last, so NaN from anywhere is in it.
-
-    Under `fully_shard` parameters take no part in autograd, and nothing is heard here.
 
     Args:
         rows: The watched parameters.
@@ -28,7 +27,9 @@ class OwnGradient:
     def __init__(self, rows: Rows, packet: Callable[[], Packet]) -> None:
         self._packet = packet
         self._row = -1
+        self._leaf: Tensor | None = None
         self._handle: Any = None
+        self._forward_handle: Any = None
         self.follow(rows)
 
     def follow(self, rows: Rows) -> None:
@@ -43,6 +44,26 @@ class OwnGradient:
             return
         self.stop()
         self._row = chosen
+        for unit, (place,) in sharded_units(rows.model, rows.parameters, [chosen]).items():
+            self._follow_whole(unit, place)
+            return
+        self._listen(rows.parameters[chosen])
+
+    def _follow_whole(self, unit: nn.Module, place: Place) -> None:
+        """Listen to what `fully_shard` puts in the place of a parameter, which is there when its unit runs."""
+        reference = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            own = reference()
+            if own is not None:
+                with contextlib.suppress(Exception):  # in the midst of forward: it must go on
+                    own._listen(place.current())
+
+        self._forward_handle = unit.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+    def _listen(self, leaf: Tensor | None) -> None:
+        if leaf is None or leaf is self._leaf:
+            return
         reference = weakref.WeakMethod(self._hear)  # a parameter must not hold its watcher, see Sentinel
 
         def incoming(grad: Tensor) -> None:
@@ -50,7 +71,9 @@ class OwnGradient:
             if hear is not None:
                 hear(grad)
 
-        self._handle = rows.parameters[chosen].register_hook(incoming)
+        if self._handle is not None:
+            self._handle.remove()
+        self._leaf, self._handle = leaf, leaf.register_hook(incoming)
 
     @torch.no_grad()
     def _hear(self, grad: Tensor) -> None:
@@ -63,6 +86,7 @@ class OwnGradient:
 
     def stop(self) -> None:
         """Stop listening."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in (self._handle, self._forward_handle):
+            if handle is not None:
+                handle.remove()
+        self._leaf = self._handle = self._forward_handle = None
