@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs bench build clean
+.PHONY: help setup demo test lint format docs site bench build clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,9 @@ docs: $(READY)  ## write the catalogue of rules into docs/findings.md
 	  -e '/^<!-- catalogue -->$$/,/^<!-- end of catalogue -->$$/{//!d}' \
 	  -e '/^<!-- catalogue -->$$/r /dev/stdin' docs/findings.md
 
+site: $(READY)  ## build the documentation into docs/_build; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 bench: $(READY)  ## measure what monitoring costs on this machine
 	$(BIN)/gradvitals bench overhead
 	$(BIN)/gradvitals bench store
@@ -48,5 +51,5 @@ build: $(READY)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove caches and builds, keep .venv and runs/
-	rm -rf dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf dist docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
