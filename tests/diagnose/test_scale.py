@@ -100,6 +100,15 @@ def test_steps_that_were_not_read_had_a_learning_rate_like_their_neighbours() ->
     assert tenth.made == pytest.approx(every.made)
 
 
+def test_a_long_way_between_two_readings_is_gone_whole() -> None:
+    every, rarely = NoiseWalk(), NoiseWalk()
+    for step in range(20_001):
+        every.advance(step, 1e-3, 0.1)
+    for step in range(0, 20_001, 5_000):
+        rarely.advance(step, 1e-3, 0.1)
+    assert (rarely.kept, rarely.made) == pytest.approx((every.kept, every.made), rel=1e-9)
+
+
 def test_no_healthy_run_of_the_zoo_is_long_enough_to_be_judged() -> None:
     """At least half of the start's mean square is left at their end, whatever their norms do."""
     from gradvitals.lab.faults.controls import CONTROLS

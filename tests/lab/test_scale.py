@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -81,6 +82,14 @@ def test_a_number_that_says_nothing_is_not_better_than_chance_where_it_was_not_f
 
 def case(shape: str = "matrix", **changes: str) -> Case:
     return replace(Case(shape=shape, optimizer="sgd", noise="iid", target="aligned"), **changes)  # type: ignore[arg-type]
+
+
+def test_a_rank_correlation_does_not_hang_on_the_order_of_equal_values() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(3, size=90).astype(float), rng.integers(4, size=90).astype(float)
+    other = rng.permutation(90)
+    assert rank_correlation(x, y) == pytest.approx(spearmanr(x, y).statistic, abs=1e-12)
+    assert rank_correlation(x[other], y[other]) == pytest.approx(rank_correlation(x, y), abs=1e-12)
 
 
 def test_sgd_follows_as_far_as_the_formula_says() -> None:
@@ -294,6 +303,8 @@ def test_what_was_found_is_kept_and_read_again(results: tuple[Results, Path], tm
     assert more.cure[: len(found.cure)] == found.cure
     longer = run_plan(replace(cure, arms=("none",), cure_steps=16), out=path_of_part)
     assert {row.arm for row in longer.cure} == {"none"}  # of another length, nothing stays
+    seeds = run_plan(replace(cure, arms=("row",), cure_steps=16, cure_seeds=3), out=path_of_part)
+    assert {(row.arm, row.seed) for row in seeds.cure} == {("row", 0), ("row", 1), ("row", 2)}  # nor of other seeds
     broken = tmp_path / "broken.json"
     broken.write_text("{}", "utf-8")
     for wrong in (broken, tmp_path / "none.json"):

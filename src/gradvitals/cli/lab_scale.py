@@ -35,7 +35,7 @@ PARTS = ("simulation", "adaptation", "cure")
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Keep what was found here, as JSON; trainings of the same length that it has are not made again.",
+    help="Keep what was found here, as JSON; trainings that it has, made in the same way, are not made again.",
 )
 @click.option(
     "--reuse",

@@ -57,9 +57,10 @@ class NoiseWalk:
         kept = 1 - lr * decay
         momentum = (1 - beta1) / (1 + beta1) * (1 + kept * beta1) / (1 - kept * beta1)
         shrink, made = kept**2, momentum * lr * lr
-        for _ in range(min(step - self.last, 1000) if self.last >= 0 else 1):
-            self.kept *= shrink
-            self.made = shrink * self.made + made
+        steps = step - self.last if self.last >= 0 else 1
+        left = shrink**steps
+        self.kept *= left
+        self.made = left * self.made + made * ((1 - left) / (1 - shrink) if shrink != 1 else steps)
         self.last = step
 
     def expected(self, start: Floats) -> Floats:

@@ -14,6 +14,17 @@ Floats = NDArray[np.float64]
 Labels = NDArray[np.bool_]
 
 
+def average_ranks(values: Floats) -> Floats:
+    """Rank of each value from 1 on, the mean of their ranks for those that are equal.
+
+    >>> average_ranks(np.array([5.0, 1.0, 5.0])).tolist()
+    [2.5, 1.0, 2.5]
+    """
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(count) - (count - 1) / 2)[place]
+    return ranks
+
+
 def auc(scores: Floats, labels: Labels) -> float:
     r"""Area under the ROC: the chance that a tensor that adapts has the higher score, ties counted half.
 
@@ -28,9 +39,7 @@ def auc(scores: Floats, labels: Labels) -> float:
     ones, zeros = int(labels.sum()), int((~labels).sum())
     if not ones or not zeros:
         return math.nan
-    _, place, count = np.unique(known, return_inverse=True, return_counts=True)
-    ends = np.cumsum(count)
-    ranks = (ends - (count - 1) / 2)[place]
+    ranks = average_ranks(known)
     return float((ranks[labels].sum() - ones * (ones + 1) / 2) / (ones * zeros))
 
 

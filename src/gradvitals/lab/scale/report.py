@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.scale.adaptation import ADAPTS, TensorRow
 from gradvitals.lab.scale.cure import gains
-from gradvitals.lab.scale.indicator import auc, folds, judge
+from gradvitals.lab.scale.indicator import auc, average_ranks, folds, judge
 from gradvitals.lab.scale.run import Results
 from gradvitals.lab.scale.simulation import SimRow
 
@@ -191,13 +191,13 @@ def by_label(rows: Sequence[TensorRow]) -> list[dict[str, Any]]:
 
 
 def rank_correlation(x: Floats, y: Floats) -> float:
-    """Spearman's: the correlation of ranks; nan where one is constant.
+    """Spearman's: the correlation of ranks, equal values sharing theirs; nan where one is constant.
 
     >>> round(rank_correlation(np.array([1.0, 2.0, 5.0]), np.array([10.0, 20.0, 21.0])), 9)
     1.0
     """
     known = np.isfinite(x) & np.isfinite(y)
-    a, b = (np.argsort(np.argsort(values[known])).astype(float) for values in (x, y))
+    a, b = average_ranks(x[known]), average_ranks(y[known])
     if known.sum() < 3 or np.ptp(x[known]) == 0 or np.ptp(y[known]) == 0:
         return math.nan
     return float(np.corrcoef(a, b)[0, 1])

@@ -129,20 +129,21 @@ def run_plan(
         data: Folder with text; see `read_texts`.
         device: ``cpu`` or ``cuda``.
         out: File to keep what was found in, written anew after every training. What it has from before stays, and
-            trainings of the same length that are in it are not made again.
+            trainings that were made in the same way are not made again.
         graphs: On a GPU, replay the passes of a step as one CUDA graph.
         progress: Told what is done.
     """
     results = read_results(out) if out is not None and out.exists() else Results()
     place = torch.device(device)
     texts = read_texts(data, place) if {"adaptation", "cure"} & set(plan.parts) else None
-    lengths = {"simulation": plan.sim_steps, "adaptation": plan.size.steps, "cure": plan.cure_steps}
+    source = "plays" if data is None else "books"
     for part in plan.parts:
-        if results.setting.get(f"{part}_steps") != lengths[part] or part == "simulation":
+        how = _conditions(plan, part, source)
+        if results.setting.get(part) != how or part == "simulation":
             setattr(results, part, [])
             results.seconds[part] = 0.0
-        results.setting[f"{part}_steps"] = lengths[part]
-    results.setting |= {"device": device, "text": "plays" if data is None else "books", "batch": plan.size.batch}
+        results.setting[part] = how
+    results.setting["device"] = device
     made = {(row.model, row.schedule) for row in results.adaptation} | {(row.arm, row.lr) for row in results.cure}
     jobs = _jobs(plan, texts, graphs, made)
     for number, (part, label, job) in enumerate(jobs, 1):
@@ -156,6 +157,24 @@ def run_plan(
     if out is not None:
         write_results(out, results)
     return results
+
+
+def _conditions(plan: Plan, part: str, source: str) -> dict[str, Any]:
+    """What the rows of a part were made with, but for what they say themselves: others are not added to them."""
+    if part == "simulation":
+        return {"steps": plan.sim_steps, "seeds": plan.sim_seeds}
+    shape = None if plan.shape is None else str(plan.shape)
+    if part == "adaptation":
+        return {"size": str(plan.size), "shape": shape, "text": source}
+    seeds, decays = plan.cure_seeds, list(plan.cure_decays)
+    like = {
+        "steps": plan.cure_steps,
+        "seeds": seeds,
+        "decays": decays,
+        "windows": plan.windows,
+        "batch": plan.size.batch,
+    }
+    return {**like, "model": plan.models[0], "shape": shape, "text": source}
 
 
 Job = tuple[str, str, Callable[[], Sequence[Any]]]
