@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import act, advise, diagnose, functional, multipliers, optim
+    from gradvitals import act, advise, alerts, diagnose, functional, multipliers, optim, sinks
     from gradvitals.act import Guard
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor
@@ -27,12 +27,14 @@ __all__ = [
     "__version__",
     "act",
     "advise",
+    "alerts",
     "diagnose",
     "functional",
     "multipliers",
     "open_run",
     "optim",
     "probe",
+    "sinks",
     "watch",
 ]
 
@@ -53,7 +55,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("act", "advise", "diagnose", "functional", "multipliers", "optim", "probe"):
+    if name in ("act", "advise", "alerts", "diagnose", "functional", "multipliers", "optim", "probe", "sinks"):
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

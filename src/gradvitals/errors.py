@@ -21,6 +21,10 @@ class ConfigError(GradvitalsError, ValueError):
     """A setting is out of range."""
 
 
+class MissingExtraError(GradvitalsError, ImportError):
+    """A package that is only needed for this is not installed."""
+
+
 def expect(fine: bool, name: str, given: object, expected: str) -> None:
     """Raise a `ConfigError` that names the setting, unless it is fine."""
     if not fine:

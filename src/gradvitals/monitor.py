@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals import notices
+from gradvitals.alerts import Alert, as_alert
 from gradvitals.arguments import check_arguments
 from gradvitals.beginning import Beginning, begin, elastic_id
 from gradvitals.completion import Completion, Record
 from gradvitals.config import Config
 from gradvitals.errors import RunError
+from gradvitals.feed import Feed
 from gradvitals.judge import Judge, say
 from gradvitals.measure import RawStep, Tap
 from gradvitals.measure.outbox import Job
@@ -31,6 +34,7 @@ from gradvitals.measure.ranks.exchange import Exchange
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sources import missing_sources
+from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, run_id
 from gradvitals.types import SOURCES, Action, Finding, Reading, json_ready
 
@@ -53,10 +57,13 @@ class Monitor:
         resume: bool = False,
         on_reading: Callable[[Reading], object] | None = None,
         group: Any = None,
+        sinks: Sequence[Sink | str] = (),
+        alerts: Sequence[Alert | str] = (),
     ) -> None:
         self._closed = True  # nothing to close before all of this has worked
         self._failed = False
         optimizers = check_arguments(model, optimizer, config, batch_size)
+        self._feed = Feed([*map(as_sink, sinks), *map(as_alert, alerts)], call_weakly(self.report))
         self.config = config if config is not None else Config()
         self._notices: list[Finding] = []
         self._actions: deque[Action] = deque(maxlen=10_000)
@@ -68,6 +75,7 @@ class Monitor:
         self.ranks: Roster | None = start.roster
         """Who else trains this model; None for a single process."""
         self._writer: BackgroundWriter | None = None
+        self._feed.active = start.leads
         judge: Judge | None = None
         if self.config.diagnose and start.leads:
             judge = Judge(optimizers, self.config, world_size=start.world, on_error=self._on_rule_error)
@@ -160,12 +168,21 @@ class Monitor:
         self._completion.readers.append(reader)
         self._tap.send_each_step()
 
+    def add_sink(self, sink: Sink | str) -> None:
+        """Send what is seen from here on to one more sink, as `watch(..., sinks=[...])` does."""
+        self._feed.add(as_sink(sink))
+
+    def add_alert(self, alert: Alert | str) -> None:
+        """Tell findings from here on to one more alert, as `watch(..., alerts=[...])` does."""
+        self._feed.add(as_alert(alert))
+
     def record(self, action: Action | Callable[[], Iterable[Record]]) -> None:
         """Keep what was done with the run; or what a function returns, once the steps so far are judged."""
         if isinstance(action, Action):
             self._actions.append(action)
+            self._feed.put([action])
         if self._writer is not None:
-            self._writer.put(action)
+            self._writer.put(action if isinstance(action, Action) else partial(self._feed.see, action))
 
     def hurry(self) -> None:
         """Have the steps made so far judged now rather than with the next ones; does not wait for it."""
@@ -220,7 +237,8 @@ class Monitor:
         self._tap.close()
         if self._writer is not None:
             if self._judge is not None:
-                self._writer.put(self._judge.finish)  # after the last step has been judged
+                self._writer.put(partial(self._feed.see, self._judge.finish))  # after the last step has been judged
+            self._feed.end_with(self._writer)  # before it closes: it keeps what there is to say about a sink
             self._writer.close(30.0 if exchange is None else RANKS_CLOSE_SECONDS)
 
     def __del__(self) -> None:
@@ -237,6 +255,11 @@ class Monitor:
 
     def __repr__(self) -> str:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
+
+    def _repr_html_(self) -> str:
+        from gradvitals.show.notebook import display
+
+        return display(self.run_path if self._writer is not None else None, repr(self))
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
@@ -309,6 +332,7 @@ class Monitor:
         )
         for record in cast(list[Record], [*self._notices, *self._actions]):
             self._writer.put(record)
+        self._feed.start(self._writer.path)
         # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
         # weak reference, so that a Monitor that is dropped can go, and its model with it.
         atexit.register(_close, weakref.ref(self))
@@ -319,7 +343,7 @@ class Monitor:
         """Finish the readings of some steps. What is reported meanwhile is kept with them, even while closing."""
         self._aside = []
         try:
-            return [*self._completion.records(steps, self._tap), *self._aside]
+            return self._feed.see(lambda: [*self._completion.records(steps, self._tap), *(self._aside or ())])
         finally:
             self._aside = None
 
@@ -336,7 +360,9 @@ class Monitor:
             say(str(finding), self.config.quiet)
         if self._aside is not None and threading.current_thread().name == THREAD_NAME:
             self._aside.append(finding)
-        elif self._writer is not None:
+            return
+        self._feed.put([finding])
+        if self._writer is not None:
             self._writer.put(finding)
 
     def _on_error(self, part: str, error: Exception) -> None:

@@ -97,6 +97,35 @@ def store_error(error: BaseException, path: Path, step: int) -> Finding:
     )
 
 
+def sink_error(name: str, error: BaseException, step: int) -> Finding:
+    """A sink or an alert failed; a sink is left out from here on."""
+    trace = "".join(traceback.format_exception(error))
+    return Finding(
+        id="sink_error",
+        severity="warning",
+        title=f"{name} has failed: {_first_line(error)}; training and the run's own record go on",
+        first_step=step,
+        last_step=step,
+        evidence={"about": name, "error": repr(error)[:2000], "traceback": trace[-4000:]},
+        causes=("the network or the service is down, a disk is full, or settings are wrong",),
+        cures=("a sink gets nothing more in this run; later alerts are still tried", "the run's folder has everything"),
+    )
+
+
+def sink_behind(name: str, dropped: int, step: int) -> Finding:
+    """A sink was too slow for the run."""
+    return Finding(
+        id="sink_error",
+        severity="info",
+        title=f"{name} was too slow: {dropped:,} readings were not sent to it",
+        first_step=step,
+        last_step=step,
+        evidence={"about": f"{name} behind", "dropped": dropped},
+        causes=("it takes longer for a step than training does",),
+        cures=("the run's folder has everything",),
+    )
+
+
 def guard_error(error: BaseException, step: int) -> Finding:
     """An error of the Guard's; it has stopped guarding."""
     trace = "".join(traceback.format_exception(error))

@@ -6,6 +6,7 @@ No torch here and nothing of ours: every layer, and every reader without torch, 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -215,9 +216,15 @@ class Finding:
     found_step: int | None = None
     """The step at which it was told, which may be later than the first it concerns."""
 
+    @property
+    def says_where(self) -> bool:
+        """Whether the title names the first of its tensors, so that they need not be named again beside it."""
+        return bool(self.tensors) and bool(re.search(rf"(?<![\w.]){re.escape(self.tensors[0])}(?!\.?\w)", self.title))
+
     def __str__(self) -> str:
-        where = f" in {', '.join(self.tensors[:3])}" if self.tensors else ""
-        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        named = () if self.says_where else self.tensors
+        where = f" in {', '.join(named[:3])}" if named else ""
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         on_rank = f" on rank {self.rank}" if self.rank is not None and "rank" not in self.title else ""
         return f"[{self.severity}] step {self.first_step}: {self.title}{where}{more}{on_rank} ({self.id})"
 

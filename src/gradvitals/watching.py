@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from gradvitals.act import Guard
+from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.monitor import Monitor
+from gradvitals.sinks import Sink
 from gradvitals.types import Reading
 
 
@@ -26,6 +28,8 @@ def watch(
     on_reading: Callable[[Reading], object] | None = None,
     guard: Guard | None = None,
     group: Any = None,
+    sinks: Sequence[Sink | str] = (),
+    alerts: Sequence[Alert | str] = (),
 ) -> Monitor:
     """Watch a training run.
 
@@ -43,6 +47,9 @@ def watch(
         guard: A `Guard` that may act on what is seen. Without one nothing is ever changed.
         group: Under torch.distributed, the process group that trains this model; None for all processes. Every one of
             them must call `watch`. The first one keeps the run.
+        sinks: Where readings and findings go besides the run's folder: `gradvitals.sinks`, or their texts such as
+            ``"tensorboard:logs"``. A sink that fails is left out, with a finding.
+        alerts: Who is told findings: `gradvitals.alerts`, or their texts such as the URL of a webhook.
 
     Returns:
         The Monitor. Without a Guard, training goes on exactly as it would without it.
@@ -73,6 +80,8 @@ def watch(
         resume=resume,
         on_reading=on_reading,
         group=group,
+        sinks=sinks,
+        alerts=alerts,
     )
     if guard is not None:
         guard.attach(monitor)

@@ -147,3 +147,26 @@ def test_parquet_without_pyarrow_says_what_to_install(
     assert result.exit_code == 2
     assert "pip install 'gradvitals[parquet]'" in result.stderr
     assert not (tmp_path / "a.parquet").exists()
+
+
+def test_report_writes_a_page_and_needs_no_torch(write_run: WriteRun, tmp_path: Path) -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom gradvitals.cli import main\nmain(sys.argv[1:])"
+    file = tmp_path / "report.html"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", write_run(), "--html", file], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Wrote {file}" in done.stdout
+    assert file.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_and_json_at_once_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(write_run()), "--html", str(tmp_path / "x.html"), "--json"])
+    assert result.exit_code == 2
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_page_where_it_cannot_be_written_is_one_line(write_run: WriteRun, tmp_path: Path) -> None:
+    done = gradvitals("report", write_run(), "--html", tmp_path / "no" / "such" / "x.html")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from gradvitals.show import sparkline, text
 from gradvitals.show.actions import summarise
-from gradvitals.types import Action
+from gradvitals.types import Action, Finding
 
 
 @pytest.mark.parametrize("module", [text, sparkline])
@@ -42,3 +42,24 @@ def test_what_a_schedule_did_is_not_told_as_the_guards() -> None:
     decay = Action(kind="decay", step=9, finding="decay_due", taken=True)
     assert summarise([skip]).startswith("the Guard left 1 step out")
     assert summarise([skip, decay]).startswith("the Guard or a schedule left 1 step out, decayed")
+
+
+def test_cut_keeps_both_ends_and_never_exceeds_its_length() -> None:
+    assert text.cut("blocks.0.attn.qkv.weight", 13) == "blocks…weight"
+    assert text.cut("short", 5) == "short"
+    for most in range(1, 12):
+        assert len(text.cut("x" * 50, most)) == most
+
+
+@pytest.mark.parametrize(
+    ("title", "tensors", "shown"),
+    [
+        ("2.weight had no gradient", ("2.weight",), "2.weight had no gradient (x)"),
+        ("2.weight and 1 more had no gradient", ("2.weight", "2.bias"), "2.weight and 1 more had no gradient (x)"),
+        ("12.weight had no gradient", ("2.weight",), "12.weight had no gradient in 2.weight (x)"),
+        ("2.weight.extra moved", ("2.weight",), "2.weight.extra moved in 2.weight (x)"),
+        ("the norm rose", ("a", "b", "c", "d"), "the norm rose in a, b, c and 1 more (x)"),
+    ],
+)
+def test_a_finding_does_not_name_its_tensors_twice(title: str, tensors: tuple[str, ...], shown: str) -> None:
+    assert str(Finding(id="x", severity="info", title=title, tensors=tensors)) == f"[info] step 0: {shown}"

@@ -124,6 +124,7 @@ def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
         notices.store_error(OSError("full"), Path("run"), 8),
         notices.guard_error(error, 9),
         notices.snapshot_error("the disk is full", 10),
+        notices.sink_error("TensorBoard", error, 11),
     ]
     assert {finding.id for finding in own} == set(ABOUT_ITSELF)
     judged = verdict(*own, found())

@@ -97,3 +97,30 @@ def test_layouts_of_each_segment_name_their_rows(tmp_path, make_layout, make_rea
     with open_run(tmp_path) as run:
         assert run.series("grad/norm", tensor="a")[1].tolist() == [0.0, 1.5]
         np.testing.assert_array_equal(run.matrix("grad/norm")[1], [[0.5, 0.25, 0.0], [1.0, 1.25, 1.5]])
+
+
+def test_segments_tell_who_wrote_what_and_what_was_hidden(tmp_path, make_reading):
+    writer = RunWriter(tmp_path, meta={})
+    for step in range(50):
+        writer.write(make_reading(step))
+    writer.write(Finding(id="early", severity="warning", title="e", first_step=5))
+    writer.write(Finding(id="training_stopped", severity="critical", title="boom", first_step=49))
+    writer.commit()
+    writer.discard()
+    RunWriter(tmp_path, meta={}, resume=True, first_step=30).close()
+    with open_run(tmp_path) as run:
+        first, second = run.segments
+    assert (first.first_step, second.first_step) == (0, 30)
+    assert first.finished_at is None
+    assert second.finished_at is not None
+    assert [finding.id for finding in first.hidden] == ["training_stopped"]
+    assert second.hidden == ()
+
+
+def test_a_rank_that_is_not_there_is_told_which_there_are(tmp_path, make_reading):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_reading(0, ranks={"ranks/norm": np.ones(3)}))
+    with open_run(tmp_path) as run:
+        assert run.series("ranks/norm", rank=2)[1].tolist() == [1.0]
+        with pytest.raises(RunError, match=r"has no rank 5; it has ranks 0 to 2"):
+            run.series("ranks/norm", rank=5)

@@ -12,7 +12,7 @@ import click
 from gradvitals import __version__
 from gradvitals.errors import GradvitalsError
 
-COMMANDS = ("demo", "report", "doctor", "advise", "probe", "export", "bench", "lab")
+COMMANDS = ("demo", "run", "report", "watch", "serve", "doctor", "advise", "probe", "export", "import", "bench", "lab")
 """In the order a new user meets them."""
 
 
@@ -27,7 +27,8 @@ class Commands(click.Group):
         """The command of this name, imported now."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"gradvitals.cli.{cmd_name}"), cmd_name)
+        file, name = ("importing", "import_") if cmd_name == "import" else (cmd_name, cmd_name)  # a word of Python's
+        command: click.Command = getattr(import_module(f"gradvitals.cli.{file}"), name)
         return command
 
     def main(
@@ -60,6 +61,8 @@ class Commands(click.Group):
             _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         except click.Abort:
             sys.exit(130)
+        if callable(result):
+            result = result()  # a script of the user's, whose errors are its own
         sys.exit(result if isinstance(result, int) else 0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from gradvitals.cli.bench_gpu import gpu
+from gradvitals.cli.bench_page import page
 from gradvitals.cli.bench_ranks import ranks
 from gradvitals.cli.output import json_option, print_json
 
@@ -49,6 +51,7 @@ def bench() -> None:
       gradvitals bench diagnosis
       gradvitals bench guard --device cpu
       gradvitals bench ranks
+      gradvitals bench page
     """
 
 
@@ -165,6 +168,8 @@ def guard(device: str, shapes: tuple[str, ...], steps: int, rounds: int, as_json
 
 
 bench.add_command(ranks)
+bench.add_command(gpu)
+bench.add_command(page)
 
 
 @bench.command()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradvitals.cli.output import console, json_option, print_json
+from gradvitals.cli.output import console, json_option, judging_bar, print_json
 
 if TYPE_CHECKING:
-    from gradvitals.show.again import OnStep
     from gradvitals.show.checkup import Checkup
     from gradvitals.types import Severity
 
@@ -31,7 +27,12 @@ SEVERITIES = ("info", "warning", "critical")
 )
 @click.option("--again", is_flag=True, help="Judge the kept readings by the rules of today.")
 @click.option("--rules", "list_rules", is_flag=True, help="List every rule with its pattern, instead of judging a run.")
-@click.option("--explain", "rule", metavar="RULE", help="Explain one rule: pattern, settings, causes, what to do.")
+@click.option(
+    "--explain",
+    "rule",
+    metavar="RULE",
+    help="Explain one rule, or any other id of a finding: pattern, settings, causes, what to do.",
+)
 @click.option("--markdown", is_flag=True, help="With --rules: the whole catalogue, as docs/findings.md has it.")
 @json_option
 @click.pass_context
@@ -82,7 +83,7 @@ def _examine(path: Path, *, again: bool) -> Checkup:
 
     opened = open_run(path)
     try:
-        with _progress(opened.last_step or 0) as on_step:
+        with judging_bar(opened.last_step or 0) as on_step:
             return examine(opened, again=again, on_step=on_step)
     finally:
         opened.close()
@@ -102,14 +103,3 @@ def _show_rules(rule: str | None, *, markdown: bool, as_json: bool) -> None:
         from gradvitals.show.doctor import render_rule, render_rules
 
         console().print(render_rules(entries) if rule is None else render_rule(entries[0]))
-
-
-@contextmanager
-def _progress(last_step: int) -> Iterator[OnStep]:
-    """A bar on stderr while readings are judged again, where somebody is looking."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("judging", total=last_step + 1, visible=False)
-        yield lambda step: bar.update(task, completed=step + 1, visible=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from gradvitals.show.again import OnStep
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
@@ -20,6 +24,13 @@ def print_json(result: Any) -> None:
     from gradvitals.types import json_ready
 
     click.echo(json.dumps(json_ready(result), indent=2, allow_nan=False))
+
+
+def print_json_line(result: Any) -> None:
+    """The same on one line, for results that come one after the other."""
+    from gradvitals.types import json_ready
+
+    click.echo(json.dumps(json_ready(result), allow_nan=False))
 
 
 def console() -> Console:
@@ -32,3 +43,14 @@ def console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def judging_bar(last_step: int) -> Iterator[OnStep]:
+    """A bar on stderr while readings are judged again, where somebody is looking."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("judging", total=last_step + 1, visible=False)
+        yield lambda step: bar.update(task, completed=step + 1, visible=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,10 @@ class Explained:
     cures: tuple[str, ...] = field(default=())
 
 
+NAMED_NUMBER = re.compile(r" (?:to a (?:batch|norm) of|instead of|back from|of|from|to about|to) \{(\w+)\}")
+"""A phrase that only tells a number."""
+
+
 def explain(words: Words | None, sign: Sign, step: int) -> Explained:
     """Fill in the words with what was seen, likeliest causes and best cures first."""
     if words is None:
@@ -65,11 +70,21 @@ def _filled_in(texts: Mapping[str, str], chosen: tuple[str, ...], blanks: _Blank
     Where a rule has chosen, it has looked: what else names numbers of this run it did not find to be true.
     """
     for key in dict.fromkeys((*chosen, *texts)):
+        known = _without_unknown(texts[key], blanks).format_map(blanks)
         blanks.asked = set()
-        text = texts[key].format_map(blanks)
+        texts[key].format_map(blanks)  # for what it asks
         numbers = blanks.asked - {"first", "where", "step"}
         if key in chosen or not (numbers if chosen else blanks.asked - blanks.keys()):
-            yield text
+            yield known
+
+
+def _without_unknown(text: str, blanks: Mapping[str, str]) -> str:
+    """A text without the phrases that name a number of this run which nobody knows.
+
+    >>> _without_unknown("lower the learning rate from {lr} to {half}", {"lr": "nan", "half": "nan"})
+    'lower the learning rate'
+    """
+    return NAMED_NUMBER.sub(lambda found: "" if blanks.get(found[1]) == "nan" else found[0], text)
 
 
 def where(tensors: tuple[str, ...]) -> str:

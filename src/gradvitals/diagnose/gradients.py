@@ -247,6 +247,7 @@ class Vanishing(Rule):
     """No signal reaches part of the model, or all of it."""
 
     id = "vanishing"
+    needs = ("tensors:grad/norm",)
     judges_after = 30
 
     scale: float = 1e-5

@@ -14,6 +14,7 @@ class StaleGradients(Rule):
     """Gradients are not zeroed between steps, so every step uses the sum of all so far."""
 
     id = "stale_gradients"
+    needs = ("tensors:grad/norm",)
     closes_after = 20
 
     patience: int = 5

@@ -22,6 +22,7 @@ class PrecisionUnderflow(Rule):
     """Gradients so small that float16 rounds much of them to zero."""
 
     id = "precision_underflow"
+    needs = ("tensors:grad/norm",)
     judges_after = 20
     min_steps = 3
     closes_after = 100

@@ -49,6 +49,10 @@ def _listed(ranks: Sequence[int] | NDArray[np.intp], most: int = 5) -> str:
     return f"ranks {', '.join(head)} and {last}"
 
 
+def _all_of(world: int) -> str:
+    return "both workers" if world == 2 else f"all {world} workers"
+
+
 def _carried(remembered: Floats, size: int) -> Floats:
     """What is remembered of every rank, begun anew where their number has changed."""
     return remembered if len(remembered) == size else np.zeros(size)
@@ -205,7 +209,7 @@ class LowDispersion(Rule):
         self.seen_for += 1
         if self.seen_for < self.in_a_row:
             return None
-        seen: dict[str, Any] = {"dispersion": value, "world_size": world, "who": f"all {world} workers"}
+        seen: dict[str, Any] = {"dispersion": value, "world_size": world, "who": _all_of(world)}
         seen["how"] = f"the spread of their gradient norms is {value:.2g} of their mean"
         return Sign(severity="warning", seen=seen, expected={"dispersion": f"over {limit:g}"}, since=self.since)
 
@@ -228,7 +232,7 @@ class LowDispersion(Rule):
         seen: dict[str, Any] = {"duplicates": _between_workers(step, "ranks/duplicates"), "world_size": len(twins)}
         seen["ranks"] = [int(rank) for rank in ranks[:NAMED]]
         seen |= {} if everyone else {"rank": first, "twin": int(twins[first])}
-        seen["who"] = f"all {len(twins)} workers" if everyone else _listed(ranks)
+        seen["who"] = _all_of(len(twins)) if everyone else _listed(ranks)
         seen["how"] = "their samples or gradients are the same"
         return Sign(
             severity="warning",

@@ -125,6 +125,7 @@ class UnstableNorm(Rule):
     """The norm of a tensor varies by more than its own size, step after step."""
 
     id = "unstable_norm"
+    needs = ("tensors:grad/norm",)
     judges_after = 60
     closes_after = 200
 

@@ -34,6 +34,7 @@ class DeadTensor(Rule):
     """A tensor has no gradient, or one that is exactly zero, for many steps, while others have one."""
 
     id = "dead_tensor"
+    needs = ("tensors:grad/norm",)
 
     patience: int = 20
     """Steps in a row without a gradient."""

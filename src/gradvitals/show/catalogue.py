@@ -15,6 +15,7 @@ from gradvitals.diagnose import FAMILIES, RULES, Rule
 from gradvitals.diagnose.explain import Words
 from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import GradvitalsError
+from gradvitals.show.notice_words import NOTICE_WORDS
 from gradvitals.types import SEVERITIES, Severity
 
 WIDTH = 120
@@ -22,6 +23,8 @@ BLANK = re.compile(r"\{(\w+)[^{}]*\}")
 BLANKS = {"first": "tensor", "where": "tensors", "step": "step"}
 OTHERS = "Others"
 """Heading for rules that are of no family of gradvitals."""
+NOTICES = "Notices"
+"""The family of findings that no rule makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Entry:
     def decided(self) -> str:
         """How severe, on what data and from when on, in a few sentences."""
         severity = f"Severity: {_listed(self.severities, 'or')}. " if self.severities else ""
+        if self.family == NOTICES:
+            return f"{severity}Not judged by a rule: gradvitals says it when it happens."
         start = f" Silent for the first {self.min_steps:,} steps." if self.min_steps else ""
         over = f" Over after {self.closes_after:,} step{'' if self.closes_after == 1 else 's'} without a sign."
         return f"{severity}Needs {_listed(map(_metric, self.needs), 'and')}.{start}{over}"
@@ -99,13 +104,18 @@ def entries() -> list[Entry]:
 
 
 def entry(name: str) -> Entry:
-    """One rule by its id.
+    """What there is to say about a finding of this id: by a rule, or about the run and the monitoring itself.
 
     Raises:
         GradvitalsError: If there is none of this id.
     """
+    if name in NOTICE_WORDS:
+        return _notice(name)
     if name not in RULES:
-        raise GradvitalsError(f"there is no rule {name!r}; `gradvitals doctor --rules` lists them")
+        others = ", ".join(NOTICE_WORDS)
+        raise GradvitalsError(
+            f"there is no rule {name!r}; `gradvitals doctor --rules` lists them; beside these: {others}"
+        )
     rule = RULES[name]
     words = WORDS.get(name) or Words(name=name, pattern=inspect.getdoc(rule) or "", title="", causes={}, cures={})
     return Entry(
@@ -118,6 +128,21 @@ def entry(name: str) -> Entry:
         severities=_severities(rule),
         settings=_settings(rule),
         default=rule.default,
+    )
+
+
+def _notice(name: str) -> Entry:
+    words, severities = NOTICE_WORDS[name]
+    return Entry(
+        id=name,
+        family=NOTICES,
+        words=words,
+        needs=(),
+        min_steps=0,
+        closes_after=0,
+        severities=severities,
+        settings=(),
+        default=True,
     )
 
 

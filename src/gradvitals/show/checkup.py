@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from gradvitals.diagnose import RULES, Rule
 from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
+from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
 from gradvitals.show.verdict import Verdict, about_itself, judge
 from gradvitals.store.frames import KINDS
 from gradvitals.store.reader import Run
@@ -34,12 +35,22 @@ NOT_A_NUMBER = {
 }
 """What is said where a metric was read and was never a number."""
 
+NO_RANKS = "no workers to compare: it takes several processes"
+
+RANKS_LACK = {
+    "ranks/norm_dispersion": "the ranks' own gradients could not be told apart here, or Config.audit_every is None",
+    "ranks/checksum_mismatch": "there are no copies to compare: each shard of the weights is on one rank alone",
+    "ranks/out_of_step": "the ranks have not been compared yet, or Config.audit_every is None",
+}
+"""Why a comparison may be missing where there are several ranks."""
+
 MISSING_FROM = {
     "microbatch": "no micro-batches: it needs gradient accumulation, two or more backward passes a step",
-    "ranks": "no workers to compare: it takes several processes",
+    "ranks": NO_RANKS,
     "adam": "the optimizer keeps no averages of the kind Adam keeps",
     "window": "no embedding or output head was followed",
     "heads": "no attention heads were found: Config.heads sets them",
+    "tensors": "nothing was read of single tensors",
 }
 """The same for a source of samples, or a kind of row, that a rule needs a metric of."""
 
@@ -79,12 +90,18 @@ class Checkup:
     """What gradvitals says about itself."""
     actions: tuple[Action, ...]
     """What a Guard or a schedule did, or would have done."""
+    state: State
+    """Whether the run goes on, was closed, or ended without being closed."""
+    restarts: tuple[Restart, ...]
+    """Each time another process went on with it."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values but for NaN, which the printer deals with."""
         return {
             "run": self.run,
             "replayed": bool(self.replayed),
+            "state": self.state,
+            "restarts": [restart.to_json() for restart in self.restarts],
             "verdict": self.verdict.to_json(),
             "findings": [item.to_json() for item in self.verdict.findings],
             "fine": [{"id": item.id, "text": item.text} for item in self.fine],
@@ -108,7 +125,8 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
     if run.last_step is None:
         raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
     meta, kept = run.meta, run.findings()
-    replayed = "as asked" if again else "" if was_diagnosed(meta) else "it was recorded without diagnosis"
+    unseen = "" if was_diagnosed(meta) else "it was recorded without diagnosis"
+    replayed = "as asked" if again else "it was imported" if "imported" in meta else unseen
     failed = {str(finding.evidence.get("about")) for finding in kept if finding.id == "monitor_error"}
     found: Iterable[Finding] = kept
     if replayed:
@@ -124,18 +142,29 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
         not_judged=not_judged,
         monitoring=about_itself(kept),
         actions=tuple(run.actions()),
+        state=state_of(run),
+        restarts=restarts(run),
     )
 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
-    """The verdict on a run as far as it has come."""
+    """The verdict on a run as far as it has come, and on how its processes ended."""
     last_step = run.last_step
     if last_step is None:
         return judge(findings, last_step=0, steps=0, live=run.is_live)
     values = run.metrics("values")
     counted = next((metric for metric in ("grad/norm", "loss") if metric in values), None)
     steps = last_step + 1 if counted is None else len(run.times(counted)[0])
-    return judge(findings, last_step=last_step, steps=steps, live=run.is_live)
+    ended = (run_cut_off(run, last_step),) if is_cut_off(run) else ()
+    verdict = judge((*findings, *ended), last_step=last_step, steps=steps, live=run.is_live)
+    again = about_restarts(restarts(run))
+    return replace(verdict, line=f"{verdict.line} {again}") if again else verdict
+
+
+def num_ranks(meta: Mapping[str, Any]) -> int:
+    """Processes that the run was recorded with."""
+    count = meta.get("ranks", 1)
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 def name_of(rule: str) -> str:
@@ -149,6 +178,7 @@ class _Record:
     def __init__(self, run: Run, steps: int) -> None:
         self.steps = steps
         self._run = run
+        self._several_ranks = num_ranks(run.meta) > 1
         self._lacks: dict[str, str] = {}
 
     def lacks(self, metric: str) -> str:
@@ -167,6 +197,8 @@ class _Record:
         if "ranks" in sources:  # samples at one set of weights, as micro-batches are
             of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
         if metric not in self._run.metrics(kind):
+            if self._several_ranks and metric in RANKS_LACK:
+                return RANKS_LACK[metric]
             reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
             return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
         lacking = next((part for part in of if part in SOURCES and part not in sources), None)

@@ -37,6 +37,10 @@ def _sections(checkup: Checkup) -> Iterator[RenderableType]:
         yield from (Text(), in_full(item, live=verdict.live))
     if verdict.findings:
         yield from (Text(), Hanging("", Text("gradvitals doctor --explain RULE has every cause and cure.", "dim")))
+    if len(checkup.restarts) > 1:  # a single one is in the verdict
+        yield from (Text(), Text("Started again", style="bold"))
+        for restart in checkup.restarts:
+            yield Hanging(BULLET, clean(f"at step {restart.step:,}; before: {restart.why}"))
     if checkup.actions:
         yield from (Text(), *about_actions(checkup.actions))
     if checkup.fine:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gradvitals.diagnose.explain import number
 from gradvitals.show.actions import latest, summarise
-from gradvitals.show.text import clean
+from gradvitals.show.text import clean, cut
 from gradvitals.show.verdict import Level, Verdict, Weighed, when
 from gradvitals.types import Action, Finding, Severity
 
@@ -26,6 +26,8 @@ LIKELIEST = 3
 """Causes and cures that are told of a finding; of a note, and of what is over and done with, one of each."""
 LONGEST = 60
 """Characters of one value of the evidence."""
+TITLE = 320
+"""Characters of a title: it may hold names, and these may have any length."""
 BULLET = "  - "
 SELF_EXPLAINING = ("loss", "norm", "ratio", "lr", "gsnr", "noise_scale", "batch_size", "weight_decay")
 """Numbers of the evidence that are shown beside those with an expectation."""
@@ -77,7 +79,7 @@ def in_full(item: Weighed, *, live: bool) -> RenderableType:
 def in_short(item: Weighed, *, live: bool) -> RenderableType:
     """A finding in a few lines: what, where and when, and the first thing to do."""
     finding = item.finding
-    place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors else ""
+    place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors and not finding.says_where else ""
     lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.cures[:1])]
     return Group(_heading(item), *(Hanging("  ", clean(line)) for line in lines))
 
@@ -101,7 +103,7 @@ def about_monitoring(findings: Sequence[Finding]) -> Iterator[RenderableType]:
 
 def where(finding: Finding, most: int = NAMED) -> str:
     """The tensors by name, and how many more there are; which rank where there are several."""
-    names = finding.tensors[: most if len(finding.tensors) > most + 1 else most + 1]
+    names = [cut(name) for name in finding.tensors[: most if len(finding.tensors) > most + 1 else most + 1]]
     rest = len(finding.tensors) - len(names)
     text = ", ".join(names) + (f" and {rest:,} more" if rest else "")
     return text if finding.rank is None else f"{text} (rank {finding.rank})"
@@ -151,7 +153,7 @@ def _heading(item: Weighed) -> RenderableType:
     finding = item.finding
     severity = f"{finding.severity}, over" if item.clear is not None else finding.severity
     style = STYLES[finding.severity] if item.clear is None else "dim"
-    text = Text.assemble((clean(finding.title), "bold"), (f" [{clean(finding.id)}]", "dim"))
+    text = Text.assemble((clean(cut(finding.title, TITLE)), "bold"), (f" [{clean(cut(finding.id))}]", "dim"))
     return Hanging(f"{severity}: ", text, style)
 
 

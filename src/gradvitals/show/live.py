@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gradvitals.show.terminal import Spark
+from gradvitals.show.terminal import LABELS, spark_of, vitals
 from gradvitals.show.text import duration, interval, number
 
 NAN = float("nan")
@@ -49,7 +49,7 @@ class Panel:
         self.loss.append(loss)
         self.norm.append(latest.get("grad/norm", NAN))
         self.gsnr.append(latest.get("gsnr", NAN))
-        self.scale = _noise_scale(latest)
+        self.scale = noise_scale_of(latest)
 
     def __rich__(self) -> RenderableType:
         """The panel as it stands."""
@@ -59,14 +59,9 @@ class Panel:
             ProgressBar(total=self.total, completed=self.done, width=30),
             Text(duration(time.perf_counter() - self.start)),
         )
-        body = Table.grid(padding=(0, 2))
-        body.add_column(no_wrap=True)
-        body.add_column(justify="right", no_wrap=True, min_width=8)
-        body.add_column(ratio=1)
-        body.add_row("loss", _last(self.loss), Spark(self.loss))
-        body.add_row("gradient norm", _last(self.norm), Spark(self.norm, robust=False))
-        body.add_row("GSNR", _last(self.gsnr), Spark(self.gsnr))
-        return Group(head, body, Text(f"noise scale    {_noise_text(self.scale)}"))
+        series = {"loss": self.loss, "grad/norm": self.norm, "gsnr": self.gsnr}
+        rows = ((LABELS[metric], _last(values), spark_of(metric, values)) for metric, values in series.items())
+        return Group(head, vitals(rows), Text(f"noise scale    {noise_text(self.scale)}"))
 
 
 class Lines:
@@ -79,11 +74,9 @@ class Lines:
 
     def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
         """Take in one more step."""
-        norm, gsnr, ratio = (latest.get(name, NAN) for name in ("grad/norm", "gsnr", "grad/spike_ratio"))
+        norm, ratio = (latest.get(name, NAN) for name in ("grad/norm", "grad/spike_ratio"))
         if step == 1 or step % self.every == 0 or step == self.total:
-            line = f"step {step:>4}/{self.total}  loss {number(loss):<6}  norm {number(norm):<6}"
-            line += f"  GSNR {number(gsnr):<7}  noise scale {_noise_text(_noise_scale(latest))}"
-            self.console.print(line, soft_wrap=True)
+            self.console.print(plain_line(f"step {step:>4}/{self.total}", {**latest, "loss": loss}), soft_wrap=True)
         if ratio > JUMP:
             text = f"step {step:>4}/{self.total}  the gradient norm jumped to {number(norm)}, "
             text += f"{number(ratio)} times its moving average"
@@ -93,7 +86,7 @@ class Lines:
 @contextmanager
 def live_view(console: Console, total: int) -> Iterator[View]:
     """The view that suits the console, shown until the block ends."""
-    if not console.is_terminal or console.is_dumb_terminal or os.environ.get("CI"):
+    if not can_redraw(console):
         yield Lines(console, total)
         return
     panel = Panel(total)
@@ -101,16 +94,30 @@ def live_view(console: Console, total: int) -> Iterator[View]:
         yield panel
 
 
+def can_redraw(console: Console) -> bool:
+    """Whether there is a screen that can be drawn on again and again, and somebody who may look at it."""
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
+
+
+def plain_line(head: str, latest: Mapping[str, float]) -> str:
+    """The latest values in one line of text."""
+    loss, norm, gsnr = (latest.get(name, NAN) for name in ("loss", "grad/norm", "gsnr"))
+    line = f"{head}  loss {number(loss):<6}  norm {number(norm):<6}  GSNR {number(gsnr):<7}"
+    return f"{line}  noise scale {noise_text(noise_scale_of(latest))}"
+
+
 def _last(values: list[float]) -> str:
     return number(values[-1]) if values else "-"
 
 
-def _noise_scale(latest: Mapping[str, float]) -> tuple[float, float, float]:
+def noise_scale_of(latest: Mapping[str, float]) -> tuple[float, float, float]:
+    """The noise scale and the ends of its interval."""
     names = ("noise_scale", "noise_scale_low", "noise_scale_high")
     value, low, high = (latest.get(name, NAN) for name in names)
     return value, low, high
 
 
-def _noise_text(scale: tuple[float, float, float]) -> str:
+def noise_text(scale: tuple[float, float, float]) -> str:
+    """The same in words."""
     text = interval(*scale)
     return "not identifiable yet" if text == "-" else f"{text} samples"

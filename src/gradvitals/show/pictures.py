@@ -43,22 +43,25 @@ def heat(values: Any, *, signed: bool) -> NDArray[np.uint8]:
     return _bytes(np.concatenate([colour, strength[..., None]], axis=-1))
 
 
-def picture(pixels: NDArray[np.uint8], words: str) -> Html:
-    """The pixels as an element of the page; `words` say what is to be seen."""
-    data = base64.b64encode(png(pixels)).decode("ascii")
-    return tag("img", src=f"data:image/png;base64,{data}", alt=words, class_="px")
+def picture(pixels: NDArray[np.uint8], words: str, palette: NDArray[np.uint8] | None = None, **more: object) -> Html:
+    """The pixels as an element of the page; `words` say what is to be seen, `more` are its attributes."""
+    data = base64.b64encode(png(pixels, palette)).decode("ascii")
+    return tag("img", src=f"data:image/png;base64,{data}", alt=words, **{"class_": "px", **more})
 
 
-def png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG file of rows by columns of red, green, blue and opacity.
+def png(pixels: NDArray[np.uint8], palette: NDArray[np.uint8] | None = None) -> bytes:
+    """A PNG file of rows by columns of red, green, blue and opacity; or, with a palette of these, of places in it.
 
-    Reference: W3C, PNG specification (third edition), sections 5 and 11: signature, IHDR, IDAT, IEND.
+    Reference: W3C, PNG specification (third edition), sections 5 and 11: signature, IHDR, PLTE, tRNS, IDAT, IEND.
     """
     rows, columns = pixels.shape[:2]
-    lines = np.zeros((rows, 1 + columns * 4), dtype=np.uint8)  # each line begins with its filter: 0, none
+    lines = np.zeros((rows, 1 + pixels[0].size), dtype=np.uint8)  # each line begins with its filter: 0, none
     lines[:, 1:] = pixels.reshape(rows, -1)
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 6, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 6 if palette is None else 3, 0, 0, 0)
+    parts = [(b"IHDR", header)]
+    if palette is not None:
+        parts += [(b"PLTE", palette[:, :3].tobytes()), (b"tRNS", palette[:, 3].tobytes())]
+    parts += [(b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
 
 

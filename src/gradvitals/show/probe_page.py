@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
+from gradvitals.show.document import document
 from gradvitals.show.html import Html, Part, folded, join, table, tag
 from gradvitals.show.probe_gradients import layers_section, signal_section
 from gradvitals.show.probe_inputs import robustness_section, saliency_section
@@ -14,8 +14,6 @@ from gradvitals.show.svg import histogram, line_chart
 from gradvitals.show.text import duration, number
 from gradvitals.show.values import as_float, as_floats, facts, known, span
 
-# Nothing on the page may be fetched or run, whatever a name in it says.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SEVERITY = {"critical": "Critical", "warning": "Warning", "info": "Note", "fine": "Fine"}
 
 
@@ -44,8 +42,8 @@ def probe_page(record: Mapping[str, Any]) -> str:
     ]
     links = [tag("a", title, href=f"#q-{key}") for key, (title, _) in asked.items()]
     name = f"Probe of {about.get('model', 'a model')}"
-    body = tag(
-        "main",
+    return document(
+        name,
         tag("h1", name),
         tag("p", _sentence(about), class_="dim"),
         _verdict(record.get("verdict") or []),
@@ -54,15 +52,6 @@ def probe_page(record: Mapping[str, Any]) -> str:
         tag("nav", *links, aria_label="Sections") if links else None,
         *sections,
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", name),
-        tag("style", Html(files("gradvitals.show").joinpath("page.css").read_text("utf-8"))),
-    )
-    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en") + "\n"
 
 
 def _sentence(about: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.show.again import was_diagnosed
-from gradvitals.show.checkup import judge_run
+from gradvitals.show.checkup import judge_run, num_ranks
+from gradvitals.show.ending import State, state_of
 from gradvitals.show.standouts import (
     LayerRow,
     Worst,
@@ -84,9 +85,11 @@ class Summary:
 
     run: str
     last_step: int | None
-    state: str
+    state: State
     """`running`, `finished`, or `stopped` for a run that ended without saying so."""
     seconds: float
+    num_ranks: int
+    """Processes that it was recorded with."""
     num_tensors: int
     num_parameters: int
     dropped: int
@@ -143,8 +146,9 @@ def summarize(run: Run) -> Summary:
     return Summary(
         run=str(run.path),
         last_step=run.last_step,
-        state="running" if run.is_live else "finished" if meta["finished_at"] else "stopped",
+        state=state_of(run),
         seconds=(meta["finished_at"] or meta["heartbeat"]) - meta["started_at"],
+        num_ranks=num_ranks(meta),
         num_tensors=len(run.tensors),
         num_parameters=sum(info.numel for info in run.tensors),
         dropped=run.dropped,

@@ -76,7 +76,9 @@ class Axis:
             if last - first >= 1:
                 step = max(1, -(-(last - first + 1) // (most + 1)))
                 return [float(f"1e{power}") for power in range(first, last + 1, step)]
-            return [self.low, self.high]
+            steps = [times * 10.0**power for power in range(first - 1, last + 2) for times in (1, 2, 5)]
+            inside = [float(f"{step:.6g}") for step in steps if self.low <= step <= self.high]
+            return inside if len(inside) > 1 else [self.low, self.high]
         width = self._width(most)
         start = math.ceil(self.low / width - 1e-9)
         return [float(f"{width * at:.12g}") for at in range(start, math.floor(self.high / width + 1e-9) + 1)]
@@ -194,10 +196,10 @@ def _frame(xs: Axis, ys: Axis, x_name: str) -> Html:
     parts: list[Part] = []
     for y in ys.ticks(4):
         parts.append(tag("line", x1=xs.start, x2=xs.end, y1=ys.at(y), y2=ys.at(y), class_="grid"))
-        parts.append(tag("text", _tick(y), x=xs.start - 6, y=ys.at(y) + 4, text_anchor="end"))
+        parts.append(tag("text", tick_text(y), x=xs.start - 6, y=ys.at(y) + 4, text_anchor="end"))
     for x in xs.ticks(5):
         parts.append(tag("line", x1=xs.at(x), x2=xs.at(x), y1=ys.start, y2=ys.start + 4, class_="grid"))
-        parts.append(tag("text", _tick(x), x=xs.at(x), y=ys.start + 16, text_anchor="middle"))
+        parts.append(tag("text", tick_text(x), x=xs.at(x), y=ys.start + 16, text_anchor="middle"))
     parts.append(tag("line", x1=xs.start, x2=xs.end, y1=ys.start, y2=ys.start, class_="base"))
     parts.append(tag("text", x_name, x=(xs.start + xs.end) / 2, y=HEIGHT - 6.0, text_anchor="middle", class_="name"))
     return join(parts)
@@ -225,10 +227,10 @@ def _line(points: Sequence[tuple[float, float] | None], at: int) -> Html:
     return join([*lines, *dots])
 
 
-def _tick(value: float) -> str:
+def tick_text(value: float) -> str:
     """A number under an axis, in few characters.
 
-    >>> _tick(0.001), _tick(1e-5), _tick(2500.0)
+    >>> tick_text(0.001), tick_text(1e-5), tick_text(2500.0)
     ('0.001', '1e-5', '2500')
     """
     if value == 0 or 1e-3 <= abs(value) < 1e5:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from rich.text import Text
 from gradvitals.show.findings import Hanging, about_actions, about_monitoring, in_short, verdict_line
 from gradvitals.show.sparkline import ASCII, BLOCKS, sparkline
 from gradvitals.show.standouts import LayerRow, Worst
-from gradvitals.show.summary import Summary, Trend, summarize
+from gradvitals.show.summary import Summary, summarize
 from gradvitals.show.text import clean, duration, number
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
@@ -75,10 +75,10 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
-        yield _trends(summary)
+        yield vitals(_trends(summary))
     yield Text()
     if summary.layers:
-        yield _Layers(summary)
+        yield LayerTable(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
     for table in _worst_tensors(summary):
         yield from (table, Text())
     yield from findings_section(summary)
@@ -89,39 +89,47 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
 def _header(summary: Summary) -> Text:
     steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
     text = Text(clean(summary.run), style="bold")
+    ranks = f"{summary.num_ranks:,} ranks, " if summary.num_ranks > 1 else ""
     text.append(
-        f"  {STATES[summary.state]}, {steps}, {duration(summary.seconds)}, "
+        f"  {STATES[summary.state]}, {steps}, {duration(summary.seconds)}, {ranks}"
         f"{summary.num_tensors:,} tensors, {summary.num_parameters:,} parameters",
         style="not bold",
     )
     return text
 
 
-def _trends(summary: Summary) -> Table:
+def vitals(rows: Iterable[tuple[str, str, RenderableType]]) -> Table:
+    """Label, latest value, and a sparkline or a word more, one row a metric."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=8)
     table.add_column()
-    for metric, label in LABELS.items():
-        trend = summary.trend(metric)
-        if trend is not None:
-            table.add_row(label, number(trend.latest), _spark(trend))
-    scale = summary.noise_scale
-    if scale.identifiable:
-        table.add_row("noise scale", number(scale.value), _range("samples", scale.low, scale.high))
-    elif scale.measured:
-        table.add_row("noise scale", "-", "not identifiable from these readings")
-    else:
-        table.add_row("noise scale", "-", "needs micro-batches and watch(..., batch_size=...)")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _spark(trend: Trend) -> Spark:
+def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
+    for metric, label in LABELS.items():
+        trend = summary.trend(metric)
+        if trend is not None:
+            yield label, number(trend.latest), spark_of(metric, trend.values)
+    scale = summary.noise_scale
+    if scale.identifiable:
+        yield "noise scale", number(scale.value), _range("samples", scale.low, scale.high)
+    elif scale.measured:
+        yield "noise scale", "-", "not identifiable from these readings"
+    else:
+        yield "noise scale", "-", "needs micro-batches and watch(..., batch_size=...)"
+
+
+def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:
+    """The sparkline that suits a metric."""
+    series = np.asarray(values, dtype=np.float64)
+    if metric in ("loss", "grad/norm"):  # that these are not a number is not a gap but an alarm
+        series = np.where(np.isnan(series), np.inf, series)
     # A spike of the norm is the news, so it may flatten the rest; elsewhere the shape is.
-    values = trend.values
-    if trend.metric != "gsnr":  # a loss or a norm that is not a number is not a gap but an alarm
-        values = np.where(np.isnan(values), np.inf, values)
-    return Spark(values, robust=trend.metric != "grad/norm")
+    return Spark(series, robust=metric != "grad/norm")
 
 
 def _range(unit: str, low: float, high: float) -> str:
@@ -129,10 +137,13 @@ def _range(unit: str, low: float, high: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Layers:
+class LayerTable:
     """The layer table: depth order, intervals only where there is room."""
 
-    summary: Summary
+    rows: Sequence[LayerRow]
+    step: int | None
+    source: str | None
+    batch_size: float | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= WIDE
@@ -141,17 +152,16 @@ class _Layers:
         table.add_column("layer", overflow="ellipsis", no_wrap=True)
         for heading in headings if wide else ("norm", "spike", "GSNR", "update"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.summary.layers:
+        for row in self.rows:
             table.add_row(Text(clean(row.name)), *_cells(row, wide=wide))
         yield self._title()
         yield table
 
     def _title(self) -> Text:
-        text = f"Layers at step {self.summary.layers_step}, from input to output"
-        if self.summary.gsnr_source:
-            size = self.summary.gsnr_batch_size
-            at = f" at batch size {number(size)}" if size is not None else ""
-            text += f" (GSNR from {self.summary.gsnr_source}{at})"
+        text = f"Layers at step {self.step}, from input to output"
+        if self.source:
+            at = f" at batch size {number(self.batch_size)}" if self.batch_size is not None else ""
+            text += f" (GSNR from {self.source}{at})"
         return Text(text, style="bold")
 
 
@@ -172,13 +182,15 @@ def _worst_tensors(summary: Summary) -> Iterator[RenderableType]:
         ("Largest update/weight", summary.largest_updates),
         ("Non-finite elements where first seen (1: at least one)", summary.nonfinite),
     )
-    for title, worst in groups:
-        if not worst:
-            continue
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(justify="right", no_wrap=True, min_width=8)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="ellipsis", no_wrap=True)
-        for item in worst:
-            table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
-        yield Group(Text(title, style="bold"), table)
+    return (worst_list(title, worst) for title, worst in groups if worst)
+
+
+def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
+    """Tensors that stand out in one way, a line each."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(justify="right", no_wrap=True, min_width=8)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    for item in worst:
+        table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
+    return Group(Text(title, style="bold"), table)

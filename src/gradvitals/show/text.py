@@ -59,3 +59,15 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def cut(text: str, most: int = 120) -> str:
+    """A text of any length in at most so many characters, its middle left out.
+
+    >>> cut("blocks.0.attn.qkv.weight", 13)
+    'blocks…weight'
+    """
+    if len(text) <= most:
+        return text
+    kept = most - 1
+    return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"

@@ -18,6 +18,7 @@ ABOUT_ITSELF = (
     "store_error",
     "guard_error",
     "snapshot_error",
+    "sink_error",
 )
 """Ids of what gradvitals says about itself (`gradvitals.notices`). They say nothing about the training."""
 

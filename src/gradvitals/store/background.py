@@ -11,12 +11,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
 from gradvitals.types import Reading
 
+Told = TypeVar("Told")
 Item = Record | Callable[[], Iterable[Record]]
 
 MAX_PENDING_BYTES = 64 << 20
@@ -280,13 +281,13 @@ def _num_bytes(record: Record) -> int:
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 
-def call_weakly(method: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """Call a method as long as its object lives, without keeping it alive: a writer must not hold its owner."""
+def call_weakly(method: Callable[[Told], None]) -> Callable[[Told], None]:
+    """Call a method as long as its object lives, without keeping it alive: a thread must not hold its owner."""
     reference = weakref.WeakMethod(method)
 
-    def call(error: BaseException) -> None:
+    def call(told: Told) -> None:
         alive = reference()
         if alive is not None:
-            alive(error)
+            alive(told)
 
     return call

@@ -6,7 +6,7 @@ import difflib
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gradvitals.errors import RunError
 from gradvitals.store import schema
 from gradvitals.store.frames import KINDS, Kind, load_layout
-from gradvitals.store.groups import ALWAYS, NEVER, Array, Found, Group, Span, load_groups
+from gradvitals.store.groups import ALWAYS, NEVER, Array, Found, Group, Span, load_groups, read_columns
 from gradvitals.types import SOURCES, Layout
 
 Read = Callable[[Group, Span], Found | None]
@@ -140,6 +140,10 @@ class Catalog:
         groups = self.groups(kind)
         if kind == "values" or any(self.row(group, name) is not None for group in groups):
             return
+        if kind == "ranks":
+            most = max((group.num_rows for group in groups), default=0)
+            have = f"it has ranks 0 to {most - 1}" if most else "it was not recorded with several ranks"
+            raise UnknownNameError(f"{self.file} has no rank {name.removeprefix('#')}; {have}")
         layouts = {group.layout for group in groups} | {self.layout_id()}
         names = [each for layout in sorted(layouts) for each in self._layout_names(layout, kind)]
         if name not in names:
@@ -152,6 +156,20 @@ class Catalog:
             return UnknownNameError(f"{self.file} has {metric!r} only for {', '.join(elsewhere)}, not for {kind}")
         known = sorted({each for group in self.groups(kind) for each in group.columns})
         return UnknownNameError(f"{self.file} has no metric {metric!r} for {kind}{_close_to(metric, known)}")
+
+    def together(
+        self, groups: Iterable[Group], metrics: Sequence[str], name: str, since: int | None, until: int | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Several metrics of one row in one pass: steps, times, and ``[metrics, steps]``."""
+
+        def read(group: Group, span: Span) -> Found | None:
+            row = self.row(group, name)
+            columns = [group.columns.index(metric) if metric in group.columns else None for metric in metrics]
+            return None if row is None else read_columns(self.db, group, columns, row, span)
+
+        steps, found = self.collect(groups, since, until, read)
+        data = np.zeros((0, 1 + len(metrics))) if found is None else found
+        return steps, data[:, 0], data[:, 1:].T
 
     def collect(
         self, groups: Iterable[Group], since: int | None, until: int | None, read: Read

@@ -104,6 +104,44 @@ def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: 
     return _join(group, chunks, tail, span, lambda blob, frames: _floats(blob, (frames,)))
 
 
+def read_columns(db: sqlite3.Connection, group: Group, columns: list[int | None], row: int, span: Span) -> Found:
+    """Several metrics of one row in one pass, ``[frames, 1 + columns]``: the time, then each metric, nan for None."""
+    size, known = FLOAT.itemsize, [column for column in columns if column is not None]
+    parts = "".join(f", substr(block.data, {column * size} * num_frames + 1, {size} * num_frames)" for column in known)
+    chunks = db.execute(
+        f"SELECT num_frames, steps, readings, times{parts} "
+        "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
+        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
+        (ROW_BITS, row, group.id, *span),
+    ).fetchall()
+    parts = "".join(f", substr(data, {(column * group.num_rows + row) * size + 1}, {size})" for column in known)
+    tail = db.execute(
+        f"SELECT step, reading, time{parts} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
+        (group.id, *span),
+    ).fetchall()
+    wide = 1 + len(columns)
+
+    def packed(frames: int, times: Array, blobs: list[Any]) -> bytes:
+        data = np.full((frames, wide), np.nan)
+        data[:, 0] = times
+        own = iter(blobs)
+        for at, column in enumerate(columns, 1):
+            if column is not None:
+                data[:, at] = _floats(next(own), (frames,))
+        return data.tobytes()
+
+    def decode(content: bytes, frames: int) -> Array:
+        return np.frombuffer(content).reshape(frames, wide)
+
+    return _join(
+        group,
+        [(frames, steps, readings, packed(frames, _numbers(times, "<f8", frames), blobs))
+         for frames, steps, readings, times, *blobs in chunks],
+        [(step, reading, packed(1, np.array([time], dtype="<f8"), blobs)) for step, reading, time, *blobs in tail],
+        span, decode,
+    )  # fmt: skip
+
+
 def read_rows(db: sqlite3.Connection, group: Group, column: int, span: Span) -> Found:
     """One number a frame and row, ``[frames, rows]``: the metric in `column` for all tensors, layers or heads."""
     size, rows = FLOAT.itemsize, group.num_rows

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,17 @@ from gradvitals.errors import GradvitalsError, RunError
 from gradvitals.store import groups as stored
 from gradvitals.store import opening
 from gradvitals.store.catalog import Catalog, Read, ordered_sources
+from gradvitals.store.census import take_census
+from gradvitals.store.drawn import Drawn
 from gradvitals.store.frames import Kind
 from gradvitals.store.groups import Array, Found, Group, Span
 from gradvitals.store.replay import replay
+from gradvitals.store.segments import Segment, parsed, read_segments
 from gradvitals.store.writer import LIVE_SECONDS
 from gradvitals.types import Action, Finding, Layout, Reading, TensorInfo
 
 Steps = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Record = TypeVar("Record", Finding, Action)
 
 MAX_MATRIX = 1 << 29
 """Numbers in one matrix (4 GB); more has to be read in parts."""
@@ -58,7 +60,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(opening.find_run_file(path))
 
 
-class Run:
+class Run(Drawn):
     """A run as it is on disk, each call as of now. Made by `open_run`.
 
     Safe to use from several threads. Steps that a resumed process did again are shown as it did them.
@@ -183,6 +185,19 @@ class Run:
             steps, values = self._catalog.collect(self._catalog.select(metric, kind, source), since, None, read)
         return steps, np.zeros(0) if values is None else values.astype(np.float64)
 
+    def several(
+        self, metrics: Sequence[str], *, until: int | None = None, **where: Unpack[Where]
+    ) -> tuple[Steps, Floats, Floats]:
+        """Several metrics at the steps of the first, read in one pass: steps, times and ``[metrics, steps]``.
+
+        A metric that was not read together with the first is nan. Arguments as for `series`; up to and with `until`.
+        """
+        kind, name = _named_row(where.get("tensor"), where.get("layer"), where.get("head"), where.get("rank"))
+        with self._transaction():
+            self._catalog.check_name(kind, name)
+            groups = self._catalog.select(metrics[0], kind, where.get("source"))
+            return self._catalog.together(groups, metrics, name, where.get("since"), until)
+
     def matrix(
         self,
         metric: str,
@@ -252,14 +267,25 @@ class Run:
         with self._transaction():
             cutoffs = self._catalog.cutoffs()
             rows = self._db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall()
-            return _parsed(Finding, (text for segment, first, text in rows if hidden or first < cutoffs[segment]))
+            return parsed(Finding, (text for segment, first, text in rows if hidden or first < cutoffs[segment]))
 
     def actions(self, *, hidden: bool = False) -> list[Action]:
         """What was done to the run, oldest first; `hidden` adds what was done in steps that were done again later."""
         with self._transaction():
             cutoffs = self._catalog.cutoffs()
             rows = self._db.execute("SELECT segment, step, content FROM action ORDER BY id").fetchall()
-            return _parsed(Action, (text for segment, step, text in rows if hidden or step < cutoffs[segment]))
+            return parsed(Action, (text for segment, step, text in rows if hidden or step < cutoffs[segment]))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The processes that wrote it, one after the other."""
+        with self._transaction():
+            return read_segments(self._db, self._catalog.cutoffs())
+
+    def census(self) -> dict[str, int]:
+        """How many records there are and how long their texts are, counted without loading them."""
+        with self._transaction():
+            return take_census(self._db)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -317,9 +343,3 @@ def _named_row(tensor: str | None, layer: str | None, head: str | None, rank: in
     if len(given) > 1:
         raise RunError("a series is of one tensor, layer, head or rank; more than one was given")
     return given[0] if given else ("values", "")
-
-
-def _parsed(record: type[Record], texts: Iterable[str]) -> list[Record]:
-    # A later minor version may know more fields; what this one does not know it leaves out.
-    fields = record.__dataclass_fields__
-    return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]

@@ -1,0 +1,88 @@
+"""Command: findings handed to a program of the user's, such as one that sends mail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from gradvitals.alerts.alert import Alert, AlertError
+from gradvitals.alerts.message import Message
+from gradvitals.errors import ConfigError, expect
+
+
+class Command(Alert):
+    """Runs a program for every message: the message as JSON on its standard input, and in environment variables.
+
+    The variables are ``GRADVITALS_TITLE``, ``GRADVITALS_TEXT``, ``GRADVITALS_ID``, ``GRADVITALS_SEVERITY``,
+    ``GRADVITALS_RUN``, ``GRADVITALS_STEP`` and ``GRADVITALS_OVER`` (1 or 0). No shell reads the command: its words
+    are the program and its arguments.
+
+    Args:
+        command: The program and its arguments.
+        timeout: Seconds after which it is ended, with what it has started.
+        limits: `severity`, `every`, `per_hour` and `tell_over` of `Alert`.
+
+    Example:
+        >>> Command(["sh", "-c", 'printf "%s" "$GRADVITALS_TEXT" | mail -s "$GRADVITALS_TITLE" me@example.org'])
+        <Command sh>
+    """
+
+    def __init__(self, command: Sequence[str], *, timeout: float = 30.0, **limits: Any) -> None:
+        super().__init__(**limits)
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise ConfigError("a command is a list of words: expected one such as ['notify', '--loud']")
+        expect(timeout > 0, "timeout", timeout, "a number of seconds above 0")
+        if shutil.which(command[0]) is None:
+            raise ConfigError(f"there is no program {command[0]!r} here; expected one that can be run")
+        self._command = list(command)
+        self._timeout = timeout
+        self.name = f"Command({command[0]})"
+
+    def __repr__(self) -> str:
+        return f"<Command {self._command[0]}>"
+
+    def send(self, message: Message) -> None:
+        """Run it and wait for its end."""
+        content = json.dumps(message.to_json(), allow_nan=False, default=str).encode()
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **_variables(message)},
+            start_new_session=True,
+        )
+        try:
+            process.communicate(content, timeout=self._timeout)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise AlertError(f"{self._command[0]} had not ended after {self._timeout:g} s, and was ended") from None
+        if process.returncode != 0:
+            raise AlertError(f"{self._command[0]} ended with status {process.returncode}")
+
+
+def _variables(message: Message) -> dict[str, str]:
+    finding = message.finding
+    return {
+        "GRADVITALS_TITLE": message.title,
+        "GRADVITALS_TEXT": message.text,
+        "GRADVITALS_ID": finding.id,
+        "GRADVITALS_SEVERITY": finding.severity,
+        "GRADVITALS_RUN": message.run,
+        "GRADVITALS_STEP": str(finding.first_step),
+        "GRADVITALS_OVER": str(int(message.over)),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program and what it has started: both are in a session of their own."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.communicate()

@@ -1,0 +1,63 @@
+"""`gradvitals import`: a run that was never watched, as a run folder that can be judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gradvitals.cli.output import json_option, print_json
+
+if TYPE_CHECKING:
+    from gradvitals.importing import Imported
+
+
+@click.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "--run", "run", type=click.Path(path_type=Path), help="Folder to make; runs/<source>-imported by default."
+)
+@click.option(
+    "--map",
+    "mapped",
+    multiple=True,
+    metavar="COLUMN=METRIC",
+    help="Say what a column is, such as train_nll=loss; may be given several times.",
+)
+@json_option
+def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bool) -> None:
+    """Make a run folder out of SOURCE, the history of a run that was never watched.
+
+    SOURCE is TensorBoard event files, an offline run of W&B, a CSV, JSONL or JSON file, or the folder of one. Columns
+    of step, loss, gradient norm and learning rate are guessed by name. What needs more than these is not judged.
+
+    \b
+    Example:
+      gradvitals import lightning_logs/version_0
+      gradvitals import history.csv --map train_nll=loss --run runs/old
+      gradvitals doctor runs/old
+    """
+    from gradvitals.importing import import_run
+
+    columns = {}
+    for text in mapped:
+        column, _, metric = text.rpartition("=")
+        if not column or not metric:
+            raise click.UsageError(f"--map is {text!r}; expected COLUMN=METRIC, such as train_nll=loss.")
+        columns[column] = metric
+    done = import_run(source, run, columns=columns)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        _tell(done)
+
+
+def _tell(done: Imported) -> None:
+    from gradvitals.show.text import clean
+
+    read = ", ".join(f"{metric} from {column!r}" for metric, column in done.columns.items())
+    click.echo(clean(f"{done.steps:,} steps of {done.source} ({done.kind}): {read}"))
+    for note in done.notes:
+        click.echo(clean(f"Note: {note}"))
+    click.echo(clean(f"Kept in {done.run}. Now: gradvitals doctor {done.run}"))

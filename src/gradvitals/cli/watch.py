@@ -1,0 +1,59 @@
+"""`gradvitals watch`: a run in the terminal, while it happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gradvitals.cli.output import console, print_json_line
+
+SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Time between two looks.  [default: 1, or 10 where lines are printed]",
+)
+@click.option("--once", is_flag=True, help="Show the run as it is now, and leave.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each look that finds something new.")
+def watch(run: Path, every: float | None, once: bool, as_json: bool) -> None:
+    """Follow RUN in the terminal: verdict, trends, findings, every layer, the worst tensors.
+
+    Waits for a run that is not there yet, and ends when the run ends. Ctrl-C leaves; the run goes on. Where there is
+    no terminal (a pipe, CI) it prints a line now and then instead. Needs no torch.
+
+    \b
+    Example:
+      gradvitals watch runs/gpt
+      gradvitals watch runs/gpt --once
+      ssh cluster gradvitals watch runs/gpt --json | jq .verdict.line
+    """
+    from gradvitals.show.follow import Follower
+    from gradvitals.show.live import can_redraw
+    from gradvitals.show.watching import Frame, Lines, draw, moments, wait_for
+
+    screen = console()
+    follower = Follower(run) if once else wait_for(run, lambda words: click.echo(words, err=True))
+    try:
+        if once and not as_json:
+            screen.print(Frame(follower.look()))
+        elif as_json:
+            before: object = None
+            for moment in [follower.look()] if once else moments(follower, every or SCREEN_SECONDS):
+                now = (moment.last_step, moment.state, moment.verdict)
+                if now != before:
+                    print_json_line(moment.to_json())
+                before = now
+        elif can_redraw(screen):
+            draw(screen, moments(follower, every or SCREEN_SECONDS))
+        else:
+            lines = Lines(screen)
+            for moment in moments(follower, every or LINE_SECONDS):
+                lines.show(moment)
+    finally:
+        follower.close()

@@ -1,0 +1,194 @@
+"""The addresses of the page's data. Everything can only be read, and by the id of a run that was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast, get_args
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gradvitals.errors import ConfigError, GradvitalsError, RunNotFoundError, expect
+from gradvitals.show.web import overview as words
+from gradvitals.show.web.heatmap import MAX_COLUMNS, PICTURES, Picture, Rows, heatmap_bytes
+from gradvitals.show.web.judging import Judge
+from gradvitals.show.web.limits import TEXT, short
+from gradvitals.show.web.memo import Memo
+from gradvitals.show.web.series import MAX_BUCKETS, MAX_METRICS, series_bytes
+from gradvitals.show.web.shelf import Place, Shelf, stamp
+from gradvitals.show.web.stream import Watcher
+from gradvitals.store.catalog import UnknownNameError
+from gradvitals.store.frames import KINDS, Kind
+from gradvitals.store.reader import Run
+from gradvitals.types import json_ready
+
+BINARY = "application/octet-stream"
+Work = Callable[[Place, Run], Any]
+
+
+class Api:
+    """Answers what the page asks."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.judge = Judge(shelf)
+        self.watcher = Watcher(shelf)
+        self.memo = Memo()
+
+    def routes(self) -> list[Route]:
+        """All addresses below ``/api``."""
+        one = "/runs/{run_id:str}"
+        return [
+            Route("/runs", self.runs),
+            Route(one, self.overview),
+            Route(f"{one}/layout", self.layout),
+            Route(f"{one}/worst", self.worst),
+            Route(f"{one}/series", self.series),
+            Route(f"{one}/heatmap", self.heatmap),
+            Route("/stream", self.stream),
+        ]
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        self.watcher.stop()
+        self.judge.close()
+        self.shelf.close()
+
+    def runs(self, request: Request) -> Response:
+        """Every run with its verdict."""
+        folder = str(self.shelf.folder)
+        lines = []
+
+        def work(place: Place, run: Run) -> Any:
+            return words.line_of_run(place, run, self.judge.judged(place.id, run, begin=False))
+
+        for place in self.shelf.places():
+            try:
+                lines.append(self._about(place, "line", work))
+            except GradvitalsError as error:
+                lines.append(words.line_of_trouble(place, error, folder))
+        return _json({"folder": short(self.shelf.folder.name), "runs": lines, "metrics": words.metric_texts()})
+
+    def overview(self, request: Request) -> Response:
+        """One run in words."""
+
+        def work(place: Place, run: Run) -> Any:
+            return words.overview(place, run, self.judge.judged(place.id, run))
+
+        return self._json_about(request, "overview", work)
+
+    def layout(self, request: Request) -> Response:
+        """What rows stand for."""
+        return self._json_about(request, "layout", lambda _, run: words.layout(run))
+
+    def worst(self, request: Request) -> Response:
+        """The tensors that stand out."""
+        return self._json_about(request, "worst", lambda _, run: words.standouts(run))
+
+    def series(self, request: Request) -> Response:
+        """One or more metrics of one row, in buckets."""
+
+        def answer() -> Response:
+            metrics = request.query_params.getlist("metric")
+            expect(1 <= len(metrics) <= MAX_METRICS, "metric", metrics, f"1 to {MAX_METRICS} names")
+            kind = _one_of(request, "kind", KINDS, "values")
+            asked = {
+                "row": _whole(request, "row", 0),
+                "since": _whole(request, "since", None),
+                "until": _whole(request, "until", None),
+            }
+            buckets = _whole(request, "buckets", MAX_BUCKETS) or 0
+            expect(1 <= buckets <= MAX_BUCKETS, "buckets", buckets, f"a number from 1 to {MAX_BUCKETS}")
+            source = request.query_params.get("source") or None
+
+            def work(_: Place, run: Run) -> bytes:
+                return series_bytes(
+                    run, metrics, kind=cast(Kind, kind), source=source, buckets=buckets, **cast(Any, asked)
+                )
+
+            place = self.shelf.place(request.path_params["run_id"])
+            body = self._about(place, f"series {metrics} {kind} {source} {buckets} {asked}", work)
+            return Response(body, media_type=BINARY)
+
+        return self._answered(answer)
+
+    def heatmap(self, request: Request) -> Response:
+        """One number for each row and stretch of steps."""
+
+        def answer() -> Response:
+            picture = cast(Picture, _one_of(request, "picture", tuple(PICTURES), "norm"))
+            rows = cast(Rows, _one_of(request, "rows", get_args(Rows), "layers"))
+            since, until = _whole(request, "since", None), _whole(request, "until", None)
+            columns = _whole(request, "columns", MAX_COLUMNS) or 0
+            expect(1 <= columns <= MAX_COLUMNS, "columns", columns, f"a number from 1 to {MAX_COLUMNS}")
+
+            def work(_: Place, run: Run) -> bytes:
+                return heatmap_bytes(run, picture, rows, columns=columns, since=since, until=until)
+
+            place = self.shelf.place(request.path_params["run_id"])
+            body = self._about(place, f"heatmap {picture} {rows} {columns} {since} {until}", work)
+            return Response(body, media_type=BINARY)
+
+        return self._answered(answer)
+
+    async def stream(self, request: Request) -> Response:
+        """News, as they come."""
+        if self.watcher.is_full:
+            return _json({"error": "too many pages listen already; close one"}, 503)
+        cursor = request.headers.get("last-event-id") or request.query_params.get("cursor")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
+
+    def _about(self, place: Place, what: str, work: Work) -> Any:
+        """Something about a run, worked out again only where the run was written to since, or is being judged."""
+        fresh = stamp(place.file)
+
+        def make() -> Any:
+            with self.shelf.opened(place.id) as run:
+                return work(place, run)
+
+        # A live run becomes a stopped one without being written to.
+        lives = self.watcher.is_live(place.id)
+        return self.memo.get((place.id, what), (fresh, lives, self.judge.version(place.id)), make)
+
+    def _json_about(self, request: Request, what: str, work: Work) -> Response:
+        return self._answered(lambda: _json(self._about(self.shelf.place(request.path_params["run_id"]), what, work)))
+
+    def _answered(self, answer: Callable[[], Response]) -> Response:
+        try:
+            return answer()
+        except (RunNotFoundError, UnknownNameError) as error:
+            return self._trouble(error, 404)
+        except ConfigError as error:
+            return self._trouble(error, 400)
+        except GradvitalsError as error:
+            return self._trouble(error, 422)
+
+    def _trouble(self, error: GradvitalsError, status: int) -> Response:
+        text = str(error).replace(f"{self.shelf.folder}/", "").replace(str(self.shelf.folder), "the served folder")
+        return _json({"error": short(text, TEXT)}, status)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return JSONResponse(json_ready(content), status_code=status)
+
+
+def _one_of(request: Request, name: str, known: tuple[str, ...], usual: str) -> str:
+    given = request.query_params.get(name, usual)
+    expect(given in known, name, given[:80], f"one of {', '.join(known)}")
+    return given
+
+
+def _whole(request: Request, name: str, usual: int | None) -> int | None:
+    """A whole number from the address; a step beyond what a run can hold is as good as the last."""
+    given = request.query_params.get(name)
+    if given is None or given == "":
+        return usual
+    try:
+        number = float(given)
+    except ValueError:
+        number = math.nan
+    expect(math.isfinite(number), name, given[:80], "a whole number")
+    return max(-(1 << 62), min(1 << 62, math.floor(number)))

@@ -1,0 +1,93 @@
+// What opens at the side: a finding in words, actions, one tensor in charts, the keys.
+import { el } from "./dom.js";
+import { openDrawer } from "./drawer.js";
+import { step } from "./format.js";
+import { SIGNS } from "./palette.js";
+import { Strip } from "./strip.js";
+import { SharedAxis } from "./axis.js";
+
+const WORDS = { critical: "Critical", warning: "Warning", info: "Note" };
+
+export function severityTag(finding) {
+  const over = finding.open ? "" : ", over";
+  return el("span", { class: `tag ${finding.severity}${finding.open ? "" : " over"}` }, el("span", { "aria-hidden": "true", text: `${SIGNS[finding.severity]} ` }), `${WORDS[finding.severity]}${over}`);
+}
+
+function list(title, texts, ordered) {
+  if (!texts.length) return null;
+  const items = texts.map((text) => el("li", { text }));
+  return el("section", {}, el("h3", { text: title }), el(ordered && texts.length > 1 ? "ol" : "ul", {}, items));
+}
+
+export function tensorButton(item, onopen) {
+  return item.row === null || item.row === undefined
+    ? el("span", { class: "tensor", text: item.name })
+    : el("button", { type: "button", class: "tensor", text: item.name, title: item.name, onclick: () => onopen("tensors", item.row) });
+}
+
+export function findingBody(finding, { onopen, onzoom }) {
+  const rest = finding.num_tensors - finding.tensors.length;
+  return [
+    el("p", {}, severityTag(finding), el("span", { class: "dim", text: ` ${finding.when}` }), finding.rank === null ? null : el("span", { class: "dim", text: `, rank ${finding.rank}` })),
+    list("Seen", finding.seen),
+    list("Why, probably", finding.causes, true),
+    list("What to do", finding.cures, true),
+    finding.tensors.length ? el("section", {}, el("h3", { text: "Where" }), el("div", { class: "tensors" }, finding.tensors.map((item) => tensorButton(item, onopen)), rest > 0 ? el("span", { class: "dim", text: `and ${rest} more` }) : null)) : null,
+    el("p", { class: "row" }, onzoom ? el("button", { type: "button", text: "Zoom to it", onclick: () => onzoom(finding) }) : null),
+    el("p", { class: "dim" }, "In full: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
+  ];
+}
+
+export function showFinding(finding, calls) {
+  openDrawer(finding.title, findingBody(finding, calls), { closed: calls.closed });
+}
+
+export function showActions(actions) {
+  const title = actions.length === 1 ? `${actions[0].kind.replaceAll("_", " ")} at step ${step(actions[0].step)}` : `${actions.length} times ${actions[0].kind.replaceAll("_", " ")}`;
+  const facts = (name, texts) => texts.length ? el("div", { class: "facts-line" }, el("b", { text: name }), ` ${texts.join(", ")}`) : null;
+  openDrawer(title, actions.slice(-50).map((action) => el("section", {},
+    el("h3", { text: `Step ${step(action.step)}${action.taken ? "" : ", not done"}` }),
+    el("p", { text: action.reason || action.text }),
+    facts("answer to", action.finding ? [action.finding] : []), facts("before", action.before), facts("after", action.after), facts("cost", action.cost))));
+}
+
+// One tensor, layer or head over the whole run, in charts of its own.
+export function showTensor(run, kind, row, { name, about, charts, texts, range, live }) {
+  const axis = new SharedAxis();
+  const host = el("div", { class: "strips narrow" });
+  const strips = charts.map((chart, i) => {
+    const strip = new Strip({
+      metric: chart.metric, axis, texts, where: { kind, row }, sync: "tensor", showX: i === charts.length - 1, height: i === charts.length - 1 ? 136 : 112,
+      oncursor: (x) => strips.forEach((each) => each.showValue(x)),
+    });
+    strip.setRuns([run], new Map([[run, chart]]));
+    host.append(strip.element);
+    return strip;
+  });
+  axis.onchange(() => strips.forEach((strip) => { strip.chart.setRange(); strip.refine(); }));
+  const load = (extend) => Promise.all(strips.map((strip) => (extend ? strip.extend(run) : strip.load(run)))).then(() => {
+    const ends = strips.map((strip) => strip.all.get(run)).filter((data) => data?.steps.length);
+    if (ends.length) axis.setFull(Math.min(...ends.map((data) => data.steps[0])), Math.max(...ends.map((data) => data.last)));
+    strips.forEach((strip) => strip.chart.setRange());
+  }).catch((trouble) => { host.append(el("p", { class: "dim", text: trouble.message })); });
+  openDrawer(name, [el("p", { class: "dim", text: about }), charts.length ? host : el("p", { text: "Nothing was read of it on its own." }),
+    el("p", { class: "dim", text: "Drag to zoom, double-click for everything." })], {
+    kind: "wide", closed: () => { live.delete(load); strips.forEach((strip) => strip.destroy()); },
+  });
+  host.addEventListener("dblclick", () => axis.reset());
+  load(false).then(() => { if (range) axis.setRange(...range); });
+  live.set(load, run);
+}
+
+export function showHelp() {
+  const keys = [["j / k", "next or previous run"], ["f", "next finding"], ["x", "steps or time along the axis"], ["+ / −", "zoom in or out"], ["← / →", "move along, when zoomed"], ["0", "show everything"], ["t", "light or dark"], ["r", "list of runs"], ["Esc", "close, or show everything"]];
+  openDrawer("Keys, and how to read it", [
+    el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })])),
+    el("section", {}, el("h3", { text: "Charts" }),
+      el("p", { text: "Drag over a chart to zoom; all pictures follow and finer numbers are fetched. Double-click for everything. Where a run is long, a line is the mean of a short stretch, and the shade around it the lowest and highest value there: no peak is lost." }),
+      el("p", { text: "GSNR and noise scale have a band: their 95 % interval. Where there is no line, the readings do not tell." }),
+      el("p", { text: "A red tick at the top is a value that is not a number." })),
+    el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar begins at the first step of a finding and ends at its last. ■ is critical, ▲ a warning, ● a note; what is over is pale. ◆ is something a Guard or a schedule did, ◇ something it only would have done." })),
+    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, the input above, the output below; light is large. A cell opens the tensor that stands out there; a name opens into its tensors and, for GSNR, its attention heads. In the picture: arrow keys move, Enter opens, + and − open and close a layer." })),
+  ]);
+}

@@ -1,0 +1,43 @@
+// Colours that colour-blind people can tell apart: lines after Okabe and Ito, each with a dash of its own as well;
+// the heatmap goes from dark to light in steps that grow in lightness alone.
+import { css } from "./dom.js";
+
+const LINES = {
+  light: ["#0072b2", "#d55e00", "#009e73", "#b5538a", "#8a6d00", "#3a9bd4"],
+  dark: ["#56b4e9", "#f08a3c", "#2fc79a", "#e39ac4", "#f0e442", "#7f9cff"],
+};
+export const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 2], [1, 2]];
+export const MOST_RUNS = LINES.light.length;
+
+export function lineColour(number) {
+  const set = window.gradvitalsTheme.isDark() ? LINES.dark : LINES.light;
+  return set[number % set.length];
+}
+
+const ANCHORS = [
+  [10, 22, 58], [22, 58, 110], [38, 98, 134], [62, 136, 138], [112, 170, 128], [176, 200, 110], [244, 226, 96],
+];
+
+export const HEAT = (() => {
+  const table = new Uint32Array(256);
+  for (let i = 0; i < 256; i++) {
+    const [r, g, b] = heat(i / 255);
+    table[i] = (255 << 24) | (b << 16) | (g << 8) | r; // little-endian, as canvases are on every machine with a browser
+  }
+  return table;
+})();
+
+export function heat(share) {
+  const at = Math.max(0, Math.min(1, share)) * (ANCHORS.length - 1);
+  const first = Math.min(ANCHORS.length - 2, Math.floor(at));
+  const rest = at - first;
+  return ANCHORS[first].map((from, i) => Math.round(from + rest * (ANCHORS[first + 1][i] - from)));
+}
+
+export function severityColour(severity) {
+  return css(`--${severity}`);
+}
+
+export const SIGNS = { critical: "■", warning: "▲", info: "●" };
+export const LEVEL_SIGNS = { healthy: "✓", watch: "▲", unhealthy: "■", pending: "…", unknown: "?" };
+export const LEVEL_WORDS = { healthy: "Healthy", watch: "Watch it", unhealthy: "Unhealthy", pending: "Being judged", unknown: "Not judged" };

@@ -1,0 +1,73 @@
+// The list of runs, with their verdicts; ticking one draws it beside the run that is looked at.
+import { byId, el, fill } from "./dom.js";
+import { ago, step } from "./format.js";
+import { LEVEL_SIGNS, LEVEL_WORDS, MOST_RUNS, lineColour } from "./palette.js";
+
+const FILTER_FROM = 8;
+
+export class RunList {
+  constructor({ onopen, oncompare }) {
+    this.host = byId("runs");
+    this.onopen = onopen;
+    this.oncompare = oncompare;
+    this.runs = [];
+    this.filter = "";
+    this.list = el("ul", { class: "run-list" });
+    this.input = el("input", { type: "search", placeholder: "Filter", "aria-label": "Filter runs by name", oninput: () => { this.filter = this.input.value.toLowerCase(); this.draw(); } });
+    this.note = el("p", { class: "dim run-note" });
+    fill(this.host, el("div", { class: "runs-head" }, el("h2", { text: "Runs" })), this.input, this.list, this.note);
+  }
+
+  set(runs, current, compared) {
+    this.runs = runs;
+    this.current = current;
+    this.compared = compared;
+    this.draw();
+  }
+
+  // A step that has come, without fetching the list again.
+  news(news) {
+    const run = this.runs.find((each) => each.id === news.run);
+    if (!run || news.gone) return;
+    run.last_step = news.last_step;
+    if (news.live !== (run.state === "running")) return;
+    const shown = this.list.querySelector(`[data-run="${CSS.escape(run.id)}"] .run-step`);
+    if (shown) shown.textContent = stepText(run);
+  }
+
+  draw() {
+    const focused = document.activeElement?.closest?.(".run-list li")?.dataset.run;
+    const within = document.activeElement?.tagName;
+    this.input.hidden = this.runs.length < FILTER_FROM;
+    const shown = this.runs.filter((run) => !this.filter || run.name.toLowerCase().includes(this.filter));
+    fill(this.list, shown.map((run) => this.row(run)));
+    this.note.textContent = this.runs.length > 1 ? "Tick runs to draw them beside the one you look at." : "";
+    if (focused) this.list.querySelector(`[data-run="${CSS.escape(focused)}"] ${within === "INPUT" ? "input" : "button"}`)?.focus();
+  }
+
+  row(run) {
+    const at = this.compared.indexOf(run.id);
+    const isCurrent = run.id === this.current;
+    const full = at < 0 && this.compared.length >= MOST_RUNS - 1;
+    const others = this.runs.length > 1;
+    const colour = isCurrent ? 0 : at >= 0 ? at + 1 : null;
+    return el("li", { "data-run": run.id, class: isCurrent ? "current" : "" },
+      others ? el("input", {
+        type: "checkbox", checked: isCurrent || at >= 0, disabled: isCurrent || full || run.state === "error", "aria-label": `Compare ${run.name}`,
+        "--c": colour === null || this.compared.length === 0 ? undefined : lineColour(colour), class: colour !== null && this.compared.length ? "coloured" : "",
+        onchange: () => this.oncompare(run.id),
+      }) : null,
+      el("button", { type: "button", class: "run", "aria-current": isCurrent ? "true" : undefined, title: run.line, onclick: () => this.onopen(run.id) },
+        el("span", { class: `level ${run.level}`, role: "img", "aria-label": LEVEL_WORDS[run.level], text: LEVEL_SIGNS[run.level] }),
+        el("span", { class: "run-name", text: run.name }),
+        el("span", { class: `run-step${run.state === "running" ? " live" : ""}`, text: stepText(run) })));
+  }
+}
+
+function stepText(run) {
+  if (run.state === "error") return "cannot be read";
+  const at = run.last_step === null ? "no step yet" : `step ${step(run.last_step)}`;
+  if (run.state === "running") return `${at}, running`;
+  if (run.state === "stopped") return `${at}, cut off`;
+  return run.heard_at ? `${at}, ${ago(run.heard_at, Date.now() / 1000)}` : at;
+}

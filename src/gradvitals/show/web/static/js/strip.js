@@ -1,0 +1,206 @@
+// One vital sign: its name and value now, and its chart. Holds the numbers of each run, all of them and those of the stretch.
+import * as api from "./api.js";
+import { Chart } from "./chart.js";
+import { choice, el, fill } from "./dom.js";
+import { duration, number, step } from "./format.js";
+import { lineColour } from "./palette.js";
+
+const MOST_POINTS = 9000; // beyond this, numbers that came one by one are fetched again in buckets
+
+export const NAMES = {
+  loss: "Loss", "grad/norm": "Gradient norm", gsnr: "GSNR", noise_scale: "Noise scale",
+  "update/ratio": "Update ratio", "weight/norm": "Weight norm",
+};
+const UNITS = { noise_scale: "samples" };
+const LOG = new Set(["grad/norm", "gsnr", "noise_scale", "update/ratio"]);
+const BROKEN = new Set(["loss", "grad/norm"]); // where NaN is news; elsewhere it only means that nothing can be told
+
+export class Strip {
+  // runs: ids in order, the first is the one looked at. where: {kind, row}.
+  constructor({ metric, axis, texts, showX, where = {}, sync = "run", oncursor, height }) {
+    this.metric = metric;
+    this.axis = axis;
+    this.where = where;
+    this.runs = [];
+    this.all = new Map();
+    this.stretch = new Map();
+    this.busy = new Map();
+    this.metrics = [metric];
+    this.source = null;
+    this.sources = new Map(); // run -> {metrics, source} of further runs
+    this.starts = new Map();
+    this.log = LOG.has(metric);
+    this.value = el("div", { class: "value" });
+    this.more = el("div", { class: "more" });
+    this.plotHost = el("div", { class: "plot" });
+    this.state = el("div", { class: "plot-state", text: "Loading" });
+    const scale = this.scale = choice(`Scale of ${NAMES[metric] || metric}`, [["linear", "lin", "Linear scale"], ["log", "log", "Logarithmic scale"]], this.log ? "log" : "linear", (chosen) => {
+      this.isChosen = true;
+      this.log = chosen === "log";
+      this.chart.setLog(this.log);
+    });
+    this.element = el("section", { class: "strip", "aria-label": NAMES[metric] || metric },
+      el("div", { class: "strip-head" },
+        el("div", { class: "strip-name" }, el("h3", { text: NAMES[metric] || metric, title: texts?.[metric] || "" }), scale), this.value, this.more),
+      el("div", { class: "plot-box" }, this.plotHost, this.state));
+    this.plotHost.setAttribute("role", "img");
+    this.chart = new Chart(this.plotHost, { axis, showX, log: this.log, height: height || (showX ? 138 : 112), sync, oncursor });
+  }
+
+  setRuns(runs, described) {
+    this.runs = runs;
+    this.sources = described;
+    for (const known of [...this.all.keys()]) if (!runs.includes(known)) { this.all.delete(known); this.stretch.delete(known); }
+  }
+
+  has(run) { return this.sources.has(run); }
+
+  ask(run, more) {
+    const { metrics, source } = this.sources.get(run);
+    return api.series(run, { metric: metrics, source, kind: this.where.kind, row: this.where.row, ...more });
+  }
+
+  async load(run) {
+    if (!this.has(run)) return;
+    const got = await this.ask(run, { buckets: 2000 });
+    if (!this.runs.includes(run)) return;
+    this.all.set(run, got);
+    this.show();
+  }
+
+  // Fetch what came after the last step that is there. One request at a time; news that come meanwhile wait for it.
+  async extend(run) {
+    const have = this.all.get(run);
+    if (!have || !this.has(run)) return this.has(run) ? this.load(run) : undefined;
+    if (this.busy.get(run)) { this.busy.set(run, "again"); return undefined; }
+    this.busy.set(run, "busy");
+    try {
+      const got = await this.ask(run, { since: Number.isFinite(have.last) ? have.last : undefined });
+      if (got.steps.length && this.all.get(run) === have) {
+        if (have.steps.length + got.steps.length > MOST_POINTS) await this.load(run);
+        else { this.all.set(run, joined(have, got)); this.show(); }
+      }
+    } finally {
+      const again = this.busy.get(run) === "again";
+      this.busy.delete(run);
+      if (again) this.extend(run);
+    }
+    return undefined;
+  }
+
+  // Fetch the stretch that is looked at, in finer buckets; keep what is there until it comes.
+  async refine() {
+    const range = this.axis.range;
+    if (!range) { this.stretch.clear(); this.show(); return; }
+    await Promise.all(this.runs.filter((run) => this.has(run)).map(async (run) => {
+      const all = this.all.get(run);
+      if (all && all.readings <= all.steps.length) return; // nothing was left out
+      const [low, high] = range.map((x) => this.axis.step(run, x));
+      const room = 0.02 * (high - low);
+      const got = await this.ask(run, { since: Math.floor(low - room) - 1, until: Math.ceil(high + room), buckets: 2000 });
+      if (this.axis.range === range) this.stretch.set(run, got);
+    }));
+    if (this.axis.range !== range) return;
+    this.show();
+    requestAnimationFrame(() => performance.mark("finer"));
+  }
+
+  xOf(run, data) {
+    if (this.axis.mode === "step") return data.steps;
+    const start = this.starts.get(run) ?? data.times[0];
+    return data.times.map((time) => time - start);
+  }
+
+  show() {
+    const lines = [];
+    for (const [i, run] of this.runs.entries()) {
+      const data = this.stretch.get(run) || this.all.get(run);
+      if (!data || !data.steps.length) continue;
+      const [value, low, high] = data.lines;
+      const x = this.xOf(run, data);
+      const line = { run, x, mean: value.mean, colour: lineColour(i), dash: i };
+      if (i === 0 && low && high) Object.assign(line, { low: low.mean, high: high.mean, band: true });
+      else if (data.readings > data.steps.length && this.runs.length === 1) Object.assign(line, { low: value.low, high: value.high });
+      if (BROKEN.has(this.metric)) line.broken = x.filter((_, at) => !Number.isFinite(value.mean[at]) || !Number.isFinite(value.high[at]));
+      lines.push(line);
+    }
+    if (this.metric === "loss" && !this.isChosen) this.suit(lines);
+    this.state.hidden = lines.length > 0;
+    if (!lines.length) {
+      const missing = this.runs.length && this.runs.every((run) => !this.has(run) || this.all.has(run));
+      this.state.textContent = missing ? (this.runs.some((run) => this.has(run)) ? "Nothing read yet" : "Not measured in this run") : "Loading";
+    }
+    this.chart.setLines(lines);
+    this.showValue(null);
+    this.describe(lines[0]);
+  }
+
+  // A loss that jumped is drawn on a log axis, where the rest of it can still be seen.
+  suit(lines) {
+    const values = lines.flatMap((line) => Array.from(line.high || line.mean)).filter(Number.isFinite).sort((a, b) => a - b);
+    const log = values.length > 0 && values[0] > 0 && values.at(-1) > 4 * values[Math.floor(0.75 * values.length)];
+    if (log === this.log) return;
+    this.log = log;
+    for (const button of this.scale.children) button.setAttribute("aria-pressed", String((button.dataset.value === "log") === log));
+    this.chart.options.log = log;
+  }
+
+  // The value at a place on the axis, or the last one.
+  showValue(x) {
+    const lines = this.chart.lines;
+    if (!lines.length) { fill(this.value, "–"); fill(this.more); return; }
+    const at = x === null ? lines.map((line) => last(line)) : this.chart.valuesAt(x);
+    const first = at[0];
+    fill(this.value, first ? number(first.mean) : "–");
+    const parts = [];
+    if (first && lines[0].band && Number.isFinite(first.low)) parts.push(el("span", { text: `${number(first.low)} to ${number(first.high)}`, title: "95 % interval" }));
+    if (UNITS[this.metric] && lines.length === 1) parts.push(el("span", { text: UNITS[this.metric] }));
+    for (const [i, found] of at.entries()) {
+      if (i && found) parts.push(el("span", { class: "other", "--c": lines[i].colour, text: number(found.mean) }));
+    }
+    const source = this.sources.get(this.runs[0])?.source;
+    if (x !== null && first) parts.unshift(el("span", { class: "at", text: this.axis.mode === "step" ? `step ${step(first.x)}` : duration(first.x) }));
+    else if (source) parts.push(el("span", { class: "source", text: `from ${source}`, title: "Where the samples behind it come from" }));
+    fill(this.more, parts);
+  }
+
+  describe(line) {
+    if (!line) { this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric}: no values yet`); return; }
+    let low = Infinity;
+    let high = -Infinity;
+    for (const value of line.mean) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+    const now = last(line);
+    this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric} over ${this.axis.mode === "step" ? "steps" : "time"}: now ${number(now?.mean)}, between ${number(low)} and ${number(high)}`);
+  }
+
+  destroy() { this.chart.destroy(); }
+}
+
+function last(line) {
+  for (let at = line.x.length - 1; at >= 0; at--) {
+    if (Number.isFinite(line.mean[at]) || at === line.x.length - 1 && !line.band) {
+      return { x: line.x[at], mean: line.mean[at], low: line.low?.[at], high: line.high?.[at] };
+    }
+  }
+  return null;
+}
+
+function joined(before, after) {
+  const both = (kind, a, b) => {
+    const made = new kind(a.length + b.length);
+    made.set(a);
+    made.set(b, a.length);
+    return made;
+  };
+  return {
+    readings: before.readings + after.readings,
+    last: after.last,
+    steps: both(Float64Array, before.steps, after.steps),
+    times: both(Float64Array, before.times, after.times),
+    lines: before.lines.map((line, i) => ({
+      low: both(Float32Array, line.low, after.lines[i].low),
+      high: both(Float32Array, line.high, after.lines[i].high),
+      mean: both(Float32Array, line.mean, after.lines[i].mean),
+    })),
+  };
+}

@@ -1,0 +1,147 @@
+"""News of runs for the page: one look at the files for all readers, sent as server-sent events with a cursor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from anyio import to_thread
+
+from gradvitals.errors import GradvitalsError
+from gradvitals.show.web.shelf import Place, Shelf, Stamp, stamp
+
+LOOK_SECONDS = 0.2
+"""From one look at the files to the next, while anybody listens."""
+SLOW_SECONDS = 2.0
+"""The same for runs that have not changed lately, and for new ones."""
+HEARTBEAT_SECONDS = 5.0
+"""A sign of life where there is no news, by which both ends notice that the other is gone."""
+MAX_READERS = 64
+
+
+@dataclass
+class _State:
+    revision: int
+    stamp: Stamp
+    looked: float
+    news: dict[str, Any]
+
+
+class Watcher:
+    """Looks at the runs of a shelf while anybody listens, and tells what changed."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._states: dict[str, _State] = {}
+        self._revision = 0
+        self._epoch = secrets.token_hex(4)  # a cursor of another server, or of this one before a restart, means nothing
+        self._readers = 0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._listed = 0.0
+        self.stopped = False
+
+    async def events(self, cursor: str | None) -> AsyncIterator[bytes]:
+        """The stream: what changed after `cursor`, then whatever changes."""
+        self._readers += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look_again_and_again())
+        try:
+            yield b"retry: 1000\n\n"
+            seen = self._revision_of(cursor)
+            said = time.monotonic()
+            await self._look()
+            while not self.stopped:
+                fresh = sorted((state.revision, state.news) for state in self._states.values() if state.revision > seen)
+                for revision, news in fresh:
+                    yield f"id: {self._epoch}-{revision}\ndata: {json.dumps(news)}\n\n".encode()
+                    seen, said = revision, time.monotonic()
+                if time.monotonic() - said > HEARTBEAT_SECONDS:
+                    yield b"event: beat\ndata: {}\n\n"
+                    said = time.monotonic()
+                changed = self._changed
+                try:
+                    await asyncio.wait_for(changed.wait(), 1.0)
+                except TimeoutError:
+                    continue
+        finally:
+            self._readers -= 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many listen that a further one is sent away."""
+        return self._readers >= MAX_READERS
+
+    def is_live(self, run_id: str) -> bool:
+        """Whether a run was live when last looked at."""
+        state = self._states.get(run_id)
+        return state is not None and bool(state.news["live"])
+
+    def stop(self) -> None:
+        """End all streams."""
+        self.stopped = True
+
+    def _revision_of(self, cursor: str | None) -> int:
+        epoch, _, number = (cursor or "").partition("-")
+        return int(number) if epoch == self._epoch and number.isdecimal() and len(number) < 18 else 0
+
+    async def _look_again_and_again(self) -> None:
+        while self._readers and not self.stopped:
+            await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        if await to_thread.run_sync(self._look_now):
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _look_now(self) -> bool:
+        now = time.monotonic()
+        places = self._shelf.places(most_age=SLOW_SECONDS)
+        changed = False
+        for place in places:
+            state = self._states.get(place.id)
+            quick = state is not None and state.news["live"]
+            if state is not None and now - state.looked < (0.0 if quick else SLOW_SECONDS):
+                continue
+            fresh = stamp(place.file)
+            if state is not None and fresh == state.stamp and now - state.looked < SLOW_SECONDS:
+                continue
+            changed |= self._take_in(place, fresh, now)
+        for gone in self._states.keys() - {place.id for place in places}:
+            if not self._states[gone].news.get("gone"):
+                self._revision += 1
+                news = {"run": gone, "gone": True, "live": False, "last_step": None, "findings": 0, "segments": 0}
+                self._states[gone] = _State(self._revision, (), now, news)
+                changed = True
+        return changed
+
+    def _take_in(self, place: Place, fresh: Stamp, now: float) -> bool:
+        state = self._states.get(place.id)
+        news = self._news(place)
+        if state is not None and state.news == news:
+            state.stamp, state.looked = fresh, now
+            return False
+        self._revision += 1
+        self._states[place.id] = _State(self._revision, fresh, now, news)
+        return True
+
+    def _news(self, place: Place) -> dict[str, Any]:
+        try:
+            with self._shelf.opened(place.id) as run:
+                census = run.census()
+                records = census["findings"] + census["actions"]
+                return {
+                    "run": place.id,
+                    "last_step": run.last_step,
+                    "findings": records,
+                    "segments": census["segments"],
+                    "live": run.is_live,
+                }
+        except (GradvitalsError, OSError):
+            return {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}

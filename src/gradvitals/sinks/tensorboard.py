@@ -1,0 +1,78 @@
+"""TensorBoard: scalars and findings in an event file."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradvitals.sinks.extras import require
+from gradvitals.sinks.sink import Sink
+from gradvitals.types import Action, Finding
+
+FLUSH_SECONDS = 10
+
+
+class TensorBoard(Sink):
+    """Writes an event file that TensorBoard reads. Findings and actions are on its Text page.
+
+    Args:
+        folder: Folder of the event file, as ``tensorboard --logdir`` wants it; made if needed.
+        prefix: Put before every tag, for a folder that has other events too.
+    """
+
+    def __init__(self, folder: str | Path, *, prefix: str = "") -> None:
+        require("tensorboard", "tensorboard")
+        self.folder = Path(folder)
+        self._prefix = prefix
+        self._writer: Any = None
+
+    def __repr__(self) -> str:
+        return f"TensorBoard({str(self.folder)!r})"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One event with a scalar for each metric."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=self._tag(key), simple_value=value) for key, value in metrics.items()]
+        self._add(Summary(value=values), step)
+
+    def finding(self, finding: Finding) -> None:
+        """The finding in words, at the step that it is news of."""
+        over = "" if finding.last_step is None else f"Over after step {finding.last_step}: "
+        cures = "".join(f"\n- {cure}" for cure in finding.cures)
+        step = finding.last_step if finding.last_step is not None else finding.found_step or finding.first_step
+        self._text(f"findings/{finding.id}", f"{over}{finding}\n{cures}", step)
+
+    def action(self, action: Action) -> None:
+        """The action in words."""
+        self._text(f"actions/{action.kind}", str(action), action.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _text(self, tag: str, text: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        content = TensorProto(dtype="DT_STRING", string_val=[text.encode("utf-8", "replace")], tensor_shape=shape)
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._add(Summary(value=[Summary.Value(tag=self._tag(tag), metadata=kind, tensor=content)]), step)
+
+    def _add(self, summary: Any, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        if self._writer is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._writer = EventFileWriter(str(self.folder), flush_secs=FLUSH_SECONDS, filename_suffix=".gradvitals")
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _tag(self, key: str) -> str:
+        return self._prefix + re.sub(r"[^-/\w.]", "_", key)

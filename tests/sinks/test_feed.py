@@ -1,0 +1,265 @@
+"""The feed: nobody waits for a sink, and one that fails is told once and left out."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+from gradvitals.errors import ConfigError
+from gradvitals.feed import Feed, outlet
+from gradvitals.types import Action, Finding, Reading
+
+WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+
+class Kept(gv.sinks.Sink):
+    def __init__(self) -> None:
+        self.steps: dict[int, Mapping[str, float]] = {}
+        self.findings: list[Finding] = []
+        self.actions: list[Action] = []
+        self.closed = 0
+        self.threads: set[str] = set()
+        self.run: Path | None = None
+        self.who = ""
+
+    def begin(self, run: Path) -> None:
+        self.run = run
+        self.begun_on = threading.current_thread()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.steps[step] = metrics
+        self.threads.add(threading.current_thread().name)
+        self.who = WHO.get()
+
+    def finding(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+    def action(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Kept):
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        super().log(metrics, step)
+        raise ValueError(f"no room for step {step}")
+
+
+def train(sinks: list[Any], run: Path, *, steps: int = 60, bad: int = -1, **more: Any) -> gv.Monitor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with gv.watch(model, optimizer, run=run, config=gv.Config(quiet=True), sinks=sinks, **more) as monitor:
+        for step in range(steps):
+            inputs = torch.randn(16, 4)
+            optimizer.zero_grad()
+            loss = (model(inputs) - inputs.sum(1, keepdim=True) * (1e4 if step == bad else 1.0)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_a_sink_gets_every_step_and_each_finding_as_it_opens_and_closes(tmp_path: Path) -> None:
+    sink = Kept()
+    WHO.set("the training thread")
+    monitor = train([sink], tmp_path / "run", steps=260, bad=150)
+    assert list(sink.steps) == list(range(260))
+    with gv.open_run(tmp_path / "run") as run:
+        steps, norms = run.series("grad/norm")
+        kept = {finding.id for finding in run.findings()}
+    assert [sink.steps[step]["grad/norm"] for step in steps] == pytest.approx(norms.tolist())
+    explosion = [finding.last_step for finding in sink.findings if finding.id == "explosion"]
+    assert explosion == [None, 150]
+    assert {finding.id for finding in sink.findings} == kept
+    assert sink.run == tmp_path / "run" == monitor.run_path
+    assert sink.begun_on is threading.main_thread()
+    assert sink.threads == {"gradvitals-feed"}
+    assert sink.who == "the training thread"  # what is set there is seen by the sink
+    assert sink.closed == 1
+
+
+def test_what_a_guard_did_reaches_a_sink(tmp_path: Path) -> None:
+    sink = Kept()
+    monitor = train([sink], tmp_path / "run", steps=170, bad=150, guard=gv.Guard(mode="act"))
+    assert sink.actions == monitor.actions != []
+
+
+def test_a_sink_that_fails_is_left_out_with_one_finding_and_the_others_go_on(tmp_path: Path) -> None:
+    broken, fine = Broken(), Kept()
+    monitor = train([broken, fine], tmp_path / "run")
+    assert list(broken.steps) == [0]
+    assert len(fine.steps) == 60
+    told = [finding for finding in monitor.findings if finding.id == "sink_error"]
+    assert [finding.evidence["about"] for finding in told] == ["Broken"]
+    assert "no room for step 0" in told[0].title
+    with gv.open_run(tmp_path / "run") as run:
+        assert [finding.id for finding in run.findings()].count("sink_error") == 1
+        assert run.meta["finished_at"] is not None
+    assert broken.closed == 1
+
+
+@pytest.mark.parametrize("where", ["begin", "finding", "close"])
+def test_wherever_it_fails_it_is_told_once_and_kept_with_the_run(tmp_path: Path, where: str) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("gone")
+
+    sink, twin = Kept(), Kept()
+    for one in (sink, twin):
+        setattr(one, where, fail)
+    train([sink, twin], tmp_path / "run", steps=30)
+    with gv.open_run(tmp_path / "run") as run:
+        told = [finding.evidence["about"] for finding in run.findings() if finding.id == "sink_error"]
+    assert sorted(told) == ["Kept", "Kept 2"]
+
+
+def test_a_sink_that_hangs_holds_up_neither_training_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Hanging(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            super().log(metrics, step)
+            release.wait(60)
+
+    monkeypatch.setattr(outlet, "MOST_WAITING", 10)
+    monkeypatch.setattr(Feed.close, "__defaults__", (0.2,))
+    sink, fine = Hanging(), Kept()
+    started = time.monotonic()
+    try:
+        monitor = train([sink, fine], tmp_path / "run")
+        assert time.monotonic() - started < 30
+    finally:
+        release.set()
+    told = {finding.evidence["about"]: finding for finding in monitor.findings if finding.id == "sink_error"}
+    assert "had not finished" in told["Hanging"].title
+    assert told["Hanging behind"].evidence["dropped"] > 0
+    assert list(sink.steps)[:1] == [0]
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.last_step == 59
+
+
+SCRIPT = """
+import sys, torch, gradvitals as gv
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = gv.watch(model, optimizer, run=sys.argv[1] + "/run", sinks=["jsonl:" + sys.argv[1] + "/lines"])
+monitor.add_alert(gv.alerts.Command(["sh", "-c", 'echo "$GRADVITALS_ID" >> "$0"', sys.argv[1] + "/alert"]))
+for step in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+raise ValueError("out of data")
+"""
+
+
+def test_a_script_that_ends_without_close_still_sends_everything(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == list(range(20))
+    assert "training_stopped" in [line["finding"]["id"] for line in lines if "finding" in line]
+    assert "training_stopped" in (tmp_path / "alert").read_text().split()
+
+
+def test_a_forked_child_feeds_nobody(tmp_path: Path) -> None:
+    sink = Kept()
+    feed = Feed([sink], lambda finding: None)
+    feed.start(tmp_path)
+    reading = Reading(step=0, time=0.0, values={"loss": 1.0})
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        feed.put([reading])
+        feed.close()
+        os.write(write, b"%d" % (len(sink.steps) + sink.closed))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"0"
+    os.close(read)
+    os.close(write)
+    feed.put([reading])
+    feed.close()
+    assert (list(sink.steps), sink.closed) == ([0], 1)
+
+
+def test_a_rank_that_does_not_lead_feeds_nobody(tmp_path: Path) -> None:
+    sink = Kept()
+    feed = Feed([sink], lambda finding: None)
+    feed.active = False
+    feed.start(tmp_path)
+    feed.put([Reading(step=0, time=0.0, values={"loss": 1.0})])
+    feed.close()
+    assert (sink.run, sink.steps, sink.closed) == (None, {}, 0)
+
+
+def test_a_monitor_that_is_dropped_is_not_kept_alive_by_its_sinks(tmp_path: Path) -> None:
+    sink = Kept()
+
+    def forget() -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = gv.watch(model, optimizer, run=tmp_path / "run", sinks=[sink])
+        for _ in range(3):
+            loss = model(torch.ones(4, 2)).mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+
+    forget()
+    deadline = time.monotonic() + 20
+    while not sink.closed and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert sink.closed == 1
+    assert list(sink.steps) == [0, 1, 2]
+
+
+def test_sinks_may_come_later_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = Kept()
+    late.every = 2
+    with gv.watch(model, optimizer, run=tmp_path / "run") as monitor:
+        for step in range(6):
+            model(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+            if step == 2:
+                monitor.flush()
+                monitor.add_sink(late)
+    assert list(late.steps) == [4]
+    for wrong, message in ((42, "42 is not a sink"), (gv.sinks.JSONL, "with brackets")):
+        with pytest.raises(TypeError, match=message):
+            gv.watch(model, optimizer, sinks=[wrong])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="one of tensorboard:FOLDER"):
+        gv.watch(model, optimizer, sinks=["tensorbord:logs"])
+
+
+@pytest.mark.parametrize("text", ["tensorboard", "jsonl:", "prometheus:http", "prometheus:70000", "otel:x", "nothing"])
+def test_texts_that_name_no_sink(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a sink; expected"):
+        gv.sinks.from_text(text)
+
+
+def test_texts() -> None:
+    texts = {"tensorboard:logs": "TensorBoard('logs')", "wandb:p": "WandB(project='p')", "otel": "OpenTelemetry()"}
+    texts |= {"jsonl:a.jsonl": "JSONL('a.jsonl')", "mlflow": "MLflow(experiment='gradvitals')"}
+    texts |= {"trackio:p": "Trackio(project='p')", "prometheus:1": "Prometheus(port=1, addr='127.0.0.1')"}
+    assert {text: repr(gv.sinks.from_text(text)) for text in texts} == texts

@@ -1,0 +1,132 @@
+"""A folder of made-up runs, the page served from a thread, and one Chromium for all tests of a worker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from gradvitals.lab.made_up_run import write_made_up_run
+from gradvitals.show.web.app import make_app
+from gradvitals.show.web.serving import Server, bind
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `web_runs`, which these tests share
+from web_runs import LONG, STEPS, TENSORS
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: ``gpt`` and, in a folder of its own, ``sweep/wide``."""
+    made = tmp_path_factory.mktemp("served")
+    write_made_up_run(made / "gpt", steps=STEPS, num_tensors=TENSORS)
+    write_made_up_run(made / "sweep" / "wide", steps=LONG, num_tensors=TENSORS, seed=1)
+    return made
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[[Path], TestClient]]:
+    """The page for a folder, without a socket."""
+    clients = []
+
+    def make(folder: Path, **options: Any) -> TestClient:
+        client = TestClient(make_app(folder, **options), base_url="http://127.0.0.1")
+        clients.append(client)
+        return client
+
+    yield make
+    for client in clients:
+        client.app.state.api.close()  # type: ignore[attr-defined]
+        client.close()
+
+
+@pytest.fixture
+def client(client_of: Callable[[Path], TestClient], folder: Path) -> TestClient:
+    return client_of(folder)
+
+
+@dataclass
+class Served:
+    """A server in a thread."""
+
+    folder: Path
+    url: str = ""
+    server: Server | None = None
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, port: int = 0) -> None:
+        listening = bind("127.0.0.1", port)
+        app = make_app(self.folder)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, ws="none")
+        self.server = Server(config, on_exit=app.state.api.watcher.stop)
+
+        def work() -> None:
+            assert self.server is not None
+            self.server.run(sockets=[listening])
+            listening.close()
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.handle_exit(2, None)
+            self.threads[-1].join(20)
+            assert not self.threads[-1].is_alive()
+            self.server = None
+
+
+@pytest.fixture(scope="session")
+def served(folder: Path) -> Iterator[Served]:
+    """The page of the two runs, on a port of its own."""
+    page = Served(folder)
+    page.start()
+    yield page
+    page.stop()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], Served]]:
+    """Serves a folder of a test's own."""
+    pages = []
+
+    def start(folder: Path) -> Served:
+        page = Served(folder)
+        page.start()
+        pages.append(page)
+        return page
+
+    yield start
+    for page in pages:
+        page.stop()
+
+
+def chromium() -> str | None:
+    return os.environ.get("GRADVITALS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A real Chromium; tests without one are skipped, unless GRADVITALS_REQUIRE_BROWSER or CI is set."""
+    path = chromium()
+    required = os.environ.get("GRADVITALS_REQUIRE_BROWSER") or os.environ.get("CI")
+    if path is None and not required:
+        pytest.skip("needs a Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()

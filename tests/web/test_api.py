@@ -1,0 +1,285 @@
+"""What the page is told: runs, words, series and pictures, each against what the run itself says."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+from web_runs import STEPS, run_id
+
+import gradvitals as gv
+from gradvitals.lab.made_up_run import write_made_up_run
+from gradvitals.show.checkup import examine
+from gradvitals.store.writer import RunWriter
+from gradvitals.types import Layout, Reading, TensorInfo
+
+ClientOf = Callable[[Path], TestClient]
+
+
+def read_series(body: bytes) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]], float, float]:
+    points, metrics, readings, last = struct.unpack_from("<IIdd", body)
+    steps = np.frombuffer(body, "<f8", points, 24)
+    times = np.frombuffer(body, "<f8", points, 24 + 8 * points)
+    rest = np.frombuffer(body, "<f4", 3 * metrics * points, 24 + 16 * points).reshape(metrics, 3, points)
+    return steps, times, [tuple(one) for one in rest], readings, last
+
+
+def read_heatmap(body: bytes) -> tuple[np.ndarray, np.ndarray, float]:
+    rows, columns, end, _ = struct.unpack_from("<IIdd", body)
+    starts = np.frombuffer(body, "<f8", columns, 24)
+    return starts, np.frombuffer(body, "<f4", rows * columns, 24 + 8 * columns).reshape(rows, columns), end
+
+
+def test_the_list_names_every_run_with_its_verdict(client: TestClient, folder: Path) -> None:
+    runs = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert list(runs) == ["gpt", "sweep/wide"]
+    assert runs["gpt"]["last_step"] == STEPS - 1
+    assert runs["gpt"]["state"] == "finished"
+    assert runs["gpt"]["level"] == "watch"
+
+
+def test_the_verdict_is_the_one_of_doctor(client: TestClient, folder: Path) -> None:
+    told = client.get(f"/api/runs/{run_id(client, 'gpt')}").json()
+    with gv.open_run(folder / "gpt") as run:
+        checkup = examine(run)
+    assert told["line"] == checkup.verdict.line
+    assert [finding["title"] for finding in told["findings"]] == [
+        item.finding.title for item in checkup.verdict.findings
+    ]
+    explosion = next(finding for finding in told["findings"] if finding["id"] == "explosion")
+    assert explosion["seen"] == ["ratio 14 (expected under 5)"]
+    assert explosion["tensors"][0] == {"name": "blocks.0.norm1.bias", "row": 2}
+    assert told["num_tensors"] == 26
+    assert len(told["actions"]) == 3
+
+
+def test_a_short_series_comes_as_it_is(client: TestClient, folder: Path) -> None:
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=gsnr&metric=gsnr_low").content
+    steps, times, (value, low), readings, last = read_series(body)
+    with gv.open_run(folder / "gpt") as run:
+        expected_steps, expected = run.series("gsnr")
+        _, expected_low = run.series("gsnr_low")
+        _, expected_times = run.times("gsnr")
+    np.testing.assert_array_equal(steps, expected_steps)
+    np.testing.assert_array_equal(times, expected_times)
+    for part in value:
+        np.testing.assert_array_equal(part, expected.astype("<f4"))
+    np.testing.assert_array_equal(low[2], expected_low.astype("<f4"))
+    assert (readings, last) == (STEPS, STEPS - 1)
+
+
+def test_a_long_series_keeps_its_peaks_in_few_buckets(client: TestClient, folder: Path) -> None:
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=grad/norm&buckets=50").content
+    steps, _, [(low, high, mean)], readings, last = read_series(body)
+    with gv.open_run(folder / "gpt") as run:
+        _, expected = run.series("grad/norm")
+    assert len(steps) == 50
+    assert high.max() == expected.max().astype("<f4")
+    assert low.min() == expected.min().astype("<f4")
+    np.testing.assert_allclose(mean, expected.reshape(50, -1).mean(axis=1), rtol=1e-6)
+    assert (readings, last) == (STEPS, STEPS - 1)
+
+
+def test_a_stretch_is_what_lies_after_since_up_to_until(client: TestClient) -> None:
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=loss&since=99&until=120.0").content
+    steps, *_ = read_series(body)
+    assert steps.tolist() == list(range(100, 121))
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=loss&since={STEPS + 5}").content
+    steps, _, _, readings, last = read_series(body)
+    assert (len(steps), readings) == (0, 0)
+    assert np.isnan(last)
+
+
+def test_one_tensor_is_asked_for_by_its_row(client: TestClient, folder: Path) -> None:
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=grad/norm&kind=tensors&row=4").content
+    steps, _, [(_, _, mean)], *_ = read_series(body)
+    with gv.open_run(folder / "gpt") as run:
+        expected_steps, expected = run.series("grad/norm", tensor=run.names("tensors")[4])
+    np.testing.assert_array_equal(steps, expected_steps)
+    np.testing.assert_array_equal(mean, expected.astype("<f4"))
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "said"),
+    [
+        ("series?metric=nope", 404, "no metric 'nope'"),
+        ("series", 400, "metric is []"),
+        ("series?metric=loss&metric=loss&metric=loss&metric=loss&metric=loss", 400, "1 to 4 names"),
+        ("series?metric=loss&buckets=1000000", 400, "buckets is 1000000"),
+        ("series?metric=loss&since=soon", 400, "since is 'soon'"),
+        ("series?metric=loss&since=nan", 400, "since is 'nan'"),
+        ("series?metric=loss&kind=secrets", 400, "kind is 'secrets'"),
+        ("series?metric=grad/norm&kind=tensors&row=26", 404, "row is 26"),
+        ("series?metric=grad/norm&kind=tensors&row=-1", 404, "row is -1"),
+        ("series?metric=gsnr&source=magic", 404, "no 'gsnr' from source 'magic'"),
+        ("heatmap?picture=cat", 400, "picture is 'cat'"),
+        ("heatmap?columns=0", 400, "columns is 0"),
+        ("heatmap?rows=ranks", 400, "rows is 'ranks'"),
+    ],
+)
+def test_a_wrong_question_is_told_what_is_wrong(
+    client: TestClient, folder: Path, query: str, status: int, said: str
+) -> None:
+    answer = client.get(f"/api/runs/{run_id(client, 'gpt')}/{query}")
+    assert answer.status_code == status
+    assert said in answer.json()["error"]
+    assert str(folder) not in answer.text
+
+
+def test_a_layer_is_the_root_sum_of_squares_of_its_tensors(client: TestClient, folder: Path) -> None:
+    body = client.get(f"/api/runs/{run_id(client, 'gpt')}/heatmap?picture=norm&columns=800").content
+    starts, cells, end = read_heatmap(body)
+    with gv.open_run(folder / "gpt") as run:
+        steps, rows = run.matrix("grad/norm")
+        members = [[i for i, info in enumerate(run.tensors) if info.layer == layer] for layer in run.layers]
+    np.testing.assert_array_equal(starts, steps)
+    for layer, tensors in enumerate(members):
+        np.testing.assert_allclose(cells[layer], np.sqrt((rows[:, tensors] ** 2).sum(axis=1)), rtol=1e-5)
+    assert end == steps[-1] + 50
+
+
+def test_a_column_shows_the_number_to_worry_about(client: TestClient, folder: Path) -> None:
+    run = run_id(client, "gpt")
+    with gv.open_run(folder / "gpt") as opened:
+        steps, updates = opened.matrix("update/ratio")
+        _, heads = opened.matrix("gsnr", "heads")
+        _, layers = opened.matrix("gsnr", "layers")
+    cuts = np.arange(5) * steps.size // 5
+    _, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?picture=update&rows=tensors&columns=5").content)
+    np.testing.assert_allclose(cells, np.maximum.reduceat(updates, cuts, axis=0).T, rtol=1e-6)
+    for rows, expected in (("heads", heads), ("layers", layers)):
+        starts, cells, _ = read_heatmap(
+            client.get(f"/api/runs/{run}/heatmap?picture=gsnr&rows={rows}&columns=5").content
+        )
+        np.testing.assert_allclose(cells, np.minimum.reduceat(expected, cuts, axis=0).T, rtol=1e-6)
+        np.testing.assert_array_equal(starts, steps[cuts])
+
+
+def test_the_picture_of_a_stretch_is_cut_finer(client: TestClient) -> None:
+    run = run_id(client, "gpt")
+    starts, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?since=99&until=300&columns=800").content)
+    assert starts.tolist() == [100, 150, 200, 250, 300]
+    assert cells.shape[1] == 5
+
+
+def test_a_picture_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradvitals.show.web import heatmap
+
+    with gv.open_run(folder / "gpt") as run:
+        for picture in heatmap.PICTURES:
+            whole = heatmap.heatmap_bytes(run, picture, "layers", columns=7)
+            with monkeypatch.context() as patch:
+                patch.setattr(heatmap, "NUMBERS_AT_A_TIME", 100)
+                assert heatmap.heatmap_bytes(run, picture, "layers", columns=7) == whole
+
+
+def test_a_gradient_with_nan_is_infinite_in_the_picture(tmp_path: Path, client_of: ClientOf) -> None:
+    layout = Layout(
+        tensors=tuple(
+            TensorInfo(index=i, name=f"{layer}.weight", shape=(2,), dtype="float32", layer=layer, depth=i)
+            for i, layer in enumerate(("first", "second"))
+        ),
+        layers=("first", "second"),
+    )
+    with RunWriter(tmp_path / "run", meta={}) as writer:
+        writer.write(layout)
+        for step in range(3):
+            bad = np.array([0.0, float(step == 1)])
+            norms = np.array([1.0 + step, np.nan if step == 1 else 3.0])
+            writer.write(Reading(step=step, time=0.0, tensors={"grad/norm": norms, "grad/nonfinite": bad}))
+        writer.commit()
+    client = client_of(tmp_path)
+    for rows in ("layers", "tensors"):
+        _, cells, _ = read_heatmap(client.get(f"/api/runs/{run_id(client, 'run')}/heatmap?rows={rows}").content)
+        np.testing.assert_array_equal(cells, [[1, 2, 3], [3, np.inf, 3]])
+    layers = client.get(f"/api/runs/{run_id(client, 'run')}/layout").json()["layers"]
+    assert [layer["tensors"] for layer in layers] == [[0], [1]]
+
+
+def test_layers_know_their_tensors_and_heads(client: TestClient) -> None:
+    layout = client.get(f"/api/runs/{run_id(client, 'gpt')}/layout").json()
+    assert [layer["name"] for layer in layout["layers"]] == ["embed", "blocks.0", "blocks.1", "head"]
+    assert layout["layers"][1]["tensors"] == list(range(1, 13))
+    assert [layout["heads"][row] for row in layout["layers"][2]["heads"]][:2] == [
+        "blocks.1.attn/head0",
+        "blocks.1.attn/head1",
+    ]
+
+
+def test_the_worst_tensors_are_those_of_the_report(client: TestClient, folder: Path) -> None:
+    from gradvitals.show.summary import summarize
+
+    lists = client.get(f"/api/runs/{run_id(client, 'gpt')}/worst").json()["lists"]
+    with gv.open_run(folder / "gpt") as run:
+        summary = summarize(run)
+        names = run.names("tensors")
+    by_metric = {each["metric"]: each["rows"] for each in lists}
+    assert [row["name"] for row in by_metric["gsnr"]] == [worst.name for worst in summary.lowest_gsnr]
+    assert [row["value"] for row in by_metric["grad/spike_ratio"]] == [w.value for w in summary.largest_spikes]
+    assert all(names[row["row"]] == row["name"] for row in by_metric["update/ratio"])
+
+
+def test_a_run_that_appears_is_found_and_one_that_goes_is_missed(tmp_path: Path, client_of: ClientOf) -> None:
+    client = client_of(tmp_path / "later")
+    assert client.get("/api/runs").json()["runs"] == []
+    write_made_up_run(tmp_path / "later" / "a" / "b" / "deep", steps=20, num_tensors=14)
+    client.app.state.api.shelf._looked = 0.0  # as if a second had passed
+    run = run_id(client, "a/b/deep")
+    assert client.get(f"/api/runs/{run}").status_code == 200
+    shutil.rmtree(tmp_path / "later" / "a")
+    client.app.state.api.shelf._looked = 0.0
+    assert client.get(f"/api/runs/{run}").status_code == 404
+    assert client.get("/api/runs").json()["runs"] == []
+
+
+def test_a_folder_that_is_a_run_is_served_as_that_run(folder: Path, client_of: ClientOf) -> None:
+    runs = client_of(folder / "gpt").get("/api/runs").json()["runs"]
+    assert [run["name"] for run in runs] == ["gpt"]
+
+
+def test_what_is_not_a_run_is_listed_with_its_trouble(tmp_path: Path, client_of: ClientOf) -> None:
+    write_made_up_run(tmp_path / "fine", steps=20, num_tensors=14)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
+    client = client_of(tmp_path)
+    runs = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert runs["broken"]["state"] == "error"
+    assert "not a gradvitals run" in runs["broken"]["line"]
+    assert runs["fine"]["state"] == "finished"
+    assert client.get(f"/api/runs/{runs['broken']['id']}").status_code == 422
+
+
+def test_a_run_without_a_reading_has_no_verdict(tmp_path: Path, client_of: ClientOf) -> None:
+    RunWriter(tmp_path / "empty", meta={"facts": {}}).close()
+    client = client_of(tmp_path)
+    told = client.get(f"/api/runs/{run_id(client, 'empty')}").json()
+    assert (told["last_step"], told["level"], told["charts"], told["pictures"]) == (None, "unknown", [], [])
+    heatmap = client.get(f"/api/runs/{run_id(client, 'empty')}/heatmap")
+    assert heatmap.status_code == 200
+    assert client.get(f"/api/runs/{run_id(client, 'empty')}/worst").json() == {"lists": []}
+
+
+def test_a_run_recorded_without_diagnosis_is_judged_by_the_rules_of_today(tmp_path: Path, client_of: ClientOf) -> None:
+    with RunWriter(tmp_path / "old", meta={}) as writer:
+        for step in range(200):
+            loss = 2.0 + 0.01 * (step % 3) if step < 150 else float("nan")
+            writer.write(Reading(step=step, time=step, values={"loss": loss, "grad/norm": 1.0 + 0.1 * (step % 2)}))
+        writer.commit()
+    client = client_of(tmp_path)
+    run = run_id(client, "old")
+    for _ in range(200):
+        told = client.get(f"/api/runs/{run}").json()
+        if told["level"] != "pending":
+            break
+        assert told["note"] == "Being judged by the rules of today."
+        time.sleep(0.02)
+    assert told["level"] == "unhealthy"
+    assert "recorded without diagnosis" in told["note"]
+    with gv.open_run(tmp_path / "old") as opened:
+        assert told["line"] == examine(opened).verdict.line

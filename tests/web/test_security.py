@@ -1,0 +1,264 @@
+"""What must not be possible: other hosts and folders, changes, names read as markup, files that use up memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from web_runs import HOSTILE, hostile_run, run_id
+
+from gradvitals.lab.made_up_run import write_made_up_run
+from gradvitals.show.web import limits, shelf
+from gradvitals.show.web.app import STATIC
+from gradvitals.show.web.memo import Memo
+from gradvitals.show.web.security import Guarded
+from gradvitals.types import Finding
+
+ClientOf = Callable[..., TestClient]
+PATHS = ("/", "/api/runs", "/static/page.css", "/static/js/main.js", "/nowhere")
+VENDORED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+OURS = sorted(path for path in STATIC.rglob("*") if path.is_file() and "vendor" not in path.parts)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8484", "10.0.0.7", ""]
+)
+def test_a_request_under_another_name_is_refused(client: TestClient, path: str, host: str) -> None:
+    answer = client.get(path, headers={"host": host})
+    assert answer.status_code == 421
+    assert "gpt" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8484", "localhost:1", "LOCALHOST", "[::1]:8484"])
+def test_the_names_of_this_machine_are_answered(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": host}).status_code == 200
+
+
+def test_on_another_address_its_name_and_addresses_are_answered_but_no_stranger() -> None:
+    async def nothing(*_: object) -> None: ...
+
+    guard = Guarded(nothing, host="train-7")
+    assert guard.knows("train-7")
+    assert guard.knows("10.0.0.7")  # an address is no name that could be pointed here
+    assert not guard.knows("evil.example")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_answer_forbids_the_page_to_load_anything_else(client: TestClient, path: str) -> None:
+    headers = client.get(path).headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == "'self'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/stream"])
+def test_nothing_can_be_changed(client: TestClient, method: str, path: str) -> None:
+    assert client.request(method, path).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/..%2F..%2Fsecret",
+        "/api/runs/%2Fetc%2Fpasswd",
+        "/api/runs/gpt",
+        "/api/runs/../secret",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2f..%2fapp.py",
+        "/static//etc/passwd",
+    ],
+)
+def test_no_address_leads_out_of_the_folder(tmp_path: Path, client_of: ClientOf, path: str) -> None:
+    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
+    write_made_up_run(tmp_path / "served" / "gpt", steps=5, num_tensors=14)
+    assert client_of(tmp_path / "served").get(path).status_code == 404
+
+
+def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path, client_of: ClientOf) -> None:
+    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
+    served = tmp_path / "served"
+    write_made_up_run(served / "own", steps=5, num_tensors=14)
+    (served / "folder-link").symlink_to(tmp_path / "secret")
+    (served / "up").symlink_to(tmp_path)
+    (served / "file-link").mkdir()
+    (served / "file-link" / "run.db").symlink_to(tmp_path / "secret" / "run.db")
+    (served / "round").symlink_to(served)
+    (served / "latest").symlink_to(served / "own")
+    assert [run["name"] for run in client_of(served).get("/api/runs").json()["runs"]] == ["own"]
+
+
+def test_a_run_that_becomes_a_link_is_not_opened(tmp_path: Path, client_of: ClientOf) -> None:
+    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
+    write_made_up_run(tmp_path / "served" / "own", steps=5, num_tensors=14)
+    client = client_of(tmp_path / "served")
+    run = run_id(client, "own")
+    (tmp_path / "served" / "own" / "run.db").unlink()
+    (tmp_path / "served" / "own" / "run.db").symlink_to(tmp_path / "secret" / "run.db")
+    assert client.get(f"/api/runs/{run}").status_code == 404
+
+
+def test_hidden_folders_and_those_too_deep_are_left_out(tmp_path: Path) -> None:
+    deep = Path(*["d"] * (shelf.MAX_DEPTH + 1))
+    for place in (".trash/run", "a/run", deep):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "run.db").touch()
+    assert [place.name for place in shelf.find_runs(tmp_path)] == ["a/run"]
+
+
+def test_hostile_names_stay_text_of_bounded_length_without_control_characters(
+    tmp_path: Path, client_of: ClientOf
+) -> None:
+    hostile_run(tmp_path / "<b>run")
+    client = client_of(tmp_path)
+    run = run_id(client, "<b>run")
+    for path in (f"/api/runs/{run}", f"/api/runs/{run}/layout", f"/api/runs/{run}/worst"):
+        answer = client.get(path)
+        assert answer.headers["content-type"] == "application/json"
+        assert len(answer.text) < 40_000
+        assert not re.search(r"[\x00-\x1f\x7f]|\\u00[01]", answer.text)
+    assert client.get(f"/api/runs/{run}/layout").json()["tensors"][0] == f"{HOSTILE}.weight"
+
+
+def test_no_script_reads_text_as_markup_and_no_file_names_another_machine() -> None:
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setAttribute\(.style"
+    )
+    for path in OURS:
+        text = path.read_text("utf-8")
+        assert not forbidden.search(text), path
+        assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text.replace("http://www.w3.org/2000/svg", "")), path
+
+
+def test_the_vendored_files_are_the_ones_that_were_looked_at() -> None:
+    for name, expected in VENDORED.items():
+        assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == expected
+    licence = (STATIC / "vendor" / "uPlot.LICENSE").read_text("utf-8")
+    assert "The MIT License" in licence
+    assert licence.strip() in (Path(__file__).parents[2] / "THIRD_PARTY_NOTICES").read_text("utf-8")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    write_made_up_run(tmp_path / "stranger", steps=5, num_tensors=14)
+    return tmp_path / "stranger" / "run.db"
+
+
+FINDING = Finding(id="x", severity="info", title="t").to_json()
+
+
+@pytest.mark.parametrize(
+    ("limit", "statement", "row"),
+    [
+        ("MAX_RECORDS", "INSERT INTO finding VALUES (NULL, ?, 1, 0, ?)", lambda i: (str(i), json.dumps(FINDING))),
+        ("MAX_RECORD_BYTES", "INSERT INTO finding VALUES (NULL, ?, 1, 0, ?)", lambda i: (str(i), "x" * 10_000)),
+        ("MAX_RECORDS", "INSERT INTO action VALUES (NULL, 1, ?, ?)", lambda i: (i, "{}")),
+        ("MAX_LAYOUT_BYTES", "INSERT INTO layout VALUES (NULL, ?, '[]', '[]', ?)", lambda i: ("[]", " " * 10_000)),
+        ("MAX_META_BYTES", "INSERT INTO meta VALUES (?, ?)", lambda i: (str(i), " " * 10_000)),
+        (
+            "MAX_GROUPS",
+            "INSERT INTO frame_group VALUES (NULL, 1, 1, 'values', ?, 'raw', ?, 1)",
+            lambda i: (str(i), "[]"),
+        ),
+        ("MAX_READINGS", "INSERT INTO tail VALUES (NULL, 1, ?, ?, 0, 0, x'')", lambda i: (i, i)),
+    ],
+)
+def test_a_strangers_file_that_holds_too_much_is_refused(
+    stranger: Path,
+    client_of: ClientOf,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    statement: str,
+    row: Callable[..., tuple],
+) -> None:
+    monkeypatch.setattr(limits, limit, {"MAX_LAYOUT_BYTES": 50_000}.get(limit, 400))
+    db = sqlite3.connect(stranger)
+    db.executemany(statement, (row(i) for i in range(500)))
+    db.commit()
+    db.close()
+    client = client_of(stranger.parent.parent)
+    [run] = client.get("/api/runs").json()["runs"]
+    assert run["state"] == "error"
+    for path in ("", "/layout", "/worst", "/series?metric=loss", "/heatmap"):
+        answer = client.get(f"/api/runs/{run['id']}{path}")
+        assert answer.status_code == 422
+        assert "too large for the page" in answer.json()["error"]
+
+
+def test_a_picture_of_too_many_rows_is_refused(
+    stranger: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradvitals.show.web import heatmap
+
+    monkeypatch.setattr(heatmap, "MAX_NUMBERS", 14 * 16 - 1)
+    client = client_of(stranger.parent.parent)
+    answer = client.get(f"/api/runs/{run_id(client, 'stranger')}/heatmap?rows=tensors")
+    assert answer.status_code == 422
+    assert "too many for one picture" in answer.json()["error"]
+
+
+def test_only_a_few_runs_are_open_at_a_time_and_none_is_closed_in_use(tmp_path: Path) -> None:
+    for number in range(5):
+        write_made_up_run(tmp_path / f"run{number}", steps=5, num_tensors=14)
+    kept = shelf.Shelf(tmp_path, most_open=2)
+    places = kept.places()
+    with kept.opened(places[0].id) as first:
+        for place in places[1:]:
+            with kept.opened(place.id) as run:
+                assert run.last_step == 4
+        assert kept.num_open == 2
+        assert first.last_step == 4
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        first._db.execute("SELECT 1")
+    with kept.opened(places[-1].id) as once, kept.opened(places[-1].id) as again:
+        assert once is again
+    kept.close()
+
+
+def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
+    import shutil
+
+    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    kept = shelf.Shelf(tmp_path)
+    [place] = kept.places()
+    with kept.opened(place.id) as run:
+        assert run.last_step == 4
+    write_made_up_run(tmp_path / "other", steps=9, num_tensors=14)
+    shutil.move(tmp_path / "other" / "run.db", tmp_path / "run" / "run.db")
+    with kept.opened(place.id) as run:
+        assert run.last_step == 8
+    kept.close()
+
+
+def test_what_is_kept_is_bounded_and_made_again_when_it_changed() -> None:
+    memo = Memo(most=3, most_bytes=100)
+    made: list[int] = []
+
+    def make(value: bytes) -> Callable[[], bytes]:
+        return lambda: made.append(1) or value
+
+    assert memo.get("a", 1, make(b"x" * 40)) == memo.get("a", 1, make(b"y")) == b"x" * 40
+    assert memo.get("a", 2, make(b"z" * 40)) == b"z" * 40
+    for key in "bcd":
+        memo.get(key, 1, make(key.encode() * 40))
+    assert len(made) == 5
+    memo.get("d", 1, make(b""))
+    assert len(made) == 5
+    memo.get("a", 2, make(b""))
+    assert len(made) == 6
