@@ -1,0 +1,83 @@
+"""`gradvitals run`: a training script as it is, watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.option(
+    "--run",
+    "--out",  # torchrun takes --run for one of its own options, wherever it stands
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder to keep the run in; a number is added where there is one already.  [default: runs/DATE_TIME]",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Steps from one reading of every tensor to the next.",
+)
+@click.option("--sink", "sinks", multiple=True, metavar="SINK", help="Send readings there too, e.g. tensorboard:logs.")
+@click.option("--alert", "alerts", multiple=True, metavar="ALERT", help="Tell findings to a webhook's URL or command:.")
+@click.option("--quiet", is_flag=True, help="Print nothing: no findings, no verdict.")
+@click.argument("script", required=True)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    is_module: bool,
+    folder: Path | None,
+    every: int,
+    sinks: tuple[str, ...],
+    alerts: tuple[str, ...],
+    quiet: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> Callable[[], None]:
+    """Run the training SCRIPT with its ARGS and watch it. The script needs no change.
+
+    Models and optimizers are found when training begins, and the loss is what backward() is called on. Options come
+    before the script; all after it belongs to the script. Its exit status is kept, and so are its input, output and
+    errors; findings and the verdict go to stderr.
+
+    \b
+    Example:
+      gradvitals run train.py --lr 3e-4
+      gradvitals run --run runs/big -m mypackage.train --config big.toml
+      torchrun --nproc_per_node=2 -m gradvitals run --out runs/two train.py
+    """
+    from gradvitals.integrations.zero_code.launch import Launch
+    from gradvitals.integrations.zero_code.program import Program
+    from gradvitals.integrations.zero_code.settings import Settings
+
+    _check(sinks, alerts)
+    place = folder if folder is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    settings = Settings(
+        run=Path.cwd() / place,  # the script may go elsewhere
+        program=f"-m {script}" if is_module else script,
+        every=every,
+        sinks=sinks,
+        alerts=alerts,
+        quiet=quiet,
+    )
+    return Launch(Program(script, args, is_module), settings)
+
+
+def _check(sinks: tuple[str, ...], alerts: tuple[str, ...]) -> None:
+    """A text that means nothing is told before the script has begun."""
+    if sinks:
+        from gradvitals.sinks import from_text as sink
+
+        for text in sinks:
+            sink(text)
+    if alerts:
+        from gradvitals.alerts import from_text as alert
+
+        for text in alerts:
+            alert(text)

@@ -1,0 +1,48 @@
+"""gradvitals in a loop that Accelerate has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradvitals import watching
+from gradvitals.integrations.backward import Backwards, observe_part
+from gradvitals.monitor import Monitor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def watch(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    checkpoint: bool = True,
+    **options: Any,
+) -> Monitor:
+    """Watch a model and an optimizer that came out of `accelerator.prepare`.
+
+    The loss needs no `observe`: it is heard in `accelerator.backward`, which divides it by the number of micro-batches,
+    and added up over a step.
+
+    Args:
+        accelerator: The Accelerator of the loop.
+        model: The prepared model.
+        optimizer: The prepared optimizer, or all of them.
+        checkpoint: Whether `accelerator.save_state` and `load_state` keep and restore the Monitor's state too.
+        options: As for `gradvitals.watch`: run, config, batch_size, guard, sinks, alerts and so on.
+
+    Returns:
+        The Monitor. Close it, or let it close with the program.
+    """
+    monitor = watching.watch(model, optimizer, **options)
+    backwards = Backwards(lambda: None, lambda loss: observe_part(monitor, loss))
+    monitor.at_close(backwards.stop)
+    backwards.start()
+    if checkpoint:
+        accelerator.register_for_checkpointing(monitor)
+    return monitor

@@ -1,0 +1,159 @@
+"""A callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gradvitals.act import Guard
+from gradvitals.alerts import Alert
+from gradvitals.config import Config
+from gradvitals.integrations.backward import observe_part
+from gradvitals.integrations.sharded import show_shards
+from gradvitals.monitor import Monitor
+from gradvitals.sinks import Sink
+from gradvitals.watching import watch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:  # the same under its older name
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+
+LOGGED = ("grad/norm", "gsnr", "noise_scale", "update/rms")
+"""What is put into the Trainer's own logs, where asked for."""
+
+
+class GradvitalsCallback(Callback):
+    """Watches what a Trainer trains: ``Trainer(callbacks=[GradvitalsCallback(run="runs/mine")])``.
+
+    Gradients are read unscaled and before the Trainer clips them. The loss is the one that `training_step` returns;
+    with manual optimisation, the sum of those that `manual_backward` gets in a step. The callback's state is in the
+    Trainer's checkpoints: `trainer.fit(ckpt_path=...)` continues the record.
+
+    Args:
+        run: Folder to keep the run in, as for `gradvitals.watch`.
+        config: Settings of the Monitor.
+        batch_size: Samples per optimizer step of this process; None counts those of each batch.
+        guard: A `Guard` that may act on what is seen.
+        sinks: Where readings go besides the run's folder.
+        alerts: Who is told findings.
+        log: Whether the newest gradient norm, GSNR and noise scale go into the Trainer's logs, as ``gradvitals/...``.
+    """
+
+    def __init__(
+        self,
+        run: str | Path | None = None,
+        *,
+        config: Config | None = None,
+        batch_size: float | None = None,
+        guard: Guard | None = None,
+        sinks: Sequence[Sink | str] = (),
+        alerts: Sequence[Alert | str] = (),
+        log: bool = False,
+    ) -> None:
+        super().__init__()
+        self.monitor: Monitor | None = None
+        """The Monitor, from the beginning of training on."""
+        self._options: dict[str, Any] = {"run": run, "config": config, "batch_size": batch_size}
+        self._options |= {"guard": guard, "sinks": sinks, "alerts": alerts}
+        self._log = log
+        self._loss: Tensor | None = None
+        self._samples: int | None = None
+        self._state: dict[str, Any] | None = None
+
+    # -- the beginning and the end ------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch: optimizers are there, a checkpoint has been loaded, the sanity check is over."""
+        model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
+        show_shards(model)  # the sanity check may have gathered them
+        self.monitor = watch(model, trainer.optimizers, **self._options)
+        if self._state is not None:
+            self.monitor.load_state_dict(self._state)
+            self._state = None
+        if self._options["guard"] is not None:
+            for optimizer in trainer.optimizers:
+                _evaluate_first(optimizer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Training has ended with an error, or by hand."""
+        self._close(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Training is over, and its last checkpoint has been written."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self.monitor is not None:
+            self.monitor.close(error)
+
+    # -- in the loop --------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the samples."""
+        sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+        self._samples = sizes.pop() if len(sizes) == 1 and self._options["batch_size"] is None else None
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The loss, which may be scaled."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = getattr(scaler, "_scale", None)
+        self._loss = loss.detach() if scale is None else loss.detach() / scale.to(loss.device)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gradients are there: the moment to observe."""
+        if self.monitor is None or self._loss is None:
+            return
+        if pl_module.automatic_optimization:  # the Trainer has divided it
+            self.monitor.observe(self._loss * trainer.accumulate_grad_batches, batch_size=self._samples)
+        else:
+            observe_part(self.monitor, self._loss)
+        self._loss = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Put the newest values into the Trainer's logs."""
+        if self._log and self.monitor is not None:
+            latest = self.monitor.latest
+            found = {f"gradvitals/{name}": latest[name] for name in LOGGED if math.isfinite(latest.get(name, math.nan))}
+            pl_module.log_dict(found, on_step=True, on_epoch=False, rank_zero_only=True, batch_size=1)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self.monitor.state_dict() if self.monitor is not None else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint when training begins."""
+        self._state = dict(state_dict) or None
+
+
+def _evaluate_first(optimizer: torch.optim.Optimizer) -> None:
+    """Evaluate the closure that the Trainer gives an optimizer before its step, so that a Guard sees a plain step.
+
+    It is what torch's optimizers do themselves. LBFGS, which evaluates it again and again, is left alone.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return
+    guarded = optimizer.step
+
+    @functools.wraps(guarded)
+    def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+        if closure is None:
+            return guarded()
+        with torch.enable_grad():
+            loss = closure()
+        guarded()
+        return loss
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]

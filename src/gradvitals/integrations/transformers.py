@@ -1,0 +1,115 @@
+"""A callback for the Trainer of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from gradvitals.act import Guard
+from gradvitals.alerts import Alert
+from gradvitals.config import Config
+from gradvitals.integrations.backward import Backwards, observe_part
+from gradvitals.monitor import Monitor
+from gradvitals.sinks import Sink
+from gradvitals.watching import watch
+
+LOGGED = ("grad/norm", "gsnr", "noise_scale", "update/rms")
+"""What is put into the Trainer's own logs, where asked for."""
+
+
+class GradvitalsCallback(TrainerCallback):
+    """Watches what a Trainer trains: ``Trainer(..., callbacks=[GradvitalsCallback(run="runs/mine")])``.
+
+    Gradients are read unscaled and before the Trainer clips them. The loss is the sum of what the backward passes of a
+    step are called on, which the Trainer has divided: the mean over the step's batch. The Monitor's state is a file in
+    the Trainer's checkpoints, and `train(resume_from_checkpoint=...)` continues the record.
+
+    Args:
+        run: Folder to keep the run in, as for `gradvitals.watch`.
+        config: Settings of the Monitor.
+        batch_size: Samples per optimizer step of this process; None takes it from the TrainingArguments.
+        guard: A `Guard` that may act on what is seen.
+        sinks: Where readings go besides the run's folder.
+        alerts: Who is told findings.
+        log: Whether the newest gradient norm, GSNR and noise scale go into the Trainer's logs, as ``gradvitals/...``.
+    """
+
+    def __init__(
+        self,
+        run: str | Path | None = None,
+        *,
+        config: Config | None = None,
+        batch_size: float | None = None,
+        guard: Guard | None = None,
+        sinks: Sequence[Sink | str] = (),
+        alerts: Sequence[Alert | str] = (),
+        log: bool = False,
+    ) -> None:
+        self.monitor: Monitor | None = None
+        """The Monitor, from the beginning of training on."""
+        self._options: dict[str, Any] = {"run": run, "config": config, "guard": guard, "sinks": sinks, "alerts": alerts}
+        self._batch_size = batch_size
+        self._log = log
+        self._backwards = Backwards(lambda: None, self._after_backward)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to watch, or go on where the checkpoint was."""
+        self._close()
+        samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
+        self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
+        kept = _state_file(args, state)
+        if kept.is_file():
+            self.monitor.load_state_dict(torch.load(kept, map_location="cpu", weights_only=True))
+        elif state.global_step:
+            self.monitor.tap.start(state.global_step)
+        self._backwards.start()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the Monitor's state beside the Trainer's."""
+        file = _state_file(args, state)
+        if self.monitor is not None and file.parent.is_dir():
+            torch.save(self.monitor.state_dict(), file)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the newest values to what the Trainer logs."""
+        if self._log and self.monitor is not None and logs is not None and "loss" in logs:
+            latest = self.monitor.latest
+            found = {f"gradvitals/{name}": latest[name] for name in LOGGED if math.isfinite(latest.get(name, math.nan))}
+            logs |= found
+            if state.log_history:
+                state.log_history[-1] |= found
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training is over."""
+        self._close()
+
+    def _after_backward(self, loss: Tensor | None) -> None:
+        if self.monitor is not None:
+            observe_part(self.monitor, loss)
+
+    def _close(self) -> None:
+        self._backwards.stop()
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where this process keeps its state, in the Trainer's checkpoint of this step."""
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / f"gradvitals_{args.process_index}.pt"

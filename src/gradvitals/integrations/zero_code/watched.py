@@ -1,0 +1,103 @@
+"""One model of the script with its Monitor: which backward passes are its own, and what its loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradvitals.integrations.backward import Ear, observe_part
+from gradvitals.integrations.zero_code.discovery import Found
+from gradvitals.integrations.zero_code.samples import SampleCount
+from gradvitals.monitor import Monitor
+
+
+class Watched:
+    """A model that is being watched.
+
+    Args:
+        found: The model and its optimizers.
+        watch: Begins to watch them, in a folder where a run is to be continued.
+        resume: That folder, where this model, or the same with other optimizers, was watched before.
+    """
+
+    def __init__(self, found: Found, watch: Callable[[Found, Path | None], Monitor], resume: Path | None) -> None:
+        self.found = found
+        self.monitor = watch(found, resume)
+        self.parameters = list(self.monitor.tap.rows.parameters)
+        self.last_backward = 0
+        """The number of the last backward pass that reached it, over all models."""
+        self._samples = SampleCount(found.model, self._on_samples)
+        self._late = _reduces_by_hand(found.model, self.parameters)
+        self._losses: list[Tensor] = []
+        self._before: list[Any] = []
+
+    @property
+    def run_path(self) -> Path:
+        """Where its run is kept."""
+        return self.monitor.run_path
+
+    def before_backward(self, *, alone: bool) -> None:
+        """A backward pass begins; where there are other models, it may be theirs."""
+        self._samples.in_backward = True
+        self._before = [] if alone else _versions(self.parameters)
+
+    def after_backward(self, loss: Tensor | None, *, alone: bool) -> bool:
+        """It is over. Returns whether it was this model's."""
+        self._samples.in_backward = False
+        if not alone and _versions(self.parameters) == self._before:
+            return False
+        self._samples.after_backward()
+        if self._late:
+            self._losses += [loss] if loss is not None else []
+        else:
+            observe_part(self.monitor, loss)
+        return True
+
+    def before_step(self) -> None:
+        """One of its optimizers is about to step."""
+        for loss in self._losses:
+            observe_part(self.monitor, loss)
+        self._losses = []
+
+    def after_step(self) -> None:
+        """One of its optimizers has stepped."""
+        self._samples.after_step()
+
+    def catch_up(self, losses: Sequence[Tensor], heard: Ear) -> None:
+        """Take in what has happened in its first step before it was found."""
+        tap = self.monitor.tap
+        tap.assumed_scaler = heard.scaler
+        devices = {parameter.device.type for parameter in self.parameters}
+        tap.autocast = next((kind for device, kind in heard.autocast.items() if device in devices), None)
+        if heard.clipped:
+            for station in tap.stations:
+                station.clipped = station.step.clipped = True
+        for loss in losses:
+            observe_part(self.monitor, loss)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Watch it no more."""
+        self._samples.stop()
+        self.monitor.close(error)
+
+    def _on_samples(self, samples: float) -> None:
+        self.monitor.tap.batch_size = samples
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """What every gradient is, and how often it was written to."""
+    return [(id(grad), grad._version) if (grad := parameter.grad) is not None else None for parameter in parameters]
+
+
+def _reduces_by_hand(model: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients, after a backward pass, are still those of this rank alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return False
+    return not any(hasattr(parameter, "placements") for parameter in parameters)  # DTensors reduce in backward

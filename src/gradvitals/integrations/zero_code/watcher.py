@@ -1,0 +1,207 @@
+"""Follows a script's training: finds its models when it begins to train them, and gives each a Monitor."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gradvitals.config import Config
+from gradvitals.integrations.backward import Ear
+from gradvitals.integrations.sharded import sharded_modules, show_shards
+from gradvitals.integrations.zero_code.discovery import Found, find, parameters_of
+from gradvitals.integrations.zero_code.settings import Settings
+from gradvitals.integrations.zero_code.watched import Watched
+from gradvitals.judge import say
+from gradvitals.measure import Tap, interpose
+from gradvitals.monitor import Monitor
+from gradvitals.watching import watch
+
+MAX_RUNS = 8
+"""Models that are watched in one process, at the same time or one after the other."""
+IDLE_BACKWARDS = 200
+"""A model that this many backward passes have not reached is let go, so that it does not fill the memory."""
+
+
+class Watcher:
+    """Told by `hooks` what the script does. Nothing of it may raise; `hooks` sees to that."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.watched: list[Watched] = []
+        self.runs: dict[Path, str] = {}
+        """Runs that have ended, with the name of their model."""
+        self.ear = Ear()
+        """What was heard before a model had a Monitor that hears it itself."""
+        self._num_begun = 0
+        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._left: list[weakref.ref[torch.optim.Optimizer]] = []
+        """Optimizers that are not watched: superseded, or too many."""
+        self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
+        """Optimizers whose model was let go, and the run to continue if they step again."""
+        self._looked = False
+        self._losses: deque[Tensor] = deque(maxlen=64)  # since the last step, for a model that is found in it
+        self._backwards = 0
+        self.speaks = int(os.environ.get("RANK", "0")) == 0
+        self.watches_itself = False
+        """Whether the script has a Monitor of its own making."""
+
+    # -- what the script does -----------------------------------------------------------------------------------
+
+    def on_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made."""
+        self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
+
+    def before_backward(self) -> None:
+        """The first backward pass shows that training begins: models and optimizers are there by now."""
+        if not self._looked:
+            self._looked = True
+            for found in self._look():
+                if not found.is_ambiguous and not sharded_modules(found.model):  # else when an optimizer steps
+                    self._begin(found)
+        self._backwards += 1
+        for watched in self.watched:
+            watched.before_backward(alone=len(self.watched) == 1)
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        """A backward pass is over."""
+        if loss is not None:
+            self._losses.append(loss)
+        for watched in list(self.watched):
+            if watched.after_backward(loss, alone=len(self.watched) == 1):
+                watched.last_backward = self._backwards
+            elif self._backwards - watched.last_backward > IDLE_BACKWARDS:
+                self._let_go(watched)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step, by itself and not inside another one's step."""
+        watched = self._watched_by(optimizer) or self._meet(optimizer)
+        if watched is not None:
+            watched.before_step()
+        self._losses.clear()
+        self.ear.clipped = False
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        watched = self._watched_by(optimizer)
+        if watched is not None:
+            watched.after_step()
+
+    def close(self, error: BaseException | None) -> None:
+        """The script is over."""
+        for watched in self.watched:
+            self._end(watched, error)
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def _watched_by(self, optimizer: torch.optim.Optimizer) -> Watched | None:
+        return next((one for one in self.watched if any(own is optimizer for own in one.found.optimizers)), None)
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> Watched | None:
+        """An optimizer steps that is not watched: it is new, or it was not clear whether it would."""
+        if any(left() is optimizer for left in self._left):
+            return None
+        self._looked = True
+        found = None
+        if not self._has_own_monitor(optimizer):
+            found = next((one for one in self._look(optimizer) if optimizer in one.optimizers), None)
+        if found is None or (self.watched and not found.has_modules):
+            self._left.append(weakref.ref(optimizer))
+            return None
+        found = found.stepped_by(optimizer)
+        resume = next((path for idle, path in self._idle if idle() is optimizer), None)
+        stepped = set(map(id, parameters_of(optimizer)))
+        for before in list(self.watched):
+            if not stepped.isdisjoint(map(id, before.parameters)):  # it takes over from other optimizers
+                resume = before.run_path if before.monitor.step else None
+                self._left += [weakref.ref(old) for old in before.found.optimizers if old not in found.optimizers]
+                self._let_go(before)
+        return self._begin(found, resume)
+
+    def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
+        made = [one for made in self._made if (one := made()) is not None]
+        if stepping is not None and stepping not in made:
+            made.append(stepping)  # it was copied, or loaded from a file
+        free = [one for one in made if one is stepping or not self._is_taken(one)]
+        found = find([one for one in free if any(True for _ in parameters_of(one))])
+        owned = [one for one in found if one.has_modules]
+        return owned or found  # tensors beside a model, such as a temperature, get no run of their own
+
+    def _is_taken(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._watched_by(optimizer) is not None or any(left() is optimizer for left in self._left):
+            return True
+        return self._has_own_monitor(optimizer)
+
+    def _has_own_monitor(self, optimizer: torch.optim.Optimizer) -> bool:
+        hooks = optimizer._optimizer_step_pre_hooks.values()
+        watched = any(getattr(hook, "__module__", None) == Tap.__module__ for hook in hooks)
+        self.watches_itself |= watched
+        return watched
+
+    # -- watching -----------------------------------------------------------------------------------------------
+
+    def _begin(self, found: Found, resume: Path | None = None) -> Watched | None:
+        """Watch a model; None where it cannot be, which is said."""
+        if _has_others():
+            self.speaks = dist.get_rank() == 0
+        if resume is None and self._num_begun >= MAX_RUNS:
+            self._say(f"{MAX_RUNS} models have been watched already; {found.name} is not")
+        elif self.speaks or _has_others():  # of processes that do not know each other, one is watched
+            try:
+                watched = Watched(found, self._watch, resume)
+                watched.last_backward = self._backwards
+                watched.catch_up(self._losses, self.ear)
+            except Exception as error:
+                self._say(f"{found.name} is not watched: {error}")
+            else:
+                self.watched.append(watched)
+                self._num_begun += resume is None
+                return watched
+        self._left += map(weakref.ref, found.optimizers)
+        return None
+
+    def _watch(self, found: Found, resume: Path | None) -> Monitor:
+        settings = self.settings
+        path = settings.run if self._num_begun == 0 else settings.run.with_name(f"{settings.run.name}-{found.name}")
+        config = Config(
+            tensor_every=settings.every,
+            quiet=settings.quiet,
+            extra={"program": settings.program, "model": found.name},
+        )
+        show_shards(found.model)
+        interpose.detach(self.ear)  # so that it looks anew for what there is to listen to
+        try:
+            return watch(
+                found.model,
+                found.optimizers,
+                run=resume or path,
+                resume=resume is not None,
+                config=config,
+                sinks=settings.sinks if self._num_begun == 0 else (),
+                alerts=settings.alerts,
+            )
+        finally:
+            interpose.attach(self.ear)
+
+    def _let_go(self, watched: Watched) -> None:
+        self.watched.remove(watched)
+        self._end(watched, None)
+        if watched.monitor.step:
+            self._idle += [(weakref.ref(optimizer), watched.run_path) for optimizer in watched.found.optimizers]
+
+    def _end(self, watched: Watched, error: BaseException | None) -> None:
+        watched.close(error)
+        if watched.monitor.step:
+            self.runs.setdefault(watched.run_path, watched.found.name)
+
+    def _say(self, line: str) -> None:
+        say(line, self.settings.quiet or not self.speaks)
+
+
+def _has_others() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,44 @@
+"""Zero-code watching in this process, and a look at what it leaves behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as optim
+
+from gradvitals.integrations.zero_code.hooks import Hooks
+from gradvitals.integrations.zero_code.settings import Settings
+from gradvitals.integrations.zero_code.watcher import Watcher
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def zero_code(tmp_path: Path) -> Iterator[Callable[..., Watcher]]:
+    """Listens to torch in this process as `gradvitals run` does, until the test is over."""
+    hooks: list[Hooks] = []
+
+    def install(**settings: Any) -> Watcher:
+        given = {"run": tmp_path / "run", "program": "test", "every": 1, "quiet": True, **settings}
+        watcher = Watcher(Settings(**given))
+        hooks.append(Hooks(watcher))
+        hooks[-1].install()
+        return watcher
+
+    yield install
+    for one in hooks:
+        one.remove()
+        one._watcher.close(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """No test leaves a hook on all modules of the process."""
+    yield
+    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not optim._global_optimizer_pre_hooks

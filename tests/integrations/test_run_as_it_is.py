@@ -1,0 +1,91 @@
+"""`gradvitals run` is as if it were not there: arguments, input, output, errors, exit status, child processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from processes import Ended, python, watched
+
+import gradvitals as gv
+from gradvitals.cli import main
+
+HERE = Path(__file__).parent / "scripts"
+
+
+def without_ours(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("gradvitals: "))
+
+
+@pytest.fixture(scope="module")
+def all_sorts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Ended, Path]:
+    folder = tmp_path_factory.mktemp("all_sorts")
+    args = (str(HERE / "all_sorts.py"), "--run", "theirs", "-m", "--quiet")
+    stdin = "first line\nsecond line\n"
+    bare = python(*args, cwd=folder, stdin=stdin)
+    return bare, watched("--run", "mine", "--every", "2", *args, cwd=folder, stdin=stdin), folder
+
+
+def test_output_input_arguments_and_exit_status_stay(all_sorts: tuple[Ended, Ended, Path]) -> None:
+    bare, run, _ = all_sorts
+    assert bare.status == 3, bare.err
+    assert run.status == 3
+    assert run.out == bare.out
+    assert "['--run', 'theirs', '-m', '--quiet'] all_sorts.py True __main__ None" in run.out
+    assert without_ours(run.err) == bare.err
+
+
+def test_workers_and_forks_keep_out_of_the_run(all_sorts: tuple[Ended, Ended, Path]) -> None:
+    _, run, folder = all_sorts
+    assert sorted(path.name for path in folder.iterdir()) == ["mine"]
+    assert gv.open_run(folder / "mine").series("loss")[0].tolist() == list(range(9))
+    assert run.err.count("gradvitals: see: gradvitals doctor mine") == 1
+    assert run.err.count("9 steps") == 1  # the child that trained and ended has nothing to say
+
+
+@pytest.mark.parametrize("way", ["raise", "chain", "exit", "interrupt", "terminate"])
+def test_an_end_with_an_error_is_the_script_s_own(way: str, tmp_path: Path) -> None:
+    script = str(HERE / "fails.py")
+    bare, run = python(script, way, cwd=tmp_path), watched(script, way, cwd=tmp_path)
+    assert bare.status != 0
+    assert run.status == bare.status
+    assert run.out == bare.out
+    assert without_ours(run.err) == bare.err
+    assert way == "terminate" or "no optimizer stepped" in run.err
+
+
+def test_a_traceback_through_torch_has_no_frame_of_ours(tmp_path: Path) -> None:
+    run = watched(str(HERE / "fails.py"), "backward", cwd=tmp_path)
+    assert run.status == 1
+    assert "grad can be implicitly created only for scalar outputs" in run.err
+    assert "_tensor.py" in run.err
+    assert "gradvitals/" not in run.err
+    assert 'File "<frozen' not in run.err
+
+
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    package = tmp_path / "mine" / "train"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    told = "import sys; print(__name__, __package__, __spec__.name, sys.argv, sys.path[0])\nfrom . import other\n"
+    (package / "__main__.py").write_text(told)
+    (package / "other.py").write_text("print('beside it')")
+    bare = python("-m", "mine.train", "--lr", "3", cwd=tmp_path)
+    run = watched("--quiet", "-m", "mine.train", "--lr", "3", cwd=tmp_path)
+    assert bare.status == 0, bare.err
+    assert (run.status, run.out, run.err) == (0, bare.out, "")
+
+
+def test_what_cannot_be_run_is_told_in_a_line(tmp_path: Path) -> None:
+    for args, told in (
+        (["nowhere.py"], "nowhere.py cannot be read: No such file or directory; expected the path of a Python script"),
+        (["-m", "no.such.module"], "there is no module 'no.such.module' to run"),
+        ([str(tmp_path)], "is a folder; expected a script, or -m and the name of a module"),
+        (["--sink", "nothing:x", "nowhere.py"], "'nothing:x' is not a sink"),
+        (["--every", "0", "nowhere.py"], "Invalid value for '--every'"),
+    ):
+        result = CliRunner().invoke(main, ["run", *args])
+        assert result.exit_code == 2
+        assert told in result.output
