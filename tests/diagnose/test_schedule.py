@@ -46,6 +46,10 @@ def test_first_gradients_far_over_all_that_follow() -> None:
         ),
         pytest.param(cold(loss=lambda step: 2.0 + (6.0 if step == 7 else 0.0)), id="a single bad batch"),
         pytest.param(cold(loss=lambda step: 2.0 + step / 100), id="a loss that rises later"),
+        pytest.param(
+            cold(loss=lambda step: 2.0 if step == 0 else (3.0, 5.0, 3.4, 4.6)[step % 4]),
+            id="a first batch that was easy",
+        ),
     ],
 )
 def test_what_needs_no_warmup(run: Run) -> None:

@@ -12,6 +12,7 @@ from gradvitals.diagnose.averages import Average, alike
 from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
+from gradvitals.types import FloatArray
 
 
 @register
@@ -30,6 +31,8 @@ class WarmupNeeded(Rule):
     """Share of the highest learning rate so far that the first one had at least."""
     rise: float = 1.5
     """Loss over the first one, as the median of three, within the first `after` steps."""
+    clear: float = 3.5
+    """Standard deviations of single losses that it has to rise by: a first loss may be low by chance."""
     shock: float = 20.0
     """Largest of the first three gradient norms over the median from the tenth step on."""
     after: int = 20
@@ -41,9 +44,11 @@ class WarmupNeeded(Rule):
         if step.number > self.within or len(losses) < 3 or not rates or rates[0] < self.full * max(rates):
             return None
         if step.number < self.after:
-            now = float(np.median([*losses[-2:], step.value("loss")]))
+            all_of_them = np.array([*losses, step.value("loss")])
+            now = float(np.median(all_of_them[-3:]))
+            rose = now > self.rise * losses[0] > 0 and now - losses[0] > self.clear * _noise(all_of_them)
             seen = {"loss": now, "harm": f"the loss went from {losses[0]:.3g} to {now:.3g}"}
-            return self._sign(step, "rose", seen, losses[0]) if now > self.rise * losses[0] > 0 else None
+            return self._sign(step, "rose", seen, losses[0]) if rose else None
         norms = step.history["grad/norm"].values
         if step.number % 10 or len(norms) < self.after:
             return None
@@ -63,6 +68,14 @@ class WarmupNeeded(Rule):
         lr = step.value("lr")
         told = {**seen, "first_loss": first_loss, "lr": lr, "lr_first": lr / 100, "warmup": 200}
         return Sign(severity="warning", seen=told, expected={"lr_first": "near 0"}, since=0, causes=(cause,))
+
+
+def _noise(losses: FloatArray) -> float:
+    """Standard deviation of losses around a curve: second differences of pure noise have six times its square.
+
+    inf for fewer than six of them: no rise is clear then.
+    """
+    return float(np.sqrt(np.mean(np.diff(losses, 2) ** 2) / 6)) if len(losses) > 5 else math.inf
 
 
 @register
