@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs site bench build clean
+.PHONY: help setup demo test lint format docs site pictures bench build clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,9 @@ docs: $(READY)  ## write the catalogue of rules into docs/findings.md
 
 site: $(READY)  ## build the documentation into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+pictures: $(READY)  ## draw the pictures of the documentation anew; needs Chromium
+	$(BIN)/python docs/pictures/draw.py
 
 bench: $(READY)  ## measure what monitoring costs on this machine
 	$(BIN)/gradvitals bench overhead

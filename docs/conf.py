@@ -17,7 +17,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "gradvitals"
-html_static_path = ["pictures"] if (Path(__file__).parent / "pictures").is_dir() else []
+
 html_copy_source = False
 # Nothing is fetched from elsewhere: no fonts, no scripts, no badges.
 html_theme_options = {"navigation_with_keys": True}

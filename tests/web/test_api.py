@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import time
@@ -283,3 +284,21 @@ def test_a_run_recorded_without_diagnosis_is_judged_by_the_rules_of_today(tmp_pa
     assert "recorded without diagnosis" in told["note"]
     with gv.open_run(tmp_path / "old") as opened:
         assert told["line"] == examine(opened).verdict.line
+
+
+def test_a_long_list_comes_bit_by_bit_what_was_written_last_first(
+    tmp_path: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradvitals.show.web import api
+
+    monkeypatch.setattr(api, "LIST_SECONDS", -1.0)
+    for number, name in enumerate(("c", "a", "b")):
+        write_made_up_run(tmp_path / name, steps=5, num_tensors=14)
+        os.utime(tmp_path / name / "run.db", (1000 + number, 1000 + number))
+    client = client_of(tmp_path)
+    seen = [{run["name"]: run["state"] for run in client.get("/api/runs").json()["runs"]} for _ in range(3)]
+    assert seen == [
+        {"a": "unread", "b": "finished", "c": "unread"},
+        {"a": "finished", "b": "finished", "c": "unread"},
+        {"a": "finished", "b": "finished", "c": "finished"},
+    ]

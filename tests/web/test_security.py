@@ -146,6 +146,11 @@ def test_no_script_reads_text_as_markup_and_no_file_names_another_machine() -> N
         assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text.replace("http://www.w3.org/2000/svg", "")), path
 
 
+def test_the_page_names_every_module_so_that_none_waits_for_another() -> None:
+    page = (STATIC / "index.html").read_text("utf-8")
+    assert [path.name for path in OURS if path.suffix == ".js" and f'"/static/js/{path.name}"' not in page] == []
+
+
 def test_the_vendored_files_are_the_ones_that_were_looked_at() -> None:
     for name, expected in VENDORED.items():
         assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -26,6 +27,9 @@ from gradvitals.types import json_ready
 
 BINARY = "application/octet-stream"
 Work = Callable[[Place, Run], Any]
+
+LIST_SECONDS = 0.4
+"""How long the list of runs may take; runs that were not read by then are named, and the page asks again."""
 
 
 class Api:
@@ -59,17 +63,30 @@ class Api:
     def runs(self, request: Request) -> Response:
         """Every run with its verdict."""
         folder = str(self.shelf.folder)
-        lines = []
+        places = self.shelf.places()
 
         def work(place: Place, run: Run) -> Any:
             return words.line_of_run(place, run, self.judge.judged(place.id, run, begin=False))
 
-        for place in self.shelf.places():
+        lines: dict[str, Any] = {}
+        read, end = 0, time.monotonic() + LIST_SECONDS
+        for place in sorted(places, key=lambda place: stamp(place.file)[1:2], reverse=True):  # what was written last
+            if not self.memo.has(*self._key(place, "line")):
+                if read and time.monotonic() > end:
+                    lines[place.id] = words.line_unread(place)
+                    continue
+                read += 1
             try:
-                lines.append(self._about(place, "line", work))
+                lines[place.id] = self._about(place, "line", work)
             except GradvitalsError as error:
-                lines.append(words.line_of_trouble(place, error, folder))
-        return _json({"folder": short(self.shelf.folder.name), "runs": lines, "metrics": words.metric_texts()})
+                lines[place.id] = words.line_of_trouble(place, error, folder)
+        return _json(
+            {
+                "folder": short(self.shelf.folder.name),
+                "runs": [lines[place.id] for place in places],
+                "metrics": words.metric_texts(),
+            }
+        )
 
     def overview(self, request: Request) -> Response:
         """One run in words."""
@@ -143,15 +160,17 @@ class Api:
 
     def _about(self, place: Place, what: str, work: Work) -> Any:
         """Something about a run, worked out again only where the run was written to since, or is being judged."""
-        fresh = stamp(place.file)
 
         def make() -> Any:
             with self.shelf.opened(place.id) as run:
                 return work(place, run)
 
+        return self.memo.get(*self._key(place, what), make)
+
+    def _key(self, place: Place, what: str) -> tuple[tuple[str, str], tuple[Any, ...]]:
         # A live run becomes a stopped one without being written to.
         lives = self.watcher.is_live(place.id)
-        return self.memo.get((place.id, what), (fresh, lives, self.judge.version(place.id)), make)
+        return (place.id, what), (stamp(place.file), lives, self.judge.version(place.id))
 
     def _json_about(self, request: Request, what: str, work: Work) -> Response:
         return self._answered(lambda: _json(self._about(self.shelf.place(request.path_params["run_id"]), what, work)))

@@ -18,12 +18,18 @@ class Memo:
         most_bytes: Bytes kept of those values that are bytes.
     """
 
-    def __init__(self, most: int = 512, most_bytes: int = 32 << 20) -> None:
+    def __init__(self, most: int = 4 * 2_000, most_bytes: int = 32 << 20) -> None:
         self._most = most
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, tuple[Hashable, Any]] = OrderedDict()
         self._bytes = 0
+
+    def has(self, key: Hashable, stamp: Hashable) -> bool:
+        """Whether `get` would have a value at once."""
+        with self._lock:
+            kept = self._kept.get(key)
+            return kept is not None and kept[0] == stamp
 
     def get(self, key: Hashable, stamp: Hashable, make: Callable[[], Value]) -> Value:
         """The value kept under `key` where it was made at the same `stamp`, else a new one."""

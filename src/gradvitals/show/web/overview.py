@@ -11,6 +11,7 @@ from gradvitals.show.actions import summarise
 from gradvitals.show.checkup import name_of, num_ranks
 from gradvitals.show.ending import state_of
 from gradvitals.show.findings import evidence, where
+from gradvitals.show.notice_words import NOTICE_WORDS
 from gradvitals.show.standouts import Worst, extremes, first_nonzero, latest_extremes
 from gradvitals.show.verdict import Weighed, about_itself, when
 from gradvitals.show.web.heatmap import available
@@ -62,11 +63,14 @@ def line_of_run(place: Place, run: Run, judged: Judged) -> dict[str, Any]:
 def line_of_trouble(place: Place, error: GradvitalsError, folder: str) -> dict[str, Any]:
     """A run that could not be read, in the list of runs."""
     text = short(str(error).replace(folder, "").lstrip("/"), TEXT)
-    return (
-        {"id": place.id, "name": short(place.name), "state": "error", "level": "unknown", "line": text}
-        | dict.fromkeys(("last_step", "started_at", "heard_at"), None)
-        | {"steps": 0, "open": 0}
-    )
+    return {**line_unread(place), "state": "error", "level": "unknown", "line": text}
+
+
+def line_unread(place: Place) -> dict[str, Any]:
+    """A run that was found and not read yet, in the list of runs."""
+    unknown = dict.fromkeys(("last_step", "started_at", "heard_at"))
+    own = {"id": place.id, "name": short(place.name), "state": "unread", "level": "pending", "line": "Not read yet."}
+    return {**own, **unknown, "steps": 0, "open": 0, "charts": []}
 
 
 def overview(place: Place, run: Run, judged: Judged) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _finding(item: Weighed, rows: Mapping[str, int], *, live: bool) -> dict[str,
     finding = item.finding
     return {
         "id": short(finding.id),
-        "name": short(name_of(finding.id)),
+        "name": short(_name(finding.id)),
         "severity": finding.severity,
         "weight": item.weight,
         "open": item.clear is None,
@@ -188,6 +192,11 @@ def _finding(item: Weighed, rows: Mapping[str, int], *, live: bool) -> dict[str,
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
         "cures": [short(text, TEXT) for text in finding.cures[:8]],
     }
+
+
+def _name(rule: str) -> str:
+    """A pattern in two or three words, for the marks on the axis."""
+    return NOTICE_WORDS[rule][0].name if rule in NOTICE_WORDS else name_of(rule)
 
 
 def _note(finding: Finding) -> dict[str, Any]:

@@ -24,6 +24,8 @@ MAX_RUNS = 2_000
 MOST_OPEN = 8
 """Runs held open; a further one closes the one used longest ago."""
 LOOK_AGAIN_SECONDS = 1.0
+LOOK_SHARE = 20
+"""A folder that takes long to look through is looked through more rarely: so many times as long lies between."""
 
 Stamp = tuple[int, ...]
 """Changes whenever a run file, or its log, was written to."""
@@ -51,14 +53,17 @@ class Shelf:
         self._lock = threading.Lock()
         self._places: dict[str, Place] = {}
         self._looked = 0.0
+        self._look_took = 0.0
         self._open: OrderedDict[str, _Handle] = OrderedDict()
 
     def places(self, *, most_age: float = LOOK_AGAIN_SECONDS) -> list[Place]:
         """Every run there is, by name; looked for again where the last look is older than `most_age` seconds."""
         with self._lock:
-            if not self._looked or time.monotonic() - self._looked > most_age:
+            began = time.monotonic()
+            if not self._looked or began - self._looked > max(most_age, LOOK_SHARE * self._look_took):
                 self._places = {place.id: place for place in find_runs(self.folder)}
                 self._looked = time.monotonic()
+                self._look_took = self._looked - began
             return list(self._places.values())
 
     def place(self, run_id: str) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -37,13 +38,13 @@ class Watcher:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
+        self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
         self._revision = 0
         self._epoch = secrets.token_hex(4)  # a cursor of another server, or of this one before a restart, means nothing
         self._readers = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._listed = 0.0
         self.stopped = False
 
     async def events(self, cursor: str | None) -> AsyncIterator[bytes]:
@@ -57,8 +58,7 @@ class Watcher:
             said = time.monotonic()
             await self._look()
             while not self.stopped:
-                fresh = sorted((state.revision, state.news) for state in self._states.values() if state.revision > seen)
-                for revision, news in fresh:
+                for revision, news in self._after(seen):
                     yield f"id: {self._epoch}-{revision}\ndata: {json.dumps(news)}\n\n".encode()
                     seen, said = revision, time.monotonic()
                 if time.monotonic() - said > HEARTBEAT_SECONDS:
@@ -86,6 +86,11 @@ class Watcher:
         """End all streams."""
         self.stopped = True
 
+    def _after(self, seen: int) -> list[tuple[int, dict[str, Any]]]:
+        with self._lock:
+            fresh = [(state.revision, state.news) for state in self._states.values() if state.revision > seen]
+        return sorted(fresh, key=lambda pair: pair[0])
+
     def _revision_of(self, cursor: str | None) -> int:
         epoch, _, number = (cursor or "").partition("-")
         return int(number) if epoch == self._epoch and number.isdecimal() and len(number) < 18 else 0
@@ -101,7 +106,10 @@ class Watcher:
             self._changed = asyncio.Event()
 
     def _look_now(self) -> bool:
-        now = time.monotonic()
+        with self._lock:  # a reader who has just come looks at once, beside the look that is due
+            return self._look_at_all(time.monotonic())
+
+    def _look_at_all(self, now: float) -> bool:
         places = self._shelf.places(most_age=SLOW_SECONDS)
         changed = False
         for place in places:

@@ -40,13 +40,6 @@ export class SharedAxis {
     this.tell(true);
   }
 
-  setMode(mode) {
-    if (mode === this.mode) return;
-    this.mode = mode;
-    this.range = null;
-    this.tell(true);
-  }
-
   zoom(factor) {
     const [low, high] = this.shown();
     const middle = (low + high) / 2;
@@ -83,7 +76,7 @@ export class SharedAxis {
 export function between(from, to, wanted) {
   const size = from.length;
   if (!size) return NaN;
-  if (wanted <= from[0]) return to[0] + (wanted - from[0]) * 0;
+  if (wanted <= from[0]) return to[0];
   if (wanted >= from[size - 1]) return to[size - 1];
   let low = 0;
   let high = size - 1;

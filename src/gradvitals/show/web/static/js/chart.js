@@ -107,7 +107,8 @@ export class Chart {
       const width = 1.5;
       series.push({ stroke: line.colour, width, dash: DASHES[line.dash ?? i % DASHES.length], points: { show: false }, spanGaps: false });
       if (line.low) {
-        const edge = { stroke: "transparent", width: 0, points: { show: false }, auto: !line.band };
+        // The edges of an interval are left out; those of buckets are drawn, or a peak of one step could not be seen.
+        const edge = { stroke: line.band ? "transparent" : `${line.colour}99`, width: line.band ? 0 : 1, points: { show: false }, auto: !line.band };
         bands.push({ series: [series.length, series.length + 1], fill: `${line.colour}${line.band ? "2e" : "40"}` });
         series.push({ ...edge }, { ...edge });
       }

@@ -2,6 +2,7 @@
 import * as api from "./api.js";
 import { choice, css, el, fill, say } from "./dom.js";
 import { number, step } from "./format.js";
+import { columnAt, extent, fitted, rgba, shortened, span } from "./heat_table.js";
 import { HEAT, heat } from "./palette.js";
 
 const ROW = 16;
@@ -120,21 +121,7 @@ export class Heatmap {
   }
 
   measure() {
-    // The colour scale goes by the middle 98 % of what is positive, so that one spike does not blacken the rest.
-    let low = Infinity;
-    let high = 0;
-    for (const [kind, table] of this.tables) {
-      const sizes = [];
-      for (const { row } of this.rows().filter((each) => each.kind === kind)) {
-        for (const value of table.values.subarray(row * table.columns, (row + 1) * table.columns)) if (value > 0 && Number.isFinite(value)) sizes.push(value);
-      }
-      if (!sizes.length) continue;
-      sizes.sort((a, b) => a - b);
-      low = Math.min(low, sizes[Math.floor(0.01 * sizes.length)]);
-      high = Math.max(high, sizes[Math.floor(0.99 * (sizes.length - 1))]);
-    }
-    if (!high) [low, high] = [0.1, 1];
-    if (!(high > 1.001 * low)) { low /= 2; high *= 2; }
+    const [low, high] = extent(this.tables, this.rows());
     this.scale = { low: Math.log(low), high: Math.log(high) };
     this.showLegend(low, high);
   }
@@ -274,7 +261,7 @@ export class Heatmap {
     if (!this.cell) return;
     const table = this.tables.get("layers");
     if (!table?.columns) return;
-    const [from, to] = this.span(table, this.cell.column);
+    const [from, to] = span(table, this.cell.column);
     const x0 = left + Math.max(0, (plot * (this.axis.x(this.run, from) - low)) / (high - low));
     const x1 = left + Math.min(plot, (plot * (this.axis.x(this.run, to) - low)) / (high - low));
     const y = this.cell.index * ROW - top;
@@ -285,10 +272,6 @@ export class Heatmap {
     context.lineWidth = 1.5;
     context.strokeStyle = css("--ink");
     context.strokeRect(x0 - 0.5, y + 0.5, Math.max(3, x1 - x0) + 1, ROW - 1);
-  }
-
-  span(table, column) {
-    return [table.starts[column], column + 1 < table.columns ? table.starts[column + 1] : table.end];
   }
 
   pointAt(x) {
@@ -306,15 +289,7 @@ export class Heatmap {
     if (x < left || !table?.columns) return { index, column: -1, label: x < left };
     const [low, high] = this.axis.shown();
     const place = low + ((x - left) / plot) * (high - low);
-    return { index, column: this.columnAt(table, this.axis.step(this.run, place)), place, label: false };
-  }
-
-  columnAt(table, wanted) {
-    if (wanted < table.starts[0] || wanted > table.end) return -1;
-    let low = 0;
-    let high = table.columns - 1;
-    while (low < high) { const middle = (low + high + 1) >> 1; if (table.starts[middle] <= wanted) low = middle; else high = middle - 1; }
-    return low;
+    return { index, column: columnAt(table, this.axis.step(this.run, place)), place, label: false };
   }
 
   hover(event) {
@@ -335,7 +310,7 @@ export class Heatmap {
   text(found) {
     const row = this.shown[found.index];
     const table = this.tables.get("layers");
-    const [from, to] = this.span(table, found.column);
+    const [from, to] = span(table, found.column);
     const steps = to - from > 1 ? `steps ${step(from)} to ${step(to - 1)}` : `step ${step(from)}`;
     const value = this.value(row, found.column);
     const shown = value === Infinity ? "NaN or Inf" : Number.isNaN(value) ? "not read" : number(value);
@@ -362,7 +337,7 @@ export class Heatmap {
     if (row.kind === "layers" && found.label) { this.toggle(row.layer); return; }
     if (found.column < 0 && !found.label) return;
     const table = this.tables.get("layers");
-    const [from] = found.column >= 0 ? this.span(table, found.column) : [null];
+    const [from] = found.column >= 0 ? span(table, found.column) : [null];
     if (row.kind !== "layers") { this.onopen(row.kind, row.row, from); return; }
     const layer = this.layout.layers[row.layer];
     if (!this.expanded.has(row.layer) && layer.tensors.length > 1) await this.toggle(row.layer);
@@ -408,21 +383,4 @@ export class Heatmap {
     this.draw();
     if (this.cell) say(this.text(this.cell).join(", "));
   }
-}
-
-function shortened(name, layer) {
-  return name.startsWith(`${layer}.`) ? name.slice(layer.length + 1) : name;
-}
-
-function fitted(context, text, width) {
-  if (context.measureText(text).width <= width) return text;
-  let keep = Math.min(text.length, Math.floor(width / 6));
-  const cut = () => `${text.slice(0, Math.ceil(keep / 3))}…${text.slice(text.length - Math.floor((2 * keep) / 3))}`;
-  while (keep > 2 && context.measureText(cut()).width > width) keep -= 1;
-  return cut();
-}
-
-function rgba(colour) {
-  const value = parseInt(colour.slice(1), 16);
-  return ((255 << 24) | ((value & 255) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
 }

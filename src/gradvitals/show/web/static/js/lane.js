@@ -60,11 +60,16 @@ export class Lane {
       const from = place(finding.first_step);
       const to = Math.max(place((finding.last_step ?? this.lastStep) + 0.5), from + 16);
       if (to < 0 || from > width) continue;
-      const wanted = Math.min(width - 4, Math.max(to, from + 22 + 6.2 * Math.min(finding.name.length, 22)));
-      let row = ends.findIndex((end) => end + 3 < Math.max(0, from));
+      const shown = [Math.min(Math.max(0, from), width - 17), Math.min(width, to)];
+      const label = 8 + 6.4 * Math.min(finding.name.length, 30);
+      const side = shown[1] - shown[0] >= label + 20 ? "inside" : to + label < width ? "rightward" : "leftward";
+      const taken = { inside: shown, rightward: [shown[0], to + label], leftward: [shown[0] - label, shown[1]] };
+      const free = ([start]) => ends.findIndex((end) => end + 3 < Math.max(0, start));
+      const named = free(taken[side]) >= 0;
+      const row = free(named ? taken[side] : shown);
       if (row < 0) { hidden += 1; continue; }
-      ends[row] = wanted;
-      marks.push(this.bar(finding, row, Math.max(0, from), Math.min(width, to), width));
+      ends[row] = (named ? taken[side] : shown)[1];
+      marks.push(this.bar(finding, row, shown, named ? side : "nameless"));
     }
     const used = ends.filter((end) => end > -Infinity).length;
     const gathered = this.gathered(place, width);
@@ -79,17 +84,14 @@ export class Lane {
     if (focused) this.track.querySelector(`[data-mark="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  bar(finding, row, from, to, width) {
-    const room = to - from;
-    const label = el("span", { class: "mark-name", text: finding.name });
-    const beside = room < 40 + 6.2 * finding.name.length;
+  bar(finding, row, [from, to], side) {
     return el("button", {
-      type: "button", class: `mark ${finding.severity}${finding.open ? " open" : ""}${beside ? " beside" : ""}${this.chosen === finding.key ? " chosen" : ""}${beside && from > width - 150 ? " leftward" : ""}`,
+      type: "button", class: `mark ${finding.severity} ${side}${finding.open ? " open" : ""}${this.chosen === finding.key ? " chosen" : ""}`,
       "data-mark": finding.key, title: finding.title,
       "aria-label": `${finding.severity}: ${finding.title}, ${finding.when}`,
-      "--left": `${from}px`, "--width": `${Math.max(16, room)}px`, "--top": `${row * ROW_HEIGHT}px`,
+      "--left": `${from}px`, "--width": `${Math.max(16, to - from)}px`, "--top": `${row * ROW_HEIGHT}px`,
       onclick: () => this.onfinding(finding),
-    }, el("span", { class: "mark-sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), label);
+    }, el("span", { class: "mark-sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "mark-name", text: finding.name }));
   }
 
   gathered(place, width) {

@@ -69,7 +69,8 @@ async function refreshRuns() {
     await open(known.has(asked.run) ? asked.run : latest.id, asked.others.filter((id) => known.has(id)));
   }
   list.set(runs, current, compared);
-  if (runs.some((run) => run.level === "pending")) refreshSoon(2000);
+  if (runs.some((run) => run.state === "unread")) refreshSoon(50);
+  else if (runs.some((run) => run.level === "pending")) refreshSoon(2000);
 }
 
 function refreshSoon(after = 400) {

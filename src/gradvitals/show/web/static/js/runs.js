@@ -66,6 +66,7 @@ export class RunList {
 
 function stepText(run) {
   if (run.state === "error") return "cannot be read";
+  if (run.state === "unread") return "not read yet";
   const at = run.last_step === null ? "no step yet" : `step ${step(run.last_step)}`;
   if (run.state === "running") return `${at}, running`;
   if (run.state === "stopped") return `${at}, cut off`;
