@@ -197,7 +197,7 @@ class Interpreter:
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
         values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
         if step.has("below_one"):
-            tensors["gsnr/below_one_fraction"] = step.known("below_one") / step.known("alive")
+            tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
         stage = step.moments_stage or step.stage
         return step.reading(source="adam", values=values, tensors=tensors, layers=layers, stage=stage)
 

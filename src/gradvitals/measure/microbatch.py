@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradvitals.measure import stats
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.passes import INNER, NORM, Passes
 from gradvitals.measure.ranks.partial import Summand, set_aside, sums_of_partial
 from gradvitals.measure.ranks.shards import is_summand, local, local_like
 from gradvitals.measure.views import HeadView
@@ -66,6 +67,7 @@ class MicrobatchSums:
         self.on_error = on_error
         self.arrivals = arrivals
         """Rows in the order in which backward reaches them, from the output to the input; shared by all optimizers."""
+        self._passes = Passes()
         self._arrived: set[int] = set()
         self._places_known = False
         self.armed = False
@@ -252,6 +254,7 @@ class MicrobatchSums:
             self._take_summand(row, parameter.grad, engine_run)
         else:
             self._hold(row, local_like(parameter.grad, parameter).detach(), engine_run)
+            self._pending_bytes = 0  # it is there anyway: the more are read at once, the better
 
     def _settle(self, drafts: Sequence[int], summands: Sequence[int]) -> None:
         """What was measured in these runs of the engine belongs to the micro-batch that ends."""
@@ -313,7 +316,24 @@ class MicrobatchSums:
         factors = [self._factor(row) for row in rows]
         if factors.count(1.0) != len(factors):
             grads = [grad * factor for grad, factor in zip(grads, factors, strict=True)]
-        rest = add_heads(packet, f"micro_heads{suffix}", self.heads, rows, grads)
+        names = {NORM: f"micro{suffix}"}
+        if any(weight is not None for weight in weights):
+            names[INNER] = f"micro_radial{suffix}"
+        name_of_heads = f"micro_heads{suffix}"
+        left = self._passes.read(
+            packet,
+            names,
+            rows,
+            grads,
+            others=weights,
+            heads=self.heads,
+            name_of_heads=name_of_heads,
+            heads_instead=True,
+        )
+        if not left:
+            return
+        rows, grads, weights = [rows[p] for p in left], [grads[p] for p in left], [weights[p] for p in left]
+        rest = add_heads(packet, name_of_heads, self.heads, rows, grads)
         stats.add_norms(packet, f"micro{suffix}", [rows[p] for p in rest], [grads[p] for p in rest])
         known = {p: weight for p, weight in enumerate(weights) if weight is not None}
         if known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,11 +16,14 @@ from gradvitals.measure.factors import FactorSums
 from gradvitals.measure.microbatch import MicrobatchSums, add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.passes import LARGEST, NONFINITE, NONZERO, NORM, Passes
 from gradvitals.measure.ranks.fsdp import parts_of
 from gradvitals.measure.rawstep import Arrival, RawStep, StationStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sentinel import Sentinel
 from gradvitals.measure.updates import UpdateNorms
+from gradvitals.measure.views import HeadView
+from gradvitals.measure.vitals import VitalSums
 
 
 class Station:
@@ -34,6 +37,8 @@ class Station:
         self.sentinel = Sentinel(self._give_up)
         self.updates = UpdateNorms()
         self.changes = Changes()
+        self.vitals = VitalSums(optimizer, config.metrics)
+        self._passes = Passes()
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
@@ -59,6 +64,8 @@ class Station:
         self.reading: Packet | None = None
         self.read_at = -1
         self.clipped = self.stepped = self.windowed = self.arrived = False
+        self.leaves = False
+        """Whether the reading is left to the optimizer, which sees the gradients in its step anyway."""
         return self.step
 
     @property
@@ -94,6 +101,7 @@ class Station:
                 on_error=partial(on_error, "microbatch"),
                 reduced=self._reduced,
             )
+        self.vitals.follow(self._held, [watched.parameters[row] for row in self._held], watched.heads)
         if self.factors is None and "vrgd/mean" in self.config.metrics:
             self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
         self.follow_first(watched.arrivals, watched)
@@ -129,7 +137,7 @@ class Station:
 
     def is_stale(self, observes: int) -> bool:
         """Whether a reading must be taken (again): none yet, or another backward has run since."""
-        if self.reading is None:
+        if self.reading is None or self.leaves:
             return True
         if not self.settled:  # a backward may have passed the sentinel by
             return not self.clipped and not self.sentinel.altered()
@@ -168,7 +176,14 @@ class Station:
         return bool(state["stage"].name == "READY")
 
     def instruments(
-        self, watched: Rows, norms: dict[int, Tensor], *, full: bool, detail: bool, count_nonfinite: bool
+        self,
+        watched: Rows,
+        norms: dict[int, Tensor],
+        *,
+        full: bool,
+        detail: bool,
+        count_nonfinite: bool,
+        may_leave: bool = False,
     ) -> Iterator[tuple[str, Callable[[], object]]]:
         """What there is to take of the gradients right now, each by its name and independent of the others.
 
@@ -178,7 +193,9 @@ class Station:
             full: Whether to take more than the norms.
             detail: Whether to take the costly metrics too.
             count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
+            may_leave: Whether the numbers may come as late as after the step, from an optimizer that tells them.
         """
+        self.leaves = may_leave and not norms and not self.clips_by_hand and self.vitals.expected
         self.reading, self.read_at = Packet(), self.sentinel.backwards
         self.sentinel.note_read()
         packet = self.reading
@@ -191,6 +208,9 @@ class Station:
         if len(reused) == len(self._held) and not full and not count_nonfinite:
             return
         rows = [row for row in self._held if row not in watched.aside]
+        if self.leaves:
+            stepped = set(self._members)
+            rows = [row for row in rows if id(watched.parameters[row]) not in stepped]
         yield from self._instruments_of(rows, watched, norms, full=full, detail=detail, count_nonfinite=count_nonfinite)
 
     def instruments_of_sums(
@@ -214,21 +234,57 @@ class Station:
         rows, grads = [row for row, _ in found], [grad for _, grad in found]
         if not rows or packet is None:
             return
+        heads = watched.heads if full and self.micro is not None and self.micro.armed else {}
+        asked = {LARGEST: "max"} if detail and "grad/max" in wants else {}
+        asked |= {NONZERO: "nonzero"} if detail and "grad/zero_fraction" in wants else {}
+        asked |= {NONFINITE: "nonfinite"} if count_nonfinite and "grad/nonfinite" in wants else {}
+        yield "kernels", lambda: found.__setitem__(slice(None), self._read_by_kernels(asked, found, norms, heads))
+        rows, grads = [row for row, _ in found], [grad for _, grad in found]
+        if detail and "radial_gsnr" in wants:
+            every = [row for row in wanted if watched.gradient(row) is not None]
+            yield "radial_gsnr", lambda: self._add_norms(packet, "weight_before", every, watched)
+        if not rows:
+            return
         own = [(row, grad) for row, grad in zip(rows, grads, strict=True) if row not in norms]
         if own:
             own_rows, own_grads = [row for row, _ in own], [grad for _, grad in own]
             yield "norm", lambda: stats.add_norms(packet, "norm", own_rows, own_grads)
-        if full and self.micro is not None and self.micro.armed:
+        if heads:
             yield "heads", lambda: add_heads(packet, "heads", watched.heads, rows, grads)
         if detail and "grad/max" in wants:
             yield "grad/max", lambda: stats.add_largest(packet, "max", rows, grads)
         if detail and "grad/zero_fraction" in wants:
             yield "grad/zero_fraction", lambda: stats.add_nonzero_counts(packet, "nonzero", rows, grads)
-        if detail and "radial_gsnr" in wants:
-            weights = [watched.tensor(row) for row in rows]
-            yield "radial_gsnr", lambda: stats.add_norms(packet, "weight_before", rows, weights)
         if count_nonfinite and "grad/nonfinite" in wants:
             yield "grad/nonfinite", lambda: stats.add_nonfinite_counts(packet, "nonfinite", rows, grads)
+
+    def _read_by_kernels(
+        self,
+        asked: dict[int, str],
+        found: list[tuple[int, Tensor]],
+        norms: dict[int, Tensor],
+        heads: Mapping[int, HeadView],
+    ) -> list[tuple[int, Tensor]]:
+        """Read everything at once where there are kernels for it; returns what is left to torch."""
+        packet = self.reading
+        assert packet is not None
+        left = []
+        for known in (False, True):  # the norms of some may be known, from clipping
+            some = [(row, grad) for row, grad in found if (row in norms) == known]
+            names = asked if known else {NORM: "norm"} | asked
+            if not names:
+                some = [(row, grad) for row, grad in some if row in heads]
+            rows, grads = [row for row, _ in some], [grad for _, grad in some]
+            unread = self._passes.read(packet, names, rows, grads, heads=heads, name_of_heads="heads")
+            left += [some[p] for p in unread]
+        return left
+
+    def _add_norms(self, packet: Packet, name: str, rows: Sequence[int], watched: Rows) -> None:
+        """The norms of weights."""
+        weights = [watched.tensor(row) for row in rows]
+        left = self._passes.read(packet, {NORM: name}, rows, weights)
+        if left:
+            stats.add_norms(packet, name, [rows[p] for p in left], [weights[p] for p in left])
 
     def take_micro_batches(self, packet: Packet) -> None:
         """Put the norms of the step's micro-batches into the packet, where there were several."""
@@ -265,9 +321,12 @@ class Station:
         """Remember what the optimizer's step is about to change."""
         if draft.full and self.factors is not None and self.factors.available:
             self.factors.listen(draft.packet, self.rows, self.parameters)
+        self.vitals.begin()
+        if self.vitals.available and self.vitals.max_norm is not None:  # what the moments get is clipped
+            draft.max_norm, self.step.clipped = self.vitals.max_norm, True
         if "update/norm" in self.config.metrics:
             self.changes.begin()
-            if draft.full:
+            if draft.full and not self.vitals.expected:
                 self.updates.before(self._held, [watched.tensor(row) for row in self._held])
 
     def instruments_after(self, draft: RawStep, watched: Rows) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -276,10 +335,28 @@ class Station:
             yield "vrgd/mean", self.factors.stop
         if "update/norm" in self.config.metrics:
             yield "changes", lambda: self._read_changes(draft)
-        if draft.full:
+        told: set[int] = set()
+        if self.vitals.available:
+            yield "vitals", lambda: told.update(self._take_vitals(draft, watched))
+        if told and draft.full:
+            yield "weights", lambda: self._read_other_weights(draft, watched, told)
+        elif draft.full:
             if self.moments is not None:
                 yield "moments", lambda: self._read_moments(draft)
             yield "update", lambda: self._read_weights(draft, watched)
+
+    def _take_vitals(self, draft: RawStep, watched: Rows) -> set[int]:
+        rows = self.vitals.take(draft, self.reading if self.leaves else None, moments=self.moments is not None)
+        missing = [row for row in self._held if row not in rows] if self.leaves and not rows else []
+        found = [(row, grad) for row in missing if (grad := watched.gradient(row)) is not None]
+        if found and self.reading is not None:  # the step was made by other means than the one before
+            stats.add_norms(self.reading, "norm", [row for row, _ in found], [grad for _, grad in found])
+        return rows
+
+    def _read_other_weights(self, draft: RawStep, watched: Rows, told: set[int]) -> None:
+        others = [row for row in self._held if row not in told]
+        if others and {"weight/norm", "update/norm"} & set(self.config.metrics):
+            self._add_norms(draft.packet, "weight", others, watched)
 
     def _read_changes(self, draft: RawStep) -> None:
         self.changes.add(draft.packet)
@@ -295,13 +372,14 @@ class Station:
     def _read_weights(self, draft: RawStep, watched: Rows) -> None:
         wants, weights = self.config.metrics, [watched.tensor(row) for row in self._held]
         if weights and {"weight/norm", "update/norm"} & set(wants):
-            stats.add_norms(draft.packet, "weight", self._held, weights)
+            self._add_norms(draft.packet, "weight", self._held, watched)
         if "update/norm" in wants:
             draft.fractions |= self.updates.after(draft.packet, weights)
 
     def close(self) -> None:
         """Take all hooks away."""
         self.sentinel.unhook()
+        self.vitals.stop()
         if self.micro is not None:
             self.micro.disarm()
         if self.factors is not None:

@@ -202,17 +202,14 @@ class Tap:
         self.rows.lay_out(station.rows)
         if station.windowed:
             station.spoil_windows(self.rows)
-        instruments = station.instruments(
-            self.rows,
-            norms or {},
-            full=self.draft.full,
-            detail=self.draft.detail,
-            count_nonfinite=self.count_nonfinite,
-        )
+        instruments = station.instruments(self.rows, norms or {}, **self._due(), may_leave=not self.guarded)
         with torch.no_grad():
             for name, take in instruments:
                 self.attempt(name, take)
             station.note_scale(self.assumed_scaler)
+
+    def _due(self) -> dict[str, bool]:
+        return {"full": self.draft.full, "detail": self.draft.detail, "count_nonfinite": self.count_nonfinite}
 
     def push_windows(self, station: Station) -> None:
         """Add a station's gradients to the sliding windows, once a step."""
@@ -248,11 +245,11 @@ class Tap:
     def arrive(self, optimizer: torch.optim.Optimizer) -> Arrival | None:
         """Read what this optimizer is about to step with, for a Guard; its own hook then reads nothing again."""
         station = self._station(optimizer)
-        if not station.in_scaler_step and station.is_due():
-            self.attempt("read", self._arrive_alone, station)
         if not self.guarded:
             self.guarded = True
             self.send_each_step()
+        if not station.in_scaler_step and station.is_due():
+            self.attempt("read", self._arrive_alone, station)
         station.arrived = True
         return station.arrival(self.draft, self.rows)
 
@@ -322,8 +319,7 @@ class Tap:
     @torch.no_grad()
     def _read_sums(self, station: Station) -> None:
         """Read what ranks hold summands of: here, where all of them come once a step."""
-        due = {"full": self.draft.full, "detail": self.draft.detail, "count_nonfinite": self.count_nonfinite}
-        for name, take in station.instruments_of_sums(self.rows.add_up(), self.rows, **due):
+        for name, take in station.instruments_of_sums(self.rows.add_up(), self.rows, **self._due()):
             self.attempt(name, take)
 
     def _before_update(self, station: Station) -> None:

@@ -52,6 +52,11 @@ class HeadView:
     whole: int = 0
     """Then how many it has in all."""
 
+    def lie_apart(self, tensor: Tensor) -> bool:
+        """Whether the slices of a tensor lie one after the other in memory, each whole."""
+        whole = self.held is None or tensor.shape[self.dim] == self.whole
+        return self.dim == 0 and whole and tensor.is_contiguous()
+
     def norms(self, grad: Tensor) -> Tensor:
         """Norm of every slice of this rank's part of a gradient, in float32 or better."""
         kind = torch.float64 if grad.dtype == torch.float64 else torch.float32

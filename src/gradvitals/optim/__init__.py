@@ -1,6 +1,7 @@
-"""Optimizers that weigh every element of the gradient by how much of it is signal (VRGD), and their baselines."""
+"""AdamW in one pass, optimizers that weigh the gradient by how much of it is signal (VRGD), and their baselines."""
 
 from gradvitals.optim import schedules
+from gradvitals.optim.adamw import AdamW
 from gradvitals.optim.family import VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW
 from gradvitals.optim.lamb import LAMB
 from gradvitals.optim.lars import LARS
@@ -15,6 +16,7 @@ __all__ = [
     "VRLAMB",
     "VRLARS",
     "VRSGD",
+    "AdamW",
     "VRAdam",
     "VRAdamW",
     "VROptions",

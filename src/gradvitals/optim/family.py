@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from gradvitals.optim.adamw import AdamW
 from gradvitals.optim.lamb import LAMB
 from gradvitals.optim.lars import LARS
 from gradvitals.optim.options import VROptions
@@ -120,7 +121,7 @@ class VRAdam(VarianceReduced, torch.optim.Adam):
         )
 
 
-class VRAdamW(VarianceReduced, torch.optim.AdamW):
+class VRAdamW(VarianceReduced, AdamW):
     """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
 
     `weight_decay` shrinks the weights directly. Arguments are those of `torch.optim.AdamW`, then those of `VROptions`.

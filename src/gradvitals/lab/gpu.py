@@ -1,0 +1,323 @@
+"""What the kernels reach on a GPU: statistics, AdamW and clipping beside torch's own, and whole training steps.
+
+Everything that is compared runs in turn in one process, and medians are told. A kernel's time is that of the device,
+with the queue kept full; "from idle" is what a caller waits for one call when nothing is queued, host time included.
+Bytes are the fewest that must be moved, and bandwidth is given beside that of a copy, measured here too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals import kernels, optim
+from gradvitals.errors import GradvitalsError
+from gradvitals.lab.gpu_steps import time_training
+from gradvitals.lab.markdown import markdown_table
+
+SHAPES = {"gpt-124m": (12, 768), "gpt-1.3b": (24, 2048)}
+"""Layers and width."""
+
+NUM_SMALL, SMALL_SIZE = 2000, 3000
+NUM_PARTS = (2, 8)
+COPY_ELEMENTS = 2**29
+ADAM_BYTES = 28
+"""A parameter's: weight and two moments read and written, gradient read, all in float32."""
+
+PARTS = ("kernels", "training")
+
+Work = Callable[[], object]
+Tell = Callable[[str], object]
+
+
+def gpt_tensors(shape: str) -> list[tuple[int, ...]]:
+    """The parameters of a GPT, each a tensor of its own."""
+    layers, d = SHAPES[shape]
+    block: list[tuple[int, ...]] = [
+        (d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)
+    ]  # fmt: skip
+    return [(50257, d), (1024, d), *block * layers, (d,), (d,)]
+
+
+def run_gpu(
+    shapes: Sequence[str] | None = None,
+    *,
+    rounds: int = 7,
+    parts: Sequence[str] = PARTS,
+    progress: Tell | None = None,
+) -> dict[str, Any]:
+    """Measure everything on the current CUDA device.
+
+    Args:
+        shapes: Names out of `SHAPES`; None for all.
+        rounds: How often each is timed, in turn with what it is compared with.
+        parts: ``kernels``, and whole steps of ``training``, which take most of the time.
+        progress: Called with a line of text now and then.
+
+    Returns:
+        Plain values, ready for JSON; `format_gpu` shows them.
+    """
+    if not torch.cuda.is_available():
+        raise GradvitalsError("torch finds no CUDA device here; expected an NVIDIA GPU with Triton")
+    if kernels.ready("adam") is None:
+        raise GradvitalsError("there is no Triton to compile kernels with; expected it beside torch")
+    import triton
+
+    tell = progress or (lambda line: None)
+    device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device, rounds)
+    tell(f"a copy moves {bandwidth / 1e9:,.0f} GB/s")
+    result: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rounds": rounds,
+        "copy_bytes_per_second": bandwidth,
+        "shapes": {},
+    }
+    names = list(shapes or SHAPES)
+    if "kernels" in parts:
+        for name in names:
+            tell(f"{name}: statistics and updates")
+            result["shapes"][name] = _time_shape(gpt_tensors(name), device, rounds, bandwidth)
+            torch.cuda.empty_cache()
+        tell(f"{NUM_SMALL} small tensors")
+        result["small"] = _time_small(device, rounds)
+        tell("gpt-124m: VRAdamW")
+        result["vr"] = [_time_vr(gpt_tensors("gpt-124m"), device, k, rounds) for k in NUM_PARTS]
+        torch.cuda.empty_cache()
+    if "training" in parts:
+        result["training"] = {name: time_training(name, device, tell) for name in names}
+    return result
+
+
+# -- timing ---------------------------------------------------------------------------------------------------------
+
+
+def in_turn(works: dict[str, Work], rounds: int, repeats: int = 10) -> dict[str, float]:
+    """Median milliseconds of device time of each, timed one after the other in every round."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            work()  # so that the queue is not empty when the first event is met
+            begin.record()
+            for _ in range(repeats):
+                work()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / repeats)
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def from_idle(works: dict[str, Work], rounds: int) -> dict[str, float]:
+    """Median milliseconds that a caller waits for one call, from idle to idle."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(3 * rounds):
+        for name, work in works.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            times[name].append(1000 * (time.perf_counter() - started))
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def num_launches(work: Work) -> int:
+    """Kernels that a call launches."""
+    work()
+    torch.cuda.synchronize()
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[cuda], acc_events=True) as profile:
+        work()
+        torch.cuda.synchronize()
+    other = ("Memcpy", "Memset", "cu", "Activity Buffer")  # the last is the profiler's own
+    return sum(1 for event in profile.events() if not event.name.startswith(other))
+
+
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes read and written a second by a copy."""
+    source = torch.randn(COPY_ELEMENTS, device=device)
+    target = torch.empty_like(source)
+    milliseconds = in_turn({"copy": lambda: target.copy_(source)}, rounds)["copy"]
+    return 8 * COPY_ELEMENTS / milliseconds * 1000
+
+
+# -- what is timed --------------------------------------------------------------------------------------------------
+
+
+def _parameters(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    return parameters
+
+
+def _time_shape(
+    shapes: Sequence[tuple[int, ...]], device: torch.device, rounds: int, bandwidth: float
+) -> dict[str, Any]:
+    parameters = _parameters(shapes, device)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    numel = sum(parameter.numel() for parameter in parameters)
+    read = statistics_works(grads, parameters)
+    fused = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    plain = optim.AdamW(parameters, lr=1e-6)
+    told = optim.AdamW(parameters, lr=1e-6)
+    clipping = optim.AdamW(parameters, lr=1e-6, max_norm=1.0)
+    for optimizer in (told, clipping):
+        optimizer.register_vitals_hook(lambda vitals: None)
+
+    def torchs_two() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        fused.step()
+
+    updates: dict[str, Work] = {
+        "torch fused AdamW": fused.step,
+        "AdamW": plain.step,
+        "AdamW with vitals": told.step,
+        "torch clip and fused AdamW": torchs_two,
+        "AdamW clipping, with vitals": clipping.step,
+    }
+    sizes = {"statistics": 4, "norms": 4, "statistics and <W,g>": 8, "torch foreach norm": 4}
+    sizes |= dict.fromkeys(("torch fused AdamW", "AdamW", "AdamW with vitals"), ADAM_BYTES)
+    sizes |= {"torch clip and fused AdamW": ADAM_BYTES + 4, "AdamW clipping, with vitals": ADAM_BYTES + 4}
+    times = in_turn(read, rounds) | in_turn(updates, rounds)
+    return {
+        "parameters": numel,
+        "tensors": len(parameters),
+        "works": {
+            name: {
+                "ms": ms,
+                "bytes_per_parameter": sizes[name],
+                "share_of_copy": sizes[name] * numel / (ms / 1000) / bandwidth,
+                "launches": num_launches({**read, **updates}[name]),
+            }
+            for name, ms in times.items()
+        },
+        "from_idle_ms": from_idle(updates, rounds),
+    }
+
+
+def statistics_works(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Work]:
+    """Readings of a set of gradients, by kernels and by torch."""
+    reader: Any = kernels.ready("reader")
+    counting, norms, inner = (reader.Reader() for _ in range(3))
+    beside = [weight.detach() for weight in weights]
+    return {
+        "statistics": lambda: counting.read(grads, counts=True),
+        "norms": lambda: norms.read(grads),
+        "statistics and <W,g>": lambda: inner.read(grads, counts=True, others=beside),
+        "torch foreach norm": lambda: torch._foreach_norm(list(grads)),
+    }
+
+
+def _time_small(device: torch.device, rounds: int) -> dict[str, Any]:
+    parameters = _parameters([(SMALL_SIZE,)] * NUM_SMALL, device)
+    works = statistics_works([p.grad for p in parameters if p.grad is not None], parameters)
+    optimizer = optim.AdamW(parameters, lr=1e-6)
+    optimizer.register_vitals_hook(lambda vitals: None)
+    works["AdamW with vitals"] = optimizer.step
+    works["torch fused AdamW"] = torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
+    times = from_idle(works, rounds)
+    return {name: {"from_idle_ms": ms, "launches": num_launches(works[name])} for name, ms in times.items()}
+
+
+def _time_vr(shapes: Sequence[tuple[int, ...]], device: torch.device, k: int, rounds: int) -> dict[str, Any]:
+    """A whole step: `k` gradients arrive and are added up, then the update; what collecting adds counts with it."""
+    fused_parameters, vr_parameters = _parameters(shapes, device), _parameters(shapes, device)
+    parts = [[1e-3 * torch.randn_like(p) for p in vr_parameters] for _ in range(2)]
+    fused = torch.optim.AdamW(fused_parameters, lr=1e-6, fused=True)
+    vr = optim.VRAdamW(vr_parameters, lr=1e-6, k=k)
+
+    def arrive(parameters: Sequence[nn.Parameter]) -> None:
+        for number in range(k):
+            torch.autograd.backward(list(parameters), list(parts[number % 2]))
+
+    def whole(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        optimizer.zero_grad()
+        arrive(parameters)
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few parts, which are meant
+        times = in_turn(
+            {
+                "fused": fused.step,
+                "fused, whole": lambda: whole(fused, fused_parameters),
+                "vr, whole": lambda: whole(vr, vr_parameters),
+            },
+            rounds,
+            repeats=5,
+        )
+    spent = times["fused"] + times["vr, whole"] - times["fused, whole"]
+    return {"k": k, "fused_ms": times["fused"], "vr_ms": spent, "ratio": spent / times["fused"]}
+
+
+# -- in words -------------------------------------------------------------------------------------------------------
+
+PAIRS = (
+    ("AdamW with vitals", "torch fused AdamW"),
+    ("AdamW clipping, with vitals", "torch clip and fused AdamW"),
+)
+"""What is compared with what."""
+
+
+def format_gpu(result: dict[str, Any]) -> str:
+    """The result as text, in tables."""
+    copy = result["copy_bytes_per_second"]
+    lines = [
+        f"{result['machine']}, torch {result['torch']}, Triton {result['triton']}, {result['date']}",
+        f"a copy moves {copy / 1e9:,.0f} GB/s; medians of {result['rounds']} rounds, in turn, in one process",
+    ]
+    rows: list[tuple[str, ...]]
+    for name, shape in result["shapes"].items():
+        works = shape["works"]
+        rows = [("", "ms", "bytes a parameter", "floor ms", "of a copy's bandwidth", "launches")]
+        for work, found in works.items():
+            floor = found["bytes_per_parameter"] * shape["parameters"] / copy * 1000
+            rows.append(
+                (
+                    work,
+                    f"{found['ms']:.3f}",
+                    str(found["bytes_per_parameter"]),
+                    f"{floor:.3f}",
+                    f"{100 * found['share_of_copy']:.0f} %",
+                    str(found["launches"]),
+                )
+            )
+        lines += ["", f"{name}: {shape['parameters'] / 1e6:.0f}M parameters in {shape['tensors']} tensors, float32", ""]
+        lines += [markdown_table(rows), ""]
+        for ours, theirs in PAIRS:
+            idle = shape["from_idle_ms"]
+            lines.append(
+                f"{ours} / {theirs}: {works[ours]['ms'] / works[theirs]['ms']:.2f} on the device, "
+                f"{idle[ours] / idle[theirs]:.2f} from idle ({idle[ours]:.2f} and {idle[theirs]:.2f} ms)"
+            )
+    if "small" in result:
+        rows = [("", "from idle, ms", "launches")]
+        rows += [(work, f"{it['from_idle_ms']:.3f}", str(it["launches"])) for work, it in result["small"].items()]
+        lines += ["", f"{NUM_SMALL:,} tensors of {SMALL_SIZE:,} elements", "", markdown_table(rows)]
+    for found in result.get("vr", []):
+        lines += [
+            "",
+            f"VRAdamW, gpt-124m, {found['k']} parts: {found['vr_ms']:.2f} ms for collecting, scaling and updating, "
+            f"{found['ratio']:.2f} × torch's fused AdamW ({found['fused_ms']:.2f} ms)",
+        ]
+    for name, found in result.get("training", {}).items():
+        rows = [("", "ms a step", "of bare", "quartiles")]
+        for variant, times in found["variants"].items():
+            low, high = times["ratio_low"], times["ratio_high"]
+            rows.append((variant, f"{times['ms']:.2f}", f"{times['ratio']:.4f}", f"[{low:.4f}, {high:.4f}]"))
+        lines += ["", f"{name}: whole training steps, {found['micro_batches']} micro-batches, bf16 autocast", ""]
+        lines.append(markdown_table(rows))
+    return "\n".join(lines)

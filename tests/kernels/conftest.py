@@ -1,0 +1,33 @@
+"""Kernels run as they are on a GPU, and through Triton's interpreter where there is none: slow, but the same logic."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from gradvitals import kernels
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, so before anything imports them
+
+if find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels run."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    monkeypatch.setattr(kernels._State, "interpreted", True)
+    return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_given_up() -> None:
+    """A kernel that fails must fail its test, not be replaced by torch."""
+    yield
+    assert kernels._State.broken is None

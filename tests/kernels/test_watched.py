@@ -1,0 +1,146 @@
+"""A Monitor reads the same by kernels as by torch, and an AdamW that tells its vitals is not read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+from gradvitals import kernels
+from gradvitals.kernels import reader
+
+# The interpreter computes with numpy, which warns of what is an answer on a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+STEPS = 3
+
+
+class Attention(nn.Module):
+    """Two heads of 16 over a fused qkv weight, so that heads are read too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(inputs).chunk(3, dim=-1)
+        return self.out(torch.tanh(q) * k + v)
+
+
+def train(make, run: Path | None, device: torch.device, clip: bool = False) -> tuple[list[torch.Tensor], object]:
+    torch.manual_seed(0)
+    model = Attention().to(device)
+    optimizer = make(model.parameters())
+    config = gv.Config(tensor_every=1, quiet=True)
+    monitor = gv.watch(model, optimizer, run=run, config=config, batch_size=8) if run is not None else None
+    data = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            inputs = torch.randn(4, 32, generator=data).to(device)
+            loss = model(inputs).square().mean() / 2
+            loss.backward()
+        if monitor is not None:
+            monitor.observe(loss)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    if monitor is not None:
+        monitor.close()
+        assert not [finding for finding in monitor.findings if finding.id == "monitor_error"]
+    return [p.detach().clone() for p in model.parameters()], monitor
+
+
+def everything(run: Path) -> dict[tuple[str, str, str | None], np.ndarray]:
+    found = {}
+    with gv.open_run(run) as kept:
+        for kind in ("tensors", "layers", "heads"):
+            for metric in kept.metrics(kind):
+                for source in kept.sources(metric, kind) or [None]:
+                    found[kind, metric, source] = kept.matrix(metric, kind, source=source)[1]
+    return found
+
+
+def compare(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    assert {("heads", "gsnr", "microbatch"), ("tensors", "radial_gsnr", "microbatch")} <= found.keys()
+    for key, values in expected.items():
+        atol = 0.03 if key[1] == "gsnr/below_one_fraction" else 1e-6  # which torch counts in a sample
+        np.testing.assert_allclose(found[key], values, rtol=2e-4, atol=atol, err_msg=str(key))
+
+
+MAKERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "ours": lambda params: gv.optim.AdamW(params, lr=1e-2),
+    "ours, clipping": lambda params: gv.optim.AdamW(params, lr=1e-2, max_norm=0.1),
+}
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch, *args, **kwargs):
+    """The same without kernels."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "on_device", lambda tensor: False)
+        return train(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["torch", "ours, clipping"])
+def test_readings_are_those_of_torch(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(MAKERS[name], tmp_path / "kernels", device)
+    by_torch(monkeypatch, MAKERS[name], tmp_path / "torch", device)
+    compare(everything(tmp_path / "kernels"), everything(tmp_path / "torch"))
+
+
+def test_a_loop_that_clips_is_read_before_it_does(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(MAKERS["ours"], tmp_path / "kernels", device, clip=True)
+    by_torch(monkeypatch, MAKERS["ours"], tmp_path / "torch", device, clip=True)
+    compare(everything(tmp_path / "kernels"), everything(tmp_path / "torch"))
+
+
+def test_watching_changes_no_bit(tmp_path: Path, device: torch.device) -> None:
+    plain, _ = train(MAKERS["ours, clipping"], None, device)
+    watched, _ = train(MAKERS["ours, clipping"], tmp_path / "run", device)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_what_the_optimizer_tells_is_not_read_again(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first step nothing but micro-batches goes through a pass of its own."""
+    reads: list[bool] = []
+    original = reader.Reader.read
+
+    def counted(self, tensors, **options):
+        reads.append(options.get("others") is not None)  # only micro-batches are read beside their weights
+        return original(self, tensors, **options)
+
+    monkeypatch.setattr(reader.Reader, "read", counted)
+    train(MAKERS["ours"], tmp_path / "run", device)
+    assert reads.count(True) == 2 * STEPS
+    assert reads.count(False) <= 4  # the first step
+    with gv.open_run(tmp_path / "run") as kept:
+        assert np.isfinite(kept.matrix("update/norm")[1]).all()
+
+
+def test_kernels_that_fail_leave_the_reading_to_torch(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(reader, "chunk_sums", fail)
+    with pytest.warns(UserWarning, match="no compiler"):
+        train(MAKERS["torch"], tmp_path / "run", device)
+    assert kernels._State.broken == "no compiler"
+    kernels._State.broken = None
+    with gv.open_run(tmp_path / "run") as kept:
+        assert np.isfinite(kept.matrix("grad/norm")[1]).all()
