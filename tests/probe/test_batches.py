@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.probe.batches import Subject, first_batches, form_of, map_tensors, task_of
+from gradvitals.probe.batches import Subject, form_of, map_tensors, task_of
+from gradvitals.probe.reading import Reading
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
 CPU = torch.device("cpu")
@@ -70,9 +71,6 @@ def test_the_loss_of_batches_of_many_kinds(batch: Any) -> None:
     part = one.take(batch, 1, 3)
     assert torch.equal(one.inputs(part), X[1:3])
     assert torch.equal(one.target(part), Y[1:3])
-    replaced = one.with_inputs(batch, 2 * X)
-    assert torch.equal(one.inputs(replaced), 2 * X)
-    assert one.target(replaced) is Y
 
 
 def test_a_dataclass_keeps_what_is_no_tensor() -> None:
@@ -163,7 +161,7 @@ def test_an_output_without_logits() -> None:
 
 def test_no_more_batches_are_read_than_asked_for() -> None:
     batches = iter([1, 2, 3])
-    assert list(first_batches(batches, 2)) == [1, 2]
+    assert list(Reading(batches).first(2)) == [1, 2]
     assert next(batches) == 3
 
 

@@ -49,6 +49,7 @@ def test_the_questions_offered_are_those_there_are() -> None:
         ("no_such_module:factory", "there is no module 'no_such_module'"),
         ("examples.probe_factory:none", "has no function 'none'"),
         ("examples.probe_factory:angles", "has no function 'angles'"),
+        ("examples/probe_factory.py:factory", "without .py: examples.probe_factory:factory"),
     ],
 )
 def test_a_factory_that_is_not_there(factory: str, words: str) -> None:
@@ -64,4 +65,59 @@ def test_a_factory_that_makes_something_else(made: str, tmp_path: Path, monkeypa
     monkeypatch.delitem(__import__("sys").modules, "odd_factory", raising=False)
     result = CliRunner().invoke(main, ["probe", "odd_factory:factory"])
     assert result.exit_code == 2
-    assert "expected (model, loader, loss)" in result.output
+    assert "expected (model, loader), (model, loader, loss)" in result.output
+
+
+MADE = """
+import torch
+from torch import nn
+def data(): return [(torch.randn(4, 3), torch.zeros(4, 1)) for _ in range(5)]
+def plain():
+    print("noise from the factory")
+    return nn.Linear(3, 1), data(), nn.MSELoss()
+def own_settings(): return {"model": nn.Linear(3, 1), "loader": data(), "loss_fn": nn.MSELoss(), "n_batches": 3}
+def wrong_key(): return {"model": nn.Linear(3, 1), "loader": data(), "loss": nn.MSELoss()}
+def wants_more(size): return nn.Linear(3, 1), data(), nn.MSELoss()
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_here.py").write_text(MADE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "made_here", raising=False)
+
+
+@pytest.mark.usefixtures("made")
+def test_what_a_factory_prints_is_not_in_the_json() -> None:
+    result = CliRunner().invoke(main, ["probe", "made_here:plain", "--only", "signal", "--json"])
+    assert json.loads(result.stdout)["about"]["batches"] == 5
+    assert "noise from the factory" in result.stderr
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize(("options", "batches"), [([], 3), (["--batches", "2"], 2)])
+def test_settings_of_the_factory_hold_unless_an_option_is_given(options: list[str], batches: int) -> None:
+    args = ["probe", "made_here:own_settings", "--only", "signal", "--json", *options]
+    assert json.loads(CliRunner().invoke(main, args).stdout)["about"]["batches_asked"] == batches
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_key", "a dict with the key 'loss'; expected some of model, loader, loss_fn"),
+        ("wants_more", "takes size; expected a function without arguments"),
+    ],
+)
+def test_a_factory_with_odd_arguments(name: str, words: str) -> None:
+    result = CliRunner().invoke(main, ["probe", f"made_here:{name}"])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+@pytest.mark.usefixtures("made")
+def test_a_page_that_cannot_be_written_is_said_before_anything_runs() -> None:
+    result = CliRunner().invoke(main, ["probe", "made_here:plain", "--html", "no/such/folder/out.html"])
+    assert result.exit_code == 2
+    assert "noise from the factory" not in result.output

@@ -219,3 +219,29 @@ def test_autocast_outside_holds_inside() -> None:
             probed.mlp(), probed.classes(), lambda out, y: F.cross_entropy(out.float(), y), 4, progress=False
         )
     assert found.signal["total"]["norm"] > 0
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_window_keeps_names_and_verdicts_and_cuts_no_number(found: Probe, width: int) -> None:
+    text = probe_text(found.record(), width)
+    assert max(map(len, text.splitlines())) <= width
+    lines = [line.split() for line in text.splitlines()]
+    for row in found.signal["tensors"]:
+        assert any(line[:1] == [row["name"]] and line[-1:] == [row["verdict"]] for line in lines)
+    assert "…" not in text
+
+
+def test_long_names_are_folded_and_whole(found: Probe) -> None:
+    record = json.loads(json.dumps(found.record()))
+    name = "model.decoder.layers.11.self_attention.query_key_value.weight"
+    record["signal"]["tensors"][0]["name"] = name
+    text = probe_text(record, 80)
+    assert name in "".join("".join(line.split()[:1]) for line in text.splitlines())
+
+
+def test_regression_is_not_headed_by_accuracy() -> None:
+    x = torch.randn(16, 3)
+    batches = list(zip(x.split(8), x.sum(1, keepdim=True).split(8), strict=True))
+    text = str(gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 2, questions="robustness", progress=False))
+    assert "Loss when inputs change" in text
+    assert "accuracy" not in text

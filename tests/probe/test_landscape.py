@@ -152,3 +152,13 @@ def test_dropout_does_not_shake_the_line() -> None:
     found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 1, lr=1e-6, questions="landscape", progress=False)
     losses = found.landscape["line"]["loss"]
     assert max(losses) - min(losses) < 1e-4
+
+
+def test_a_line_whose_end_is_lowest_is_said_to_go_on() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    found = gv.probe(
+        model, probed.classes(), nn.CrossEntropyLoss(), 2, optimizer=optimizer, questions="landscape", progress=False
+    )
+    [told] = found.verdict
+    assert told["detail"] == "the lowest on the line is at 8 steps or beyond, where the line ends"

@@ -86,7 +86,7 @@ class Called(nn.Module):
         self.c = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.c(F.relu(self.b(self.relu(self.a(x))))).tanh())
+        return 2 * torch.sigmoid(self.c(F.relu(self.b(self.relu(self.a(x))))).tanh())
 
 
 def test_dead_and_saturated_units() -> None:
@@ -132,3 +132,85 @@ def test_the_same_gradients_with_or_without_looking_at_activations() -> None:
     alone = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions="signal", progress=False)
     both = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions=["signal", "layers"], progress=False)
     assert alone.signal["total"] == both.signal["total"]
+
+
+class Twice(nn.Module):
+    """Two calls of one kind in one forward, of different widths, and a sigmoid at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        return torch.sigmoid(100 * self.c(F.relu(self.b(x) - 100)))
+
+
+def test_calls_of_one_kind_in_one_forward_are_told_apart_and_the_output_is_left_out() -> None:
+    model = Twice()
+    seen = Activations(model)
+    with seen.watching():
+        for _ in range(2):
+            model(torch.randn(50, 4))
+    assert [(row["module"], row["units"], row["dead"]) for row in seen.records()] == [
+        ("", 3, 0),
+        ("forward, relu 2", 5, 5),
+    ]
+
+
+def test_units_behind_a_convolution_are_channels_and_behind_a_linear_layer_the_last() -> None:
+    conv, linear = nn.Conv1d(2, 3, 3), nn.Linear(6, 7)
+    conv.bias.data[1] = -100.0
+    seen = Activations(model := nn.Sequential(conv, nn.ReLU(), linear, nn.ReLU()))
+    with seen.watching():
+        model(torch.randn(8, 2, 8))
+    assert [(row["units"], row["dead"]) for row in seen.records()] == [(3, 1), (7, 0)]
+
+
+class NewGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (torch.tanh(40 * x) + 1.0)
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(40 * x))
+
+
+@pytest.mark.parametrize("kind", [NewGELU, Written])
+def test_gelu_is_no_tanh(kind: type[nn.Module]) -> None:
+    seen = Activations(model := nn.Sequential(nn.Linear(4, 8), kind(), nn.Linear(8, 2), nn.Tanh(), nn.Linear(2, 1)))
+    with seen.watching():
+        model(torch.randn(8, 4))
+    assert [(row["module"], row["kind"]) for row in seen.records()] == [("3", "tanh")]
+
+
+def test_a_number_of_units_that_changes_is_a_note() -> None:
+    seen = Activations(model := nn.Sequential(nn.ReLU()))
+    with seen.watching():
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 4))
+    assert "another number of units" in next(iter(seen.notes))
+
+
+def test_few_dead_units_are_counted_and_not_called_none() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    model[0].bias.data[3] = -100.0
+    found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 3, questions="layers", progress=False)
+    assert found.verdict[0]["severity"] == "fine"
+    assert "few dead units (1 of 16)" in found.verdict[0]["title"]
+
+
+def test_a_loss_that_is_nowhere_finite_has_no_gradients_to_show() -> None:
+    found = gv.probe(
+        probed.mlp(),
+        probed.classes(),
+        lambda output, target: output.sum() * math.nan,
+        3,
+        lr=0.1,
+        questions=["layers", "landscape", "samples"],
+        progress=False,
+    )
+    assert all(math.isnan(row["grad_norm"]) for row in found.layers["tensors"])
+    assert math.isnan(found.landscape["edge"])
+    assert {item["severity"] for item in found.verdict if item["question"] in ("landscape", "samples")} == {"critical"}

@@ -149,6 +149,7 @@ def record(kind: str = "table", name: str = "layer.0") -> dict[str, Any]:
             "histogram": {"edges": [-1.0, 0.0, 1.0], "counts": [1, 3]},
             "largest": [example],
             "contrary": [{**example, "target": 3}],
+            "suspects": [{**example, "dataset_index": 731, "target": 3, "label": name, "excess_loss": 6.5}],
         },
         "landscape": {
             "direction": "gradient",
@@ -183,6 +184,19 @@ def test_every_question_has_its_part(kind: str) -> None:
     ids = {attributes["id"] for _, attributes in read.elements if attributes.get("id")}
     links = {str(attributes["href"]) for name, attributes in read.elements if name == "a"}
     assert links == {f"#{name}" for name in ids}
+
+
+def test_suspects_come_first_and_verdicts_stand_beside_names() -> None:
+    found = record()
+    found["verdict"].append({"severity": "info", "title": "So it is", "advice": "do this."})
+    found["signal"]["layers"][0] |= {"gsnr": -0.06, "gsnr_low": -0.06, "gsnr_high": 0.14}
+    read = Reader(probe_page(found))
+    assert read.text.index("Suspects") < read.text.index("731") < read.text.index("Largest gradients")
+    assert "4 of 1,000 examples" in read.text
+    assert "Info So it is Try: do this." in read.text
+    assert "Layer Verdict" in read.text
+    assert "Tensor Verdict" in read.text
+    assert "below 0.14" in read.text
 
 
 @pytest.mark.parametrize("kind", ["table", "image", "text"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
@@ -16,6 +18,7 @@ from gradvitals.probe.batches import Subject, form_of
 from gradvitals.probe.gradients import trainable
 from gradvitals.probe.per_example import PerExample
 from gradvitals.probe.samples import cosines_with_the_others, osgr, samples_record
+from gradvitals.probe.suspects import excess_losses, standing_out
 
 
 def reader_of(model: nn.Module, loss_fn: Any, memory: int = 1 << 28) -> PerExample:
@@ -123,31 +126,145 @@ def test_osgr_is_liu_et_als_sum() -> None:
 
 def test_cosines_with_the_others_are_those_of_a_loop() -> None:
     grads = np.random.default_rng(1).normal(size=(9, 4)) + 0.3
-    mean = grads.mean(0)
-    found = cosines_with_the_others(np.linalg.norm(grads, axis=1), grads @ mean, float(np.linalg.norm(mean)))
-    for i, g in enumerate(grads):
-        others = np.delete(grads, i, axis=0).mean(0)
-        assert found[i] == pytest.approx(g @ others / np.linalg.norm(g) / np.linalg.norm(others))
+    units = grads / np.linalg.norm(grads, axis=1, keepdims=True)
+    found = cosines_with_the_others(units @ units.sum(0), float(np.linalg.norm(units.sum(0))))
+    for i, unit in enumerate(units):
+        others = np.delete(units, i, axis=0).mean(0)
+        assert found[i] == pytest.approx(unit @ others / np.linalg.norm(others))
 
 
-def test_wrong_labels_surface() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(192, 6)
-    right = (x[:, 0] > 0).long()
-    wrong = torch.tensor([7, 40, 77, 150])
+def mislabelled(seed: int, shuffle: bool = False) -> tuple[gv.probe.Probe, set[int]]:
+    """A model trained on labels of which some are wrong, examined."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(4, 10, generator=generator) * 1.5
+    right = torch.randint(4, (320,), generator=generator)
+    x = centres[right] + torch.randn(320, 10, generator=generator)
+    wrong = torch.randperm(320, generator=generator)[:16]
     y = right.clone()
-    y[wrong] = 1 - y[wrong]
-    model = nn.Linear(6, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(60):
+    y[wrong] = (y[wrong] + torch.randint(1, 4, (16,), generator=generator)) % 4
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(120):
         optimizer.zero_grad()
-        F.cross_entropy(model(x), right).backward()
+        F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    batches = list(zip(x.split(32), y.split(32), strict=True))
-    found = gv.probe(model, batches, nn.CrossEntropyLoss(), 6, questions="samples", progress=False)
-    named = [32 * one["batch"] + one["position"] for one in found.samples["largest"]]
-    assert set(wrong.tolist()) <= set(named)
-    assert all(found.samples["targets"][i] == int(y[i]) for i in range(192))
+    loader = DataLoader(TensorDataset(x, y), 32, shuffle=shuffle)
+    found = gv.probe(model, loader, nn.CrossEntropyLoss(), examples=320, questions="samples", progress=False)
+    return found, set(wrong.tolist())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_wrong_labels_are_the_first_suspects(seed: int) -> None:
+    found, wrong = mislabelled(seed, shuffle=True)
+    named = [one["dataset_index"] for one in found.samples["suspects"]]
+    assert sum(index in wrong for index in named) >= 9
+    flagged = {found.samples["dataset_indices"][i] for i in found.samples["standing_out"]}
+    assert len(flagged & wrong) >= 13
+    assert len(flagged - wrong) <= len(flagged & wrong)
+    [told] = [item for item in found.verdict if "stand out" in item["title"]]
+    assert told["title"].startswith(f"{len(flagged)} of 320 examples")
+    assert f"and {len(flagged) - 4} more" in told["detail"]
+
+
+def test_most_contrary_are_wrong_ones_too() -> None:
+    # Trained on the wrong labels: in the mean of raw gradients these outweigh all others, which then seem contrary.
+    found, wrong = mislabelled(0)
+    assert sum(one["dataset_index"] in wrong for one in found.samples["contrary"]) >= 8
+
+
+def test_a_class_that_is_not_learnt_is_not_suspect() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(100, generator=generator).tolist() + (4 + torch.rand(20, generator=generator)).tolist()
+    targets: list[int | None] = [0] * 100 + [1] * 20
+    losses[7] = 3.5
+    assert int(np.argmax(excess_losses(losses, targets))) == 7
+    assert int(np.argmax(losses)) >= 100
+
+
+def test_an_example_that_is_nearly_right_does_not_stand_out_beside_one_that_is_wrong() -> None:
+    # A model that has learnt nearly all: a loss of 0.3 is far out among losses of 0.01, and the answer is right.
+    losses, norms = np.full(100, 0.01) + np.linspace(0, 1e-3, 100), np.full(100, 1.0)
+    losses[[3, 4]], norms[[3, 4]] = [6.0, 0.3], [20.0, 5.0]
+    assert np.flatnonzero(standing_out(excess_losses(losses, [None] * 100), norms)).tolist() == [3]
+
+
+def test_examples_are_named_by_their_place_in_the_data_set() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 6)
+    for workers in (0, 1):
+        loader = DataLoader(
+            TensorDataset(x, torch.arange(40) % 3), 8, shuffle=True, generator=generator, num_workers=workers
+        )
+        before = generator.get_state()
+        found = probe_samples(probed.mlp(), loader, nn.CrossEntropyLoss())
+        assert torch.equal(generator.get_state(), before)
+        assert sorted(found["dataset_indices"]) == list(range(40))
+        for one in found["largest"]:
+            assert one["target"] == one["dataset_index"] % 3
+            loss = F.cross_entropy(probed.mlp()(x[one["dataset_index"]][None]), torch.tensor([one["target"]]))
+            assert one["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+
+
+def test_classes_have_their_names() -> None:
+    found = gv.probe(
+        probed.mlp(),
+        probed.classes(),
+        nn.CrossEntropyLoss(),
+        3,
+        questions="samples",
+        names=gv.probe.Names(classes=["cat", "dog", "cow"]),
+        progress=False,
+    )
+    assert {one["label"] for one in found.samples["suspects"]} <= {"cat", "dog", "cow"}
+    assert any(name in str(found) for name in ("cat", "dog", "cow"))
+
+
+def test_fewer_examples_than_asked_for_is_a_note() -> None:
+    found = gv.probe(
+        probed.mlp(), probed.classes(), nn.CrossEntropyLoss(), 3, questions="samples", examples=40, progress=False
+    )
+    assert any(note.startswith("samples: 24 of 40 examples") for note in found.notes)
+    assert "24 of 48" in str(found)
+
+
+def test_one_example_that_is_not_finite_is_named() -> None:
+    x = torch.randn(16, 6)
+    x[9, 2] = math.nan
+    loader = DataLoader(TensorDataset(x, torch.arange(16) % 3), 4)
+    found = gv.probe(probed.mlp(), loader, nn.CrossEntropyLoss(), questions="samples", progress=False)
+    told = [item for item in found.verdict if item["question"] == "samples"]
+    assert told[0]["severity"] == "critical"
+    assert told[0]["detail"] == "number 9 of the data set"
+    assert math.isfinite(found.samples["suspects"][1]["norm_over_median"])
+
+
+def test_a_tensor_that_is_not_of_examples_stays_whole_in_every_chunk() -> None:
+    # Class weights of 3 beside chunks of 3 examples.
+    weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * batch["w"].sum()).mean()
+
+    batch = {"x": torch.randn(8, 6), "y": torch.arange(8) % 3, "w": weights}
+    reader = reader_of(probed.mlp(), loss)
+    reader.chunk = 3
+    found = torch.cat([losses for losses, _ in reader.chunks(batch, 8)])
+    assert reader.method == "vmap"
+    expected = 6 * F.cross_entropy(probed.mlp()(batch["x"]), batch["y"], reduction="none")
+    torch.testing.assert_close(found, expected.detach())
+
+
+def test_the_second_pass_draws_what_the_first_drew_where_vmap_failed_in_between() -> None:
+    class Dropping(Peeking):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5))
+
+    reader = reader_of(Dropping(), nn.CrossEntropyLoss())
+    batch = (torch.randn(8, 6), torch.arange(8) % 3)
+    first, second = (torch.cat([losses for losses, _ in reader.chunks(batch, 8)]) for _ in range(2))
+    assert reader.method == "loop"
+    assert torch.equal(first, second)
 
 
 def test_small_chunks_and_a_second_pass_change_nothing() -> None:
@@ -195,3 +312,29 @@ def test_one_example_has_nothing_to_be_compared_with() -> None:
     subject = Subject(probed.mlp(), nn.CrossEntropyLoss(), "output, target", torch.device("cpu"))
     with pytest.raises(GradvitalsError, match="expected 2 or more"):
         samples_record(subject, trainable(subject.model), [(torch.ones(1, 6), torch.zeros(1, dtype=torch.long))])
+
+
+def test_a_loader_that_tells_no_places_is_a_note() -> None:
+    found = gv.probe(
+        probed.mlp(), iter(probed.classes()), nn.CrossEntropyLoss(), 3, questions="samples", progress=False
+    )
+    assert found.samples["suspects"][0]["dataset_index"] is None
+    assert any("tells no places in a data set" in note for note in found.notes)
+    assert "batch 0, place" in str(found)
+
+
+def test_dropout_draws_anew_in_every_batch_and_chunk() -> None:
+    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+    batch = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long))
+    subject = Subject(model, nn.CrossEntropyLoss(), "output, target", torch.device("cpu"))
+    for memory in (1 << 28, 1):
+        found, _ = samples_record(subject, trainable(model), [batch] * 3, memory_limit=memory)
+        assert len(set(found["norms"])) == 12
+
+
+def test_a_model_of_hugging_face_that_vmap_cannot_has_a_way_out() -> None:
+    model = Peeking()
+    model.config = SimpleNamespace(_attn_implementation="sdpa")
+    found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 2, questions="samples", progress=False)
+    [note] = [note for note in found.notes if "one example at a time" in note]
+    assert note.endswith("looks at values to decide what to do; a model made with attn_implementation='eager' may do")

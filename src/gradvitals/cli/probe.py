@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -16,7 +17,7 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
 @click.command()
 @click.argument("factory")
 @click.option(
-    "--batches", type=click.IntRange(min=1), default=10, show_default=True, help="Batches to take gradients of."
+    "--batches", type=click.IntRange(min=1), help="Batches to take gradients of. [default: the factory's, or 10]"
 )
 @click.option("--lr", type=float, help="Learning rate, for thresholds and the edge of stability.")
 @click.option(
@@ -26,7 +27,7 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
     help="Ask only this question; may be given several times. [default: all]",
 )
 @click.option(
-    "--examples", type=click.IntRange(min=2), default=256, show_default=True, help="Examples looked at singly."
+    "--examples", type=click.IntRange(min=2), help="Examples looked at singly. [default: the factory's, or 256]"
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Move the model there. [default: where it is]"
@@ -35,10 +36,10 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
 @json_option
 def probe(
     factory: str,
-    batches: int,
+    batches: int | None,
     lr: float | None,
     only: tuple[str, ...],
-    examples: int,
+    examples: int | None,
     device: str | None,
     html: Path | None,
     as_json: bool,
@@ -46,25 +47,27 @@ def probe(
     """Examine the model and the data that FACTORY makes, without training.
 
     FACTORY is `package.module:function`, found from the current folder. The function takes no arguments and returns
-    (model, loader, loss), (model, loader, loss, optimizer), or a dict of arguments of gv.probe.
+    (model, loader) for a model that gives its loss, (model, loader, loss), (model, loader, loss, optimizer), or a dict
+    of arguments of gv.probe. What it and the model print goes to stderr.
 
     \b
     Example:
       gradvitals probe examples.probe_factory:factory
       gradvitals probe examples.probe_factory:factory --lr 0.1 --html probe.html
-      gradvitals probe examples.probe_factory:factory --only samples --json | jq .samples.contrary
+      gradvitals probe examples.probe_factory:factory --only samples --json | jq .samples.suspects
     """
     from gradvitals.probe.examination import probe as examine
     from gradvitals.probe.factory import made_by
 
-    given: dict[str, Any] = {"n_batches": batches, "examples": examples}
-    if not sys.stderr.isatty():
-        given["progress"] = _Lines()  # where a bar would only make a mess
-    if lr is not None:
-        given["lr"] = lr
-    if only:
-        given["questions"] = [question for question in QUESTIONS if question in only]
-    found = examine(**{**made_by(factory, device), **given})
+    if html is not None and not (html.parent.is_dir() and os.access(html if html.exists() else html.parent, os.W_OK)):
+        raise click.BadParameter(f"cannot write {html}; expected a folder that is there and open", param_hint="--html")
+    asked = [question for question in QUESTIONS if question in only] or None
+    given = {"n_batches": batches, "examples": examples, "lr": lr, "questions": asked}
+    with contextlib.redirect_stdout(sys.stderr):
+        arguments = made_by(factory, device)
+        if not sys.stderr.isatty():
+            arguments.setdefault("progress", _Lines())  # where a bar would only make a mess
+        found = examine(**{**arguments, **{name: value for name, value in given.items() if value is not None}})
     if html is not None:
         found.save_html(html)
         click.echo(f"wrote {html}", err=True)

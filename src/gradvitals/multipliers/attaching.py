@@ -30,8 +30,9 @@ def attach(model: nn.Module, where: Where | None = None, kind: Kind = "scalar") 
     Args:
         model: Is changed.
         where: A regular expression that is looked for in the names of weights of two or more dimensions; or names of
-            parameters, also as `suggest` returns them; or a function of name and parameter. None takes every weight of
-            two or more dimensions but embeddings and what is tied to them.
+            parameters, also as `suggest` returns them; or a function of name and parameter. None takes what is called
+            a weight (``weight``, ``in_proj_weight``), has two or more dimensions, is trained and has no parametrization
+            yet, but not the weights of norms and of embeddings, and what is tied to them.
         kind: ``"scalar"``, ``"row"``, ``"column"`` or ``"both"``. Rows are the first dimension: of a linear layer the
             outputs. The paper advises against rows on the output head of a language model.
 
@@ -145,7 +146,10 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
     """First names of the chosen parameters; a tied one is chosen by any of its names."""
     if where is None:
-        names = [name for name, place in places.items() if place.weight.dim() > 1 and not _embeds(place.owners)]
+        large = [place for place in places.values() if place.weight.dim() > 1]
+        if large and all(map(_is_taken, large)):
+            raise GradvitalsError("every matrix has a parametrization already; merge(model) folds multipliers in")
+        names = [name for name, place in places.items() if _is_usual(place)]
     elif isinstance(where, str):
         matrices = {name: place for name, place in places.items() if place.weight.dim() > 1}
         names = [name for name, place in matrices.items() if any(re.search(where, alias) for alias in place.names)]
@@ -156,17 +160,34 @@ def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
         wanted = list(where)
         missing = [name for name in wanted if name not in first]
         if missing:
-            raise GradvitalsError(f"where names {missing[0]!r}; expected names out of {', '.join(list(places)[:20])}")
+            raise GradvitalsError(f"where names {missing[0]!r}; expected names out of {_matrices(places)}")
         names = list(dict.fromkeys(first[name] for name in wanted))
     if not names:
-        raise GradvitalsError(
-            f"where is {where!r} and chooses no parameter; expected some out of {', '.join(list(places)[:20])}"
-        )
+        raise GradvitalsError(f"where is {where!r} and chooses no parameter; expected some out of {_matrices(places)}")
     return names
 
 
-def _embeds(owners: Owners) -> bool:
-    return any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner, _ in owners)
+def _matrices(places: Mapping[str, _Place]) -> str:
+    """The names to choose from, a few of them."""
+    return ", ".join([name for name, place in places.items() if place.weight.dim() > 1][:20])
+
+
+def _is_usual(place: _Place) -> bool:
+    """Whether it gets a multiplier where nothing is said: a matrix that multiplies activations and is trained."""
+    return (
+        place.weight.dim() > 1
+        and place.weight.requires_grad
+        and not _is_taken(place)
+        and all("weight" in attribute and not _embeds_or_norms(owner) for owner, attribute in place.owners)
+    )
+
+
+def _is_taken(place: _Place) -> bool:
+    return any(parametrize.is_parametrized(owner, attribute) for owner, attribute in place.owners)
+
+
+def _embeds_or_norms(owner: nn.Module) -> bool:
+    return isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "norm" in type(owner).__name__.lower()
 
 
 def _attached(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Multiplier]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,17 @@ class Multiplier(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Multiply."""
         return multiplied(weight, {name: getattr(self, name) for name in PARTS[self.kind]})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Multiplier:
+        """What `model.bfloat16()` and the like do: multipliers go to the device and stay in float32 or above."""
+
+        def at_least_single(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            narrow = changed.is_floating_point() and changed.dtype.itemsize < 4
+            return tensor.to(changed.device) if narrow else changed
+
+        super()._apply(at_least_single, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradvitals.errors import ConfigError
 from gradvitals.multipliers.attaching import named_multipliers, without_multipliers
 
 WEIGHT_DECAY = 2e-3
@@ -15,13 +16,14 @@ WEIGHT_DECAY = 2e-3
 
 
 def param_groups(
-    model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None, *, weight_decay: float = WEIGHT_DECAY
+    model: nn.Module, groups: Iterable[Any] | None = None, *, weight_decay: float = WEIGHT_DECAY
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: yours, and the multipliers in one of their own.
 
     Args:
         model: With or without multipliers.
-        groups: Groups of your own. Multipliers that are in them are taken out. None: one group of all parameters.
+        groups: Groups of your own, or parameters as an optimizer takes them, also with names. Multipliers that are in
+            them are taken out. None: one group of all parameters.
         weight_decay: For the multipliers.
 
     Returns:
@@ -35,15 +37,22 @@ def param_groups(
         >>> [(len(group["params"]), group.get("weight_decay")) for group in gv.multipliers.param_groups(model)]
         [(2, None), (1, 0.002)]
     """
-    ours = {id(parameter): parameter for _, parameter in named_multipliers(model)}
-    given: list[dict[str, Any]] = (
-        [{"params": list(model.parameters())}] if groups is None else [dict(group) for group in groups]
-    )
-    for group in given:
+    ours = dict(named_multipliers(model))
+    held = {id(parameter) for parameter in ours.values()}
+    given = list(model.parameters() if groups is None else groups)
+    if not all(isinstance(group, Mapping) for group in given):
+        if any(isinstance(group, Mapping) for group in given):
+            raise ConfigError("groups holds groups and parameters beside each other; expected one or the other")
+        given = [{"params": given}]
+    found, named = [], False
+    for group in map(dict, given):
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        group["params"] = [item for item in members if id(item[1] if isinstance(item, tuple) else item) not in ours]
-    own = {"params": list(ours.values()), "weight_decay": weight_decay}
-    return [*given, *([own] if ours else [])]
+        # torch wants all groups to have names, or none.
+        named = named or any(isinstance(member, tuple) for member in members)
+        group["params"] = [item for item in members if id(item[1] if isinstance(item, tuple) else item) not in held]
+        found.append(group)
+    own = {"params": list(ours.items()) if named else list(ours.values()), "weight_decay": weight_decay}
+    return [*found, *([own] if ours else [])]
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, **options: Any) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradvitals.errors import GradvitalsError
+from gradvitals.probe.forms import Form, form_of
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Names under which a batch with names keeps what is to be predicted."""
@@ -20,47 +23,9 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
 """Names of what the model is fed, the most telling first."""
 
-MODEL_NAMES = ("model", "net", "network", "module")
-
-Form = Literal["output, target", "output", "model, batch", "own"]
-"""How the loss is called; `own` is a model that gives its loss itself."""
+__all__ = ["Form", "Subject", "form_of", "map_tensors", "task_of", "tensors_of", "unwrapped"]
 
 Found = TypeVar("Found")
-
-
-def form_of(loss_fn: Callable[..., Any] | None) -> Form:
-    """How a loss function wants to be called, by its signature.
-
-    Returns:
-        ``own`` for None; ``model, batch`` where the first argument is called `model`, `net`, `network` or `module`, or
-        is annotated as a module; ``output`` for a function of one argument; else ``output, target``.
-
-    Example:
-        >>> form_of(nn.MSELoss()), form_of(lambda model, batch: model(batch).mean()), form_of(None)
-        ('output, target', 'model, batch', 'own')
-    """
-    if loss_fn is None:
-        return "own"
-    if not callable(loss_fn):
-        raise GradvitalsError(
-            f"loss_fn is {loss_fn!r}; expected loss_fn(output, target), loss_fn(model, batch), or None for a model "
-            "that gives its own loss"
-        )
-    if isinstance(loss_fn, nn.Module):
-        return "output, target"
-    try:
-        parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):  # a function that is not written in Python
-        return "output, target"
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not placed:
-        return "output, target"
-    annotation = placed[0].annotation
-    is_module = isinstance(annotation, type) and issubclass(annotation, nn.Module)
-    if placed[0].name in MODEL_NAMES or is_module or str(annotation).endswith("Module"):
-        return "model, batch"
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return "output" if len(placed) == 1 and not variadic else "output, target"
 
 
 def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
@@ -69,7 +34,10 @@ def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
     if isinstance(batch, Tensor):
         result = change(batch)
     elif isinstance(batch, Mapping):
-        result = {key: map_tensors(value, change) for key, value in batch.items()}
+        # Of its own kind, where copies are known to be separate: a loss may want what a plain dict has not.
+        result = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else {}
+        for key, value in batch.items():
+            result[key] = map_tensors(value, change)
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         result = type(batch)(*(map_tensors(value, change) for value in batch))
     elif isinstance(batch, (tuple, list)):
@@ -110,7 +78,8 @@ def target_key(batch: Any) -> Any:
         return key
     # Without names that tell, what comes last is the target, as a DataLoader of pairs has it.
     told = [key for key, value in parts.items() if tensors_of(value)]
-    return told[-1] if not isinstance(batch, Mapping) and len(told) > 1 else None
+    alone = len(told) == 1 and told[0] != list(parts)[-1]  # (x, names of files) has no target
+    return told[-1] if not isinstance(batch, Mapping) and len(parts) > 1 and told and not alone else None
 
 
 @dataclass(frozen=True)
@@ -134,12 +103,23 @@ class Subject:
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def size(self, batch: Any) -> int:
-        """Number of examples: the first dimension of what the model is fed."""
+        """Number of examples: the first dimension of what the model is fed.
+
+        Raises:
+            GradvitalsError: when there is no such dimension, it is empty, or that of the target is another.
+        """
         shape = self.inputs(batch).shape
-        if not shape:
+        if not shape or shape[0] == 0:
+            what = "no examples" if shape else "a tensor without dimensions"
             raise GradvitalsError(
-                f"a batch of type {type(batch).__name__} holds a tensor without dimensions; "
-                "expected examples along the first dimension"
+                f"a batch of type {type(batch).__name__} holds {what}; expected examples along the first dimension"
+            )
+        target = self.target(batch)
+        if isinstance(target, Tensor) and self.splits and target.shape[:1] != shape[:1]:
+            raise GradvitalsError(
+                f"inputs have shape {tuple(shape)} and the target {tuple(target.shape)}; expected as many examples "
+                "along the first dimension of both: batches, not single examples; batch_first=True; or "
+                "loss_fn(model, batch)"
             )
         return shape[0]
 
@@ -153,11 +133,6 @@ class Subject:
         value = named(batch)[self._input_key(batch)]
         return value if isinstance(value, Tensor) else tensors_of(value)[0]
 
-    def with_inputs(self, batch: Any, inputs: Tensor) -> Any:
-        """The batch with that tensor replaced."""
-        old = self.inputs(batch)
-        return map_tensors(batch, lambda tensor: inputs if tensor is old else tensor)
-
     def target(self, batch: Any) -> Any:
         """What is to be predicted; the batch itself where it is a single tensor; None where there is none."""
         key = target_key(batch)
@@ -170,14 +145,17 @@ class Subject:
         """What the model returns for a batch."""
         key, parts = target_key(batch), named(batch)
         fed = {name: value for name, value in parts.items() if with_target or name != key or len(parts) == 1}
+        if isinstance(batch, Mapping):
+            accepted = _accepted(self.model, fed)
+        else:
+            fed, accepted = {name: value for name, value in fed.items() if tensors_of(value)}, {}
         try:
-            if isinstance(batch, Mapping):
-                accepted = _accepted(self.model, fed)
-                return self.model(**accepted) if accepted else self.model(*fed.values())
-            return self.model(*(value for value in fed.values() if tensors_of(value)))
+            return self.model(**accepted) if accepted else self.model(*fed.values())
         except Exception as error:
-            how = ", ".join(f"{name}: {_describe(value)}" for name, value in fed.items())
+            how = _called_with(accepted or fed)
             error.add_note(f"gradvitals called the model with {how}, from a batch of type {type(batch).__name__}")
+            if self.loss_fn is None:
+                error.add_note("loss_fn is None, so the model was given the target too and expected to return its loss")
             raise
 
     def output(self, batch: Any) -> Tensor:
@@ -195,28 +173,39 @@ class Subject:
         if not isinstance(output, Tensor) and isinstance(self.loss_fn, nn.Module):
             output = logits_of(output)
         if self.form == "output":
-            return checked_loss(self.loss_fn(output))
+            return checked_loss(self._called({"output": output}))
         target = self.target(batch)
-        return checked_loss(self.loss_fn(output, batch if target is None else target))
+        return checked_loss(self._called({"output": output, "target": batch if target is None else target}))
 
     def loss(self, batch: Any) -> Tensor:
         """The scalar loss of a batch, with its graph."""
         if self.form == "own":
             return checked_loss(_own_loss(self.raw_output(batch, with_target=True)))
         if self.form == "model, batch":
-            assert self.loss_fn is not None
-            return checked_loss(self.loss_fn(self.model, batch))
+            return checked_loss(self._called({"model": self.model, "batch": batch}))
         return self.loss_of(self.raw_output(batch), batch)
+
+    def _called(self, given: dict[str, Any]) -> Any:
+        """What loss_fn returns; an error in it says how it was called."""
+        assert self.loss_fn is not None
+        try:
+            return self.loss_fn(*given.values())
+        except Exception as error:
+            hint = "" if "model" in given else "; a function whose first argument is called model gets (model, batch)"
+            error.add_note(f"gradvitals called loss_fn({', '.join(given)}) with {_called_with(given)}{hint}")
+            raise
 
     def _input_key(self, batch: Any) -> Any:
         parts, target = named(batch), target_key(batch)
-        candidates = [key for key in INPUT_KEYS if key in parts] + [key for key in parts if key != target] + [*parts]
+        candidates = [key for key in INPUT_KEYS if key in parts] + [key for key in parts if key != target]
+        candidates += [*parts] if self.form == "model, batch" or len(parts) == 1 else []
         for key in candidates:
             if tensors_of(parts[key]):
                 return key
         raise GradvitalsError(
-            f"a batch of type {type(batch).__name__} holds no tensor ({_describe(batch)}); expected a tensor, "
-            "(inputs, target), a mapping of tensors, a named tuple or a dataclass"
+            f"a batch of type {type(batch).__name__} holds no tensor to feed the model with ({_describe(batch)}); "
+            "expected a tensor, (inputs, target), a mapping of tensors, a named tuple or a dataclass: texts are made "
+            "tensors by the loader's collate_fn"
         )
 
 
@@ -276,23 +265,6 @@ def task_of(subject: Subject, batch: Any) -> str:
     return "language" if tokens and output.dim() >= 3 else "classification"
 
 
-def first_batches(loader: Any, n_batches: int) -> Iterator[Any]:
-    """At most so many batches of a loader, whose own generators are put back afterwards."""
-    sampler = getattr(loader, "sampler", None)
-    holders = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
-    states = [(generator, generator.get_state()) for generator in generators]
-    try:
-        if n_batches > 0:
-            for number, batch in enumerate(loader, 1):
-                yield batch
-                if number == n_batches:
-                    break
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
 def _own_loss(output: Any) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
@@ -315,9 +287,15 @@ def _accepted(model: nn.Module, fed: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in fed.items() if name in parameters}
 
 
+def _called_with(given: Mapping[Any, Any]) -> str:
+    return "; ".join(f"{name}: {_describe(value)}" for name, value in given.items())
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, nn.Module):
+        return f"the {type(value).__name__}"
     if isinstance(value, Mapping):
         return f"a mapping with the keys {list(value)[:8]!r}"
     text = repr(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from torch import nn
 
 from gradvitals.errors import ConfigError, GradvitalsError, expect
 from gradvitals.probe.activations import Activations
-from gradvitals.probe.batches import Subject, first_batches, form_of, task_of, unwrapped
+from gradvitals.probe.averaging import averaging_of, note_of, verdict_of
+from gradvitals.probe.batches import Subject, form_of, task_of, unwrapped
 from gradvitals.probe.gradients import Gradients, trainable
 from gradvitals.probe.landscape import landscape_record
 from gradvitals.probe.layers import layers_record, planned_update
 from gradvitals.probe.names import Names, names_of
+from gradvitals.probe.optimizers import AT_REST, learning_rate, notes_on_optimizer
+from gradvitals.probe.reading import Reading, check_loader, check_model
 from gradvitals.probe.robustness import examine_robustness
 from gradvitals.probe.saliency import examine_saliency
 from gradvitals.probe.samples import samples_record
@@ -143,22 +146,26 @@ def probe(
     expect(isinstance(n_batches, int) and n_batches >= 1, "n_batches", n_batches, "a whole number of 1 or above")
     expect(isinstance(examples, int) and examples >= 2, "examples", examples, "a whole number of 2 or above")
     expect(memory_mb > 0, "memory_mb", memory_mb, "a positive number of megabytes")
-    if lr is None and optimizer is not None:
-        lr = float(optimizer.param_groups[0]["lr"])
-    expect(lr is None or (lr > 0 and math.isfinite(lr)), "lr", lr, "a positive learning rate, or None")
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise ConfigError(f"loader is {type(loader).__name__}; expected a DataLoader or another iterable of batches")
-    model = unwrapped(model)
+    number = lr is None or (isinstance(lr, (int, float)) and lr > 0 and math.isfinite(lr))
+    expect(number, "lr", lr, "a positive learning rate as a number, or None")
+    model = unwrapped(check_model(model))
+    check_loader(loader)
     parameters = trainable(model)
+    notes = []
+    if optimizer is not None:
+        notes = notes_on_optimizer(optimizer, parameters)
+        lr = learning_rate(optimizer) if lr is None else lr
+        notes += [AT_REST] if lr is None else []
     subject = Subject(model, loss_fn, form_of(loss_fn), _place(next(iter(parameters.values())).device, device))
     steps = n_batches + len(asked)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         untouched(model),
+        untouched(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext(),
         telling(progress, steps) as tell,
     ):
-        examination = _Examination(subject, parameters, asked, lr, optimizer, tell, names)
+        examination = _Examination(subject, parameters, asked, lr, optimizer, tell, names, notes)
         return examination.run(loader, n_batches, examples, memory_mb)
 
 
@@ -172,10 +179,13 @@ class _Examination:
         optimizer: torch.optim.Optimizer | None,
         tell: Telling,
         names: Names | None,
+        notes: list[str],
     ) -> None:
         self.subject, self.parameters, self.asked = subject, parameters, asked
         self.lr, self.optimizer, self.tell, self.names = lr, optimizer, tell, names
-        self.notes: list[str] = []
+        self.notes = notes
+        self.stepping = optimizer if optimizer is not None and learning_rate(optimizer) else None
+        """The optimizer where its step is more than nothing."""
         self.losses: list[float] = []
         self.sizes: list[int] = []
         self.kept: list[Any] = []
@@ -186,12 +196,17 @@ class _Examination:
         """Ask everything."""
         started = time.perf_counter()
         stream = Stream(list(self.parameters.values()), n_batches)
-        self._stream(loader, n_batches, examples, stream)
+        self.reading = Reading(loader)
+        self._stream(n_batches, examples, stream)
         first = self.subject.move(self.kept[0])
         self.subject = replace(self.subject, task=self._task(first))
         size = round(statistics.median(self.sizes))
         dataset = getattr(loader, "dataset", None)
-        train_size = len(dataset) if isinstance(dataset, Sized) else None
+        train_size = _length(dataset)
+        with untouched(self.subject.model):
+            averaging = averaging_of(self.subject, first)
+        self.notes += note_of(averaging)
+        names = self.names or names_of(self.subject.model, loader)
         ways: dict[str, Callable[[], Any]] = {
             "signal": lambda: signal_record(list(self.parameters), stream, size, self.lr),
             "layers": lambda: self._layers(stream),
@@ -202,6 +217,8 @@ class _Examination:
                 most=examples,
                 memory_limit=memory_mb << 20,
                 train_size=train_size,
+                indices=self.reading.of,
+                label=names.label,
                 tick=self.tell.say,
             ),
             "landscape": lambda: landscape_record(
@@ -209,36 +226,42 @@ class _Examination:
                 list(self.parameters.values()),
                 first,
                 lr=self.lr,
-                optimizer=self.optimizer,
+                optimizer=self.stepping,
                 tick=self.tell.say,
             ),
-            "saliency": lambda: examine_saliency(
-                self.subject, first, tick=self.tell.say, names=self.names or names_of(self.subject.model, loader)
-            ),
+            "saliency": lambda: examine_saliency(self.subject, first, tick=self.tell.say, names=names),
             "robustness": lambda: examine_robustness(self.subject, first, tick=self.tell.say),
         }
         answers = {question: self._answer(question, ways[question]) for question in QUESTIONS if question in self.asked}
+        if answers.get("samples") and self.reading.indices is None and not isinstance(loader, (list, tuple)):
+            self.notes.append(
+                "samples: the loader tells no places in a data set; batch and position are those of this time"
+            )
         about = self._about(n_batches, size, train_size, [q for q in answers if answers[q] is not None])
         about["seconds"] = time.perf_counter() - started
-        found = verdicts({"about": about, **answers})
+        shapes = self._shapes(first) if averaging["kind"] == "other" else ""
+        about["averaging"] = averaging["kind"]
+        found = verdicts({"about": about, **answers}, verdict_of(averaging, shapes))
         return Probe(about=about, verdict=found, notes=self.notes, **answers)
 
-    def _stream(self, loader: Iterable[Any], n_batches: int, examples: int, stream: Stream) -> None:
+    def _stream(self, n_batches: int, examples: int, stream: Stream) -> None:
         """One pass over the batches."""
         wants_gradients = bool({"signal", "layers"} & set(self.asked))
         watch = self.activations.watching if "layers" in self.asked else nullcontext
         gradients = Gradients(list(self.parameters.values()))
-        for number, raw in enumerate(first_batches(loader, n_batches), 1):
-            batch = self.subject.move(raw)
-            if sum(self.sizes) < examples:
-                self.kept.append(raw)
-            self.sizes.append(self.subject.size(batch))
-            with watch(), torch.set_grad_enabled(wants_gradients):
-                loss = self.subject.loss(batch)
-            if wants_gradients:
-                stream.add(gradients(loss))
-            self.losses.append(float(loss.detach()))
-            self.tell.step(f"batch {number}")
+        # Closed at once, so that the loader's generators are not put back at some later time.
+        with closing(self.reading.first(n_batches)) as batches:
+            for number, raw in enumerate(batches, 1):
+                batch = self.subject.move(raw)
+                if sum(self.sizes) < examples:
+                    self.kept.append(raw)
+                self.sizes.append(self.subject.size(batch))
+                with watch(), torch.set_grad_enabled(wants_gradients):
+                    loss = self.subject.loss(batch)
+                if wants_gradients:
+                    stream.add(gradients(loss))
+                self.losses.append(float(loss.detach()))
+                self.tell.step(f"batch {number}")
         self._note_on_batches(n_batches)
 
     def _note_on_batches(self, n_batches: int) -> None:
@@ -254,6 +277,15 @@ class _Examination:
                 f"batches have {min(self.sizes)} to {max(self.sizes)} examples and weigh the same; "
                 "GSNR stands for the median size"
             )
+
+    def _shapes(self, batch: Any) -> str:
+        """Shapes of output and target, where both are tensors."""
+        try:
+            with untouched(self.subject.model), torch.no_grad():
+                output, target = self.subject.output(batch), self.subject.target(batch)
+        except Exception:  # a model that is fed by the loss alone
+            return "an output that cannot be had by itself"
+        return f"output {tuple(output.shape)}, target {tuple(getattr(target, 'shape', ()))}"
 
     def _task(self, batch: Any) -> str:
         try:
@@ -280,12 +312,14 @@ class _Examination:
 
     def _layers(self, stream: Stream) -> dict[str, Any]:
         updates = None
-        if self.optimizer is not None:
+        if self.stepping is not None and stream.count:
             try:
-                updates = planned_update(self.optimizer, list(self.parameters.values()), stream.mean)
+                updates = planned_update(self.stepping, list(self.parameters.values()), stream.mean)
             except Exception as error:
                 self.notes.append(f"layers: the optimizer's step could not be made on a copy: {error}")
-        return layers_record(self.parameters, stream.mean, updates, self.lr, self.activations.records())
+        self.notes += self.activations.notes
+        mean = stream.mean if stream.count else [torch.full_like(one, math.nan) for one in stream.mean]
+        return layers_record(self.parameters, mean, updates, self.lr, self.activations.records())
 
     def _about(self, asked: int, size: int, train_size: int | None, answered: list[str]) -> dict[str, Any]:
         flags = {module.training for module in self.subject.model.modules()}
@@ -308,6 +342,13 @@ class _Examination:
             "losses": self.losses,
             "questions": answered,
         }
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # none, or one that cannot tell
+        return None
 
 
 def _place(home: torch.device, wanted: str | torch.device | None) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from gradvitals.errors import GradvitalsError
+from gradvitals.probe.examination import probe
 
 PLACES = ("model", "loader", "loss_fn", "optimizer")
-WANTED = "(model, loader, loss), (model, loader, loss, optimizer) or a dict of arguments of gv.probe"
+WANTED = "(model, loader), (model, loader, loss), (model, loader, loss, optimizer) or a dict of arguments of gv.probe"
 
 
 def made_by(path: str, device: str | None = None) -> dict[str, Any]:
@@ -30,6 +32,9 @@ def made_by(path: str, device: str | None = None) -> dict[str, Any]:
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise GradvitalsError(f"the factory is {path!r}; expected package.module:function, e.g. train:make_probe")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise GradvitalsError(f"the factory is {path!r}; expected the module without .py: {dotted}:{name}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -42,6 +47,15 @@ def made_by(path: str, device: str | None = None) -> dict[str, Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise GradvitalsError(f"{module_name} has no function {name!r}; expected one that returns {WANTED}")
+    needed = [
+        p.name
+        for p in _parameters(function)
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise GradvitalsError(
+            f"{path} takes {', '.join(needed)}; expected a function without arguments, that returns {WANTED}"
+        )
     arguments = _arguments(path, function())
     if device is not None:
         arguments["model"].to(_device(device))
@@ -58,7 +72,20 @@ def _arguments(path: str, made: Any) -> dict[str, Any]:
     if not isinstance(arguments.get("model"), nn.Module) or "loader" not in arguments:
         got = type(arguments.get("model")).__name__
         raise GradvitalsError(f"{path} returned a model of type {got}; expected {WANTED}, with a torch.nn.Module first")
+    known = list(inspect.signature(probe).parameters)
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise GradvitalsError(
+            f"{path} returned a dict with the key {unknown[0]!r}; expected some of {', '.join(known)}"
+        )
     return arguments
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        return []
 
 
 def _device(name: str) -> str:

@@ -22,6 +22,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no parameter with requires_grad; expected at least one: "
             "call model.requires_grad_(True)"
         )
+    odd = [name for name, p in found.items() if p.is_complex()]
+    if odd:
+        raise GradvitalsError(f"{odd[0]} is complex; expected real parameters: give its parts as torch.view_as_real")
     made_without = [name for name, p in model.named_parameters() if not nn.parameter.is_lazy(p) and p.is_inference()]
     if made_without:
         raise GradvitalsError(

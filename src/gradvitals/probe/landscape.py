@@ -177,7 +177,7 @@ def landscape_record(
             losses.append(curvature.loss())
         tick("line")
     finite = [(loss, step) for loss, step in zip(losses, steps, strict=True) if math.isfinite(loss)]
-    edge = 2 / value if value > 0 else math.inf
+    edge = math.nan if math.isnan(value) else 2 / value if value > 0 else math.inf
     record = {
         "direction": name,
         "lr": lr,
@@ -211,7 +211,10 @@ def moved(parameters: Sequence[nn.Parameter], direction: Vector, step: float) ->
 
 
 def _whole(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Vector:
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+    return [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        for g, p in zip(grads, parameters, strict=True)
+    ]
 
 
 def _dot(left: Vector, right: Vector) -> float:

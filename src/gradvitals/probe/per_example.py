@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradvitals.probe.batches import Subject, map_tensors
+from gradvitals.probe.batches import Subject, map_tensors, tensors_of
 from gradvitals.probe.gradients import gradients
+from gradvitals.probe.untouched import same_randomness
+
+SEEDS_A_BATCH = 1_000_003
 
 
 class _Loss(nn.Module):
@@ -53,15 +56,23 @@ class PerExample:
                 frozen.append(name)
         return frozen
 
-    def chunks(self, batch: Any, size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """For some examples at a time: their losses `[n]`, and their gradients `[n, ...]` for each parameter."""
+    def chunks(self, batch: Any, size: int, number: int = 0) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """For some examples at a time: their losses `[n]`, and their gradients `[n, ...]` for each parameter.
+
+        Random numbers are those of the batch's number and the place in it: another pass draws the same.
+        """
         start = 0
+        whole = self.subject.size(batch)
+        per_example = [leaf.dim() > 0 and leaf.shape[0] == whole for leaf in tensors_of(batch)]
         while start < size:
             stop = min(start + self.chunk, size)
             part = self.subject.take(batch, start, stop)
+            seed = SEEDS_A_BATCH * number + start
             if self.method == "vmap":
                 try:
-                    yield self._by_vmap(part, stop - start)
+                    with same_randomness(seed):
+                        found = self._by_vmap(part, per_example)
+                    yield found
                     start = stop
                     continue
                 except torch.cuda.OutOfMemoryError:
@@ -70,15 +81,16 @@ class PerExample:
                     self.chunk = max(1, self.chunk // 2)
                     continue
                 except Exception as error:  # what vmap cannot do is told by errors of many kinds
-                    self.method, self.why = "loop", _first_line(error)
-            yield self._by_loop(part, stop - start)
+                    self.method, self.why = "loop", self._reason(error)
+            with same_randomness(seed):
+                found = self._by_loop(part, stop - start)
+            yield found
             start = stop
 
-    def _by_vmap(self, batch: Any, size: int) -> tuple[Tensor, list[Tensor]]:
+    def _by_vmap(self, batch: Any, per_example: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         module = _Loss(self.subject)
-        leaves: list[Tensor] = []
-        map_tensors(batch, leaves.append)
-        mapped = [0 if leaf.dim() and leaf.shape[0] == size else None for leaf in leaves]
+        leaves = tensors_of(batch)
+        mapped = [0 if own else None for own in per_example]
 
         def loss_of_one(parameters: dict[str, Tensor], *of_one: Tensor) -> Tensor:
             fed = iter([leaf if dim is None else leaf.unsqueeze(0) for leaf, dim in zip(of_one, mapped, strict=True)])
@@ -102,13 +114,17 @@ class PerExample:
             rows.append(self._whole(gradients(loss, list(self.parameters.values()))))
         return torch.stack(losses), [torch.stack(column) for column in zip(*rows, strict=True)]
 
+    def _reason(self, error: Exception) -> str:
+        """Why it cannot, and a way out where one is known."""
+        text = (str(error) or type(error).__name__).strip().splitlines()[0].removeprefix("vmap: ")
+        if ".item()" in text or "data-dependent" in text:
+            text = "the model, or its loss, looks at values to decide what to do"
+        attention = getattr(getattr(self.subject.model, "config", None), "_attn_implementation", None)
+        way_out = "; a model made with attn_implementation='eager' may do" if attention not in (None, "eager") else ""
+        return (text if len(text) <= 160 else text[:157] + "...") + way_out
+
     def _whole(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         return [
-            torch.zeros_like(p) if grad is None else grad
+            torch.zeros_like(p) if grad is None else grad.to_dense() if grad.is_sparse else grad
             for grad, p in zip(grads, self.parameters.values(), strict=True)
         ]
-
-
-def _first_line(error: Exception) -> str:
-    text = (str(error) or type(error).__name__).strip().splitlines()[0]
-    return text if len(text) <= 160 else text[:157] + "..."

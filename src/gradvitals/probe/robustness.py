@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import expect
-from gradvitals.probe.attribution import IGNORED, predicts_own_tokens
+from gradvitals.probe.accuracy import accuracy, by_chance
 from gradvitals.probe.perturb import Opening, Outcome, Sample, Where, at_rest
+from gradvitals.probe.verdict import item
 
 if TYPE_CHECKING:
     from gradvitals.probe.batches import Subject
@@ -33,7 +34,8 @@ class Robustness:
     """Name of the argument or of the embedding."""
     examples: int
     scale: float
-    """Standard deviation of the data over the batch: the unit of `relative`."""
+    """Standard deviation of the data over the batch, the unit of `relative`; of a table the median over its columns,
+    each of which moves by its own."""
     relative: list[float]
     """Sizes in standard deviations of the data, from 0."""
     sizes: list[float]
@@ -46,8 +48,11 @@ class Robustness:
     lipschitz: dict[str, float]
     """Local Lipschitz constant of the output, over examples: `median`, `largest`; and of the loss of one example,
     taken as its part of a mean over the batch: `loss`, the median norm of its gradient."""
+    chance: float
+    """Accuracy of the commonest answer alone; nan where there are no classes."""
     half_at: dict[str, float]
-    """By kind, the size in standard deviations at which accuracy has lost half of what it was; nan where it did not."""
+    """By kind, the size in standard deviations at which accuracy has lost half of what it was above `chance`; nan where
+    it did not, or was not above it."""
     verdict: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -127,8 +132,8 @@ def robustness(
     with at_rest(model):
         opening = Opening(model, sample, where)
         x = opening.values
-        scale = float(x.double().std()) if x.numel() > 1 else 0.0
-        scale = scale or float(x.double().abs().mean()) or 1.0
+        units = _units(x, columns=opening.kind == "inputs" and x.ndim == 2)
+        scale = float(units[units > 0].double().median())
         grad, clean = opening.gradient(x)
         ladder = [0.0, *sorted(relative)]
         generator = torch.Generator().manual_seed(seed)
@@ -137,11 +142,11 @@ def robustness(
         curves: dict[str, list[tuple[float, float]]] = {"noise": [start], "fgsm": [start], "pgd": [start]}
         for size in ladder[1:]:
             tick(f"robustness: size {size:g}")
-            within = Ball(x, size * scale, bounds)
+            within = Ball(x, size * units, bounds)
             curves["noise"].append(
-                _mean([judge.at(within(noise)) for noise in _signs(x, size * scale, draws, generator)])
+                _mean([judge.at(within(noise)) for noise in _signs(x, size * units, draws, generator)])
             )
-            first = within(x + size * scale * grad.sign())
+            first = within(x + size * units * grad.sign())
             fgsm, worst = pgd(opening, first, within, steps)
             curves["fgsm"].append(judge(fgsm))
             curves["pgd"].append(judge(worst))
@@ -151,8 +156,13 @@ def robustness(
     named = {
         kind: {"loss": [a for a, _ in points], "accuracy": [b for _, b in points]} for kind, points in curves.items()
     }
-    slope = float(grad.double().abs().sum())
-    half_at = {kind: _half_at(ladder, curve["accuracy"]) for kind, curve in named.items()}
+    # By `sizes`, so that a table's columns count by how far each moves.
+    slope = float((grad.double().abs() * units.double()).sum()) / scale
+    chance, doubt = by_chance(clean.output, sample.target, opening.ids)
+    learnt = start[1] > chance + doubt
+    half_at = {
+        kind: _half_at(ladder, curve["accuracy"], chance) if learnt else math.nan for kind, curve in named.items()
+    }
     of_loss = float((grad.double() * count).reshape(count, -1).norm(dim=1).median()) if count else math.nan
     return Robustness(
         where=opening.kind,
@@ -164,8 +174,9 @@ def robustness(
         curves=named,
         slope=slope,
         lipschitz={"median": _median(constants), "largest": max(constants, default=math.nan), "loss": of_loss},
+        chance=chance,
         half_at=half_at,
-        verdict=_verdict(ladder, named, half_at),
+        verdict=_verdict(start[1], chance, half_at),
     )
 
 
@@ -229,55 +240,6 @@ def lipschitz(opening: Opening, iterations: int, generator: torch.Generator) -> 
     return [float(value) for value in best]
 
 
-def accuracy(output: Tensor | None, target: Tensor | None, tokens: Tensor | None = None) -> float:
-    """Share of right answers; nan where answers are not of a kind that is right or wrong.
-
-    Classes are the highest score along the last axis (or the second, as torch's cross entropy has it); a target of
-    -100 does not count. Where the targets are the model's own tokens, it predicts the next one, as language models
-    do that shift their labels themselves. One output an example with targets 0 and 1 is a yes-or-no question: yes is
-    above 0, or above one half where all outputs are probabilities.
-
-    Args:
-        output: of the model.
-        target: what it should be.
-        tokens: the tokens the model was called with.
-
-    Returns:
-        A number from 0 to 1, or nan.
-
-    Example:
-        >>> accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1]))
-        0.5
-    """
-    if output is None or target is None:
-        return math.nan
-    target = target.to(output.device)
-    if target.shape == output.shape or target.numel() == output.numel():
-        if not bool(((target == 0) | (target == 1)).all()):
-            return math.nan
-        if (
-            output.ndim == 2
-            and output.shape[1] > 1
-            and target.shape == output.shape
-            and bool((target.sum(1) == 1).all())
-        ):
-            return float((output.argmax(1) == target.argmax(1)).double().mean())
-        middle = 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0
-        return float(((output.reshape(-1) > middle) == (target.reshape(-1) > 0.5)).double().mean())
-    if target.is_floating_point() or output.ndim < 2:
-        return math.nan
-    if output.shape[:-1].numel() == target.numel():
-        answer = output.argmax(-1).reshape(target.shape)
-    elif output.shape[:1] + output.shape[2:] == target.shape:
-        answer = output.argmax(1)
-    else:
-        return math.nan
-    if predicts_own_tokens(target, tokens):
-        answer, target = answer[:, :-1], target[:, 1:]
-    counted = target != IGNORED
-    return float((answer == target)[counted].double().mean()) if bool(counted.any()) else math.nan
-
-
 class _Judge:
     """Loss and accuracy of an outcome."""
 
@@ -296,7 +258,7 @@ class _Judge:
 class Ball:
     """Brings values back to within a radius of where they were, in the maximum norm, and within bounds."""
 
-    def __init__(self, center: Tensor, radius: float, bounds: tuple[float, float] | None) -> None:
+    def __init__(self, center: Tensor, radius: Tensor, bounds: tuple[float, float] | None) -> None:
         self.center = center
         self.radius = radius
         self.bounds = bounds
@@ -307,7 +269,15 @@ class Ball:
         return inside if self.bounds is None else inside.clamp(*self.bounds)
 
 
-def _signs(x: Tensor, size: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _units(x: Tensor, *, columns: bool) -> Tensor:
+    """One standard deviation: of all values, or of each column of a table. A column that is constant stays as it is."""
+    if columns and len(x) > 1 and bool((own := x.double().std(dim=0)).any()):
+        return own.to(x)
+    whole = float(x.double().std()) if x.numel() > 1 else 0.0
+    return x.new_tensor(whole or float(x.double().abs().mean()) or 1.0)
+
+
+def _signs(x: Tensor, size: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
     for _ in range(draws):
         signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
         yield x + size * signs.to(x)
@@ -334,9 +304,9 @@ def _median(values: list[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).median()) if values else math.nan
 
 
-def _half_at(sizes: list[float], accuracies: list[float]) -> float:
-    """Where the curve first crosses half of its start, by straight lines between its points; nan if it never does."""
-    half = accuracies[0] / 2
+def _half_at(sizes: list[float], accuracies: list[float], chance: float) -> float:
+    """Where the curve first crosses the middle between its start and chance, by straight lines; nan if never."""
+    half = (accuracies[0] + chance) / 2
     for at in range(1, len(sizes)):
         before, after = accuracies[at - 1], accuracies[at]
         if after <= half < before:
@@ -344,30 +314,24 @@ def _half_at(sizes: list[float], accuracies: list[float]) -> float:
     return math.nan
 
 
-def _verdict(
-    sizes: list[float], curves: dict[str, dict[str, list[float]]], half_at: dict[str, float]
-) -> list[dict[str, Any]]:
-    """Words where a change that could go unnoticed takes half of the accuracy, by intent or even by chance."""
-    clean = curves["noise"]["accuracy"][0]
-
-    def said(severity: str, kind: str, title: str, advice: str) -> list[dict[str, Any]]:
-        size = f"{half_at[kind]:.2g} standard deviations of the data"
-        detail = f"Accuracy falls from {clean:.3g} to half of it at a change of {size}."
-        found = {"severity": severity, "question": "robustness", "title": title, "detail": detail, "names": []}
-        return [{**found, "advice": advice}]
-
-    if half_at["noise"] <= 0.1:
-        return said(
-            "warning",
+def _verdict(clean: float, chance: float, half_at: dict[str, float]) -> list[dict[str, Any]]:
+    """Words where a change that could go unnoticed takes half of what was learnt, by intent or even by chance."""
+    for kind, severity, title, advice in (
+        (
             "noise",
-            "Random noise breaks the model",
-            "Train with noise or augmentation; check the scale of the inputs.",
-        )
-    if half_at["pgd"] <= 0.1:
-        return said(
-            "info",
+            "warning",
+            "random noise breaks the model",
+            "noise or augmentation in training",
+        ),
+        (
             "pgd",
-            "Small directed changes break the model",
-            "Usual without adversarial training; it matters where inputs can be hostile.",
-        )
+            "info",
+            "small directed changes break the model",
+            "adversarial training where inputs can be hostile; without it this is usual",
+        ),
+    ):
+        if half_at[kind] <= 0.1:
+            size = f"{half_at[kind]:.2g} standard deviations of the data"
+            detail = f"accuracy falls from {clean:.3g} halfway to that of the commonest answer, {chance:.3g}, at {size}"
+            return [item(severity, "robustness", title, detail, (), advice)]
     return []

@@ -14,6 +14,7 @@ from gradvitals.errors import expect
 from gradvitals.probe.attribution import answer_of, integrated_gradients, smoothgrad
 from gradvitals.probe.names import Names
 from gradvitals.probe.perturb import Opening, Sample, Where, at_rest, first_examples
+from gradvitals.probe.verdict import item
 from gradvitals.types import FloatArray
 
 if TYPE_CHECKING:
@@ -301,42 +302,24 @@ def _verdict(profile: dict[str, FloatArray], completeness: dict[str, float], nam
         scores = profile[axis]
         unused = [names[at] if at < len(names) else str(at) for at in np.flatnonzero(scores == 0)]
         if not scores.any():
-            found.append(
-                _said(
-                    "critical",
-                    "No input matters",
-                    "The answer does not change with any input.",
-                    [],
-                    "Check that the input reaches the output.",
-                )
-            )
+            advice = "check that the input reaches the output"
+            found.append(item("critical", "saliency", "no input matters", "no answer changes with it", (), advice))
         elif unused:
             found.append(
-                _said(
+                item(
                     "warning",
+                    "saliency",
                     f"{len(unused)} of {len(scores)} {axis}s have no influence",
-                    f"Their gradient is exactly zero in every example looked at: {', '.join(unused[:8])}.",
+                    f"their gradient is exactly zero in every example looked at: {', '.join(unused[:8])}",
                     unused,
-                    f"Check that these {axis}s reach the model and are not constant; leave them out if so.",
+                    f"check that these {axis}s reach the model and are not constant; leave them out if so",
                 )
             )
     if completeness["error"] > 0.05:
-        detail = f"They sum to {completeness['found']:.3g}, the answer changes by {completeness['expected']:.3g}."
-        found.append(
-            _said("info", "Integrated gradients do not add up", detail, [], "Take more steps; read them with care.")
-        )
+        detail = f"they sum to {completeness['found']:.3g}, the answer changes by {completeness['expected']:.3g}"
+        title, advice = "integrated gradients do not add up", "read them with care: the answer has steps between"
+        found.append(item("info", "saliency", title, detail, (), advice))
     return found
-
-
-def _said(severity: str, title: str, detail: str, names: list[str], advice: str) -> dict[str, Any]:
-    return {
-        "severity": severity,
-        "question": "saliency",
-        "title": title,
-        "detail": detail,
-        "names": names,
-        "advice": advice,
-    }
 
 
 def _listed(value: Any) -> Any:

@@ -26,14 +26,17 @@ from torch import Tensor, nn
 
 from gradvitals.errors import GradvitalsError
 from gradvitals.functional.intervals import Estimate
+from gradvitals.functional.norms import squared_norm
+from gradvitals.measure.stats import accumulator
 from gradvitals.probe.batches import Subject
 from gradvitals.probe.per_example import PerExample
 from gradvitals.probe.signal import noise_scale_of
 from gradvitals.probe.streaming import Stream
-from gradvitals.probe.untouched import same_randomness
+from gradvitals.probe.suspects import add_examples
 
-MOST_NAMED = 10
 BINS = 20
+USUAL = 256
+"""Examples that are looked at where nothing else is asked for."""
 
 
 def osgr(gsnr: float, train_size: float) -> float:
@@ -63,9 +66,11 @@ def samples_record(
     parameters: dict[str, nn.Parameter],
     batches: Sequence[Any],
     *,
-    most: int = 256,
+    most: int = USUAL,
     memory_limit: int = 1 << 29,
     train_size: int | None = None,
+    indices: Callable[[int, int], Sequence[int | None]] = lambda batch, size: [None] * size,
+    label: Callable[[int], str] = str,
     tick: Callable[[str], object] = lambda label: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The answer as a plain record, and notes on what was not as asked.
@@ -77,6 +82,8 @@ def samples_record(
         most: Examples to look at.
         memory_limit: Bytes for the gradients that are held at once.
         train_size: Examples of the training set; None where it is not known.
+        indices: Gives, for the number of a batch and its size, the places of its examples in the data set.
+        label: Gives the name of a class.
         tick: Called after each batch.
     """
     reader = PerExample(subject, parameters, memory_limit)
@@ -85,24 +92,25 @@ def samples_record(
     count = sum(size for _, _, size in parts)
     if count < 2:
         raise GradvitalsError(f"{count} example was found; expected 2 or more to compare examples with each other")
-    stream = Stream(list(parameters.values()), count)
+    stream, votes = Stream(list(parameters.values()), count), _Votes(list(parameters.values()))
     losses: list[float] = []
     held: list[list[Tensor]] | None = [] if count <= reader.chunk else None
-    with same_randomness():
-        for _, batch, size in parts:
-            for chunk_losses, grads in reader.chunks(batch, size):
-                losses += chunk_losses.double().tolist()
-                for i in range(len(chunk_losses)):
-                    stream.add([grad[i] for grad in grads])
-                if held is not None:
-                    held.append(grads)
-            tick("examples")
-    inner = _inner_products(reader, parts, stream.mean, held, tick)
+    for number, batch, size in parts:
+        for chunk_losses, grads in reader.chunks(batch, size, number):
+            losses += chunk_losses.double().tolist()
+            for i in range(len(chunk_losses)):
+                stream.add([grad[i] for grad in grads])
+            votes.add(grads)
+            if held is not None:
+                held.append(grads)
+        tick("examples")
+    inner = _inner_products(reader, parts, votes, held, tick)
     rows = list(range(len(parameters)))
     total, *each = stream.gsnr([rows, *([row] for row in rows)])
     norms = np.sqrt(np.square(np.array(stream.norms)).sum(axis=1))
-    cosines = cosines_with_the_others(norms, np.array(inner), stream.norm_of_mean(rows))
+    cosines = cosines_with_the_others(np.array(inner), votes.norm_of_sum())
     targets = [target for _, batch, size in parts for target in _targets(subject, batch, size)]
+    sizes = [subject.size(batch) for batch in batches]
     places = [[number, i] for number, _, size in parts for i in range(size)]
     n = train_size or count
     record = {
@@ -121,36 +129,69 @@ def samples_record(
         "losses": losses,
         "cosines": cosines.tolist(),
         "places": places,
+        "dataset_indices": [found for number, _, size in parts for found in indices(number, sizes[number])[:size]],
         "targets": targets,
         "histogram": _histogram(cosines),
     }
-    record["largest"] = _named(record, np.argsort(-np.nan_to_num(norms, nan=np.inf), kind="stable"))
-    record["contrary"] = _named(record, np.argsort(np.nan_to_num(cosines, nan=np.inf), kind="stable"))
-    return record, _notes(reader, frozen, train_size, count)
+    add_examples(record, label)
+    return record, _notes(reader, frozen, train_size, count, most)
 
 
-def cosines_with_the_others(norms: Any, inner: Any, norm_of_mean: float) -> Any:
-    r"""Cosine of each example's gradient with the mean of all others.
+def cosines_with_the_others(inner: Any, norm_of_sum: float) -> Any:
+    r"""Cosine of each example's gradient with the mean direction of all others.
 
-    With n gradients of mean m, the mean of the others is :math:`(n m - g_i)/(n-1)`: an example is not compared with
-    itself.
+    With directions :math:`u_i = g_i/\|g_i\|` and their sum U, that of the others is :math:`U - u_i`: an example is not
+    compared with itself. Each has one vote, however long its gradient is: once a model has learnt, the mean of
+    gradients as they are is made by the few examples that it has wrong, and the others seem to point against it.
 
     Args:
-        norms: :math:`\|g_i\|`, `[n]`.
-        inner: :math:`\langle g_i, m \rangle`, `[n]`.
-        norm_of_mean: :math:`\|m\|`.
+        inner: :math:`\langle u_i, U \rangle`, `[n]`; nan for an example without a direction.
+        norm_of_sum: :math:`\|U\|`.
 
     Example:
-        Two gradients, (1, 0) and (0, 1), have the mean (1/2, 1/2).
+        Two gradients at a right angle; U is (1, 1).
 
-        >>> cosines_with_the_others(np.array([1.0, 1.0]), np.array([0.5, 0.5]), 0.5**0.5).tolist()
+        >>> cosines_with_the_others(np.array([1.0, 1.0]), 2**0.5).tolist()
         [0.0, 0.0]
     """
-    n = len(norms)
-    product = (n * inner - norms**2) / (n - 1)
-    square = np.maximum(n**2 * norm_of_mean**2 - 2 * n * inner + norms**2, 0.0) / (n - 1) ** 2
+    square = norm_of_sum**2 - 2 * inner + 1
+    # Where the others cancel out, what is left is rounding and has no direction.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.clip(product / (norms * np.sqrt(square)), -1.0, 1.0)
+        return np.where(square > 1e-9, np.clip((inner - 1) / np.sqrt(np.maximum(square, 0.0)), -1.0, 1.0), math.nan)
+
+
+class _Votes:
+    """The sum of the directions of gradients, one a row."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.sum = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in parameters]
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """Take the gradients of some examples; those that are zero or not finite have no direction."""
+        norms = row_norms(grads)
+        known = (norms > 0) & norms.isfinite()
+        for total, grad in zip(self.sum, grads, strict=True):
+            rows = grad[known].flatten(1).to(total.dtype)
+            total += ((1 / norms[known]).to(total.dtype) @ rows).view(total.shape)
+
+    def inner(self, grads: Sequence[Tensor]) -> list[float]:
+        """Of each direction with the sum."""
+        products = torch.stack(
+            [g.flatten(1).to(total.dtype) @ total.flatten() for g, total in zip(grads, self.sum, strict=True)]
+        ).double()
+        found: list[float] = (products.sum(0) / row_norms(grads)).tolist()
+        return found
+
+    def norm_of_sum(self) -> float:
+        """Length of the sum."""
+        return math.sqrt(sum(squared_norm(total) for total in self.sum))
+
+
+def row_norms(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of each example's gradient over all parameters, in float64."""
+    each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grads])
+    norms: Tensor = torch.linalg.vector_norm(each, dim=0)
+    return norms
 
 
 def _first_examples(subject: Subject, batches: Sequence[Any], most: int) -> list[tuple[int, Any, int]]:
@@ -170,25 +211,17 @@ def _first_examples(subject: Subject, batches: Sequence[Any], most: int) -> list
 def _inner_products(
     reader: PerExample,
     parts: Sequence[tuple[int, Any, int]],
-    mean: Sequence[Tensor],
+    votes: _Votes,
     held: list[list[Tensor]] | None,
     tick: Callable[[str], object],
 ) -> list[float]:
-    """Of each example's gradient with the mean; from a second pass where the gradients could not all be held."""
-    found: list[float] = []
-
-    def add(grads: Sequence[Tensor]) -> None:
-        total = sum((g.flatten(1).double() @ m.flatten().double()).cpu() for g, m in zip(grads, mean, strict=True))
-        found.extend(torch.as_tensor(total).tolist())
-
-    for grads in held or ():
-        add(grads)
+    """Of each example's direction with the sum; from a second pass where the gradients could not all be held."""
+    found = [value for grads in held or () for value in votes.inner(grads)]
     if held is None:
-        with same_randomness():
-            for _, batch, size in parts:
-                for _, grads in reader.chunks(batch, size):
-                    add(grads)
-                tick("examples, second pass")
+        for number, batch, size in parts:
+            for _, grads in reader.chunks(batch, size, number):
+                found += votes.inner(grads)
+            tick("examples, second pass")
     return found
 
 
@@ -208,30 +241,15 @@ def _targets(subject: Subject, batch: Any, size: int) -> list[int | None]:
     return [None] * size
 
 
-def _named(record: dict[str, Any], order: Any) -> list[dict[str, Any]]:
-    usual = float(np.nanmedian(record["norms"]))
-    return [
-        {
-            "index": int(i),
-            "batch": record["places"][i][0],
-            "position": record["places"][i][1],
-            "norm": record["norms"][i],
-            "norm_over_median": record["norms"][i] / usual if usual > 0 else math.nan,
-            "cosine": record["cosines"][i],
-            "loss": record["losses"][i],
-            "target": record["targets"][i],
-        }
-        for i in order[:MOST_NAMED]
-    ]
-
-
 def _histogram(cosines: Any) -> dict[str, list[float]]:
     counts, edges = np.histogram(cosines[np.isfinite(cosines)], bins=BINS, range=(-1.0, 1.0))
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
-def _notes(reader: PerExample, frozen: list[str], train_size: int | None, count: int) -> list[str]:
+def _notes(reader: PerExample, frozen: list[str], train_size: int | None, count: int, most: int) -> list[str]:
     notes = []
+    if count < most and most != USUAL and (train_size is None or count < train_size):
+        notes.append(f"samples: {count} of {most} examples: the batches read had no more; n_batches reads more")
     if frozen:
         more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
         notes.append(

@@ -34,6 +34,9 @@ MOST_COORDINATES = 1024
 SMALL = 4096
 """Kept coordinates of one tensor over all gradients, where half of its size is less."""
 
+LEAST_SEEN = 0.5
+"""Share of a tensor's noise that the kept coordinates have to show, for their shape to stand for that of all."""
+
 EXACT_MEDIAN = 1 << 22
 """Coordinates up to which medians and shares are those of all; beyond, of every s-th."""
 
@@ -101,17 +104,15 @@ class Stream:
         """GSNR of some sets of parameters, each set taken together."""
         kept = {row: columns for group in self._groups for row, columns in group.kept()}
         sums = self.sums()
-        return gsnr_streamed(
-            [
-                Sums(
-                    sum(sums[row][0] for row in rows),
-                    sum(sums[row][1] for row in rows),
-                    self.count,
-                    torch.cat([kept[row] for row in rows], dim=1) if rows and self.count else torch.zeros(0, 0),
-                )
-                for rows in which
-            ]
-        )
+        asked = []
+        for rows in which:
+            spread = sum(sums[row][1] for row in rows)
+            columns = torch.cat([kept[row] for row in rows], dim=1) if rows and self.count else torch.zeros(0, 0)
+            told = _spread(columns) >= LEAST_SEEN * spread * max(0, len(columns) - 1) / max(1, self.count - 1)
+            # Noise that the kept coordinates have missed may have any shape: without them the interval is the widest.
+            coordinates = columns if told else columns[:0]
+            asked.append(Sums(sum(sums[row][0] for row in rows), spread, self.count, coordinates))
+        return gsnr_streamed(asked)
 
     def sums(self) -> list[tuple[float, float]]:
         """For each parameter, the squared norm of the mean and the sum of the squared distances from it."""
@@ -243,6 +244,10 @@ def _norms(grads: Sequence[Tensor]) -> list[float]:
         found: list[float] = torch.stack(norms).tolist()
         return found
     return [float(norm) for norm in norms]
+
+
+def _spread(columns: Tensor) -> float:
+    return float((columns - columns.mean(dim=0)).square().sum()) if len(columns) else 0.0
 
 
 def _sum_of_squares(tensor: Tensor) -> float:

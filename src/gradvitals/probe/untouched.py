@@ -30,9 +30,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Put everything back at the end, also after an exception.
 
     What is put back: which tensors are parameters and buffers, the bits of all buffers (the running statistics of batch
-    norm among them), `.grad` (the same tensors; inside it is None), train and eval flags, `requires_grad`, hooks, and
-    the random numbers of Python, NumPy and torch. Parameters are not copied: who wants other weights inside gives a
-    parameter other `.data`, and the old one is put back, without a trace even in a graph that was made before.
+    norm among them), `.grad` (the same tensors; inside it is None), train and eval flags, what a module sets on itself
+    while it runs, `requires_grad`, hooks, and the random numbers of Python, NumPy and torch. Parameters are not copied:
+    who wants other weights inside gives a parameter other `.data`, and the old one is put back, without a trace even in
+    a graph that was made before.
 
     Args:
         model: The model.
@@ -82,11 +83,11 @@ def random_numbers() -> Callable[[], None]:
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
+def same_randomness(seed: int = 0) -> Iterator[None]:
     """Inside, random numbers are the same every time, so that dropout drops the same elements."""
     put_back = random_numbers()
     try:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         yield
     finally:
         put_back()
@@ -96,15 +97,18 @@ def _structure(module: nn.Module) -> Callable[[], None]:
     """Of one module: which tensors it holds, its flag and its hooks."""
     holders = (module._parameters, module._buffers, *(getattr(module, name, None) for name in HOOKS))
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(h, dict(h)) for h in holders if h is not None]
-    training = module.training
+    own = dict(vars(module))
 
     def put_back() -> None:
+        # What a module wrote down in passing (an output, a count) is what it was; the same objects, not copies.
+        if list(vars(module)) != list(own) or any(vars(module)[key] is not own[key] for key in own):
+            vars(module).clear()
+            vars(module).update(own)
         for holder, contents in kept:
             # Asked by identity: `==` of tensors would compare elements.
             if list(holder) != list(contents) or any(holder[key] is not contents[key] for key in contents):
                 holder.clear()
                 holder.update(contents)
-        module.training = training
 
     return put_back
 

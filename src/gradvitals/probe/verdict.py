@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Record = dict[str, Any]
@@ -14,15 +14,13 @@ SATURATED = 0.5
 BIG_UPDATE = 0.1
 """Share of a tensor's weights that one step may change."""
 
-LARGE = 2.0
-"""An example stands out whose gradient points against the others and is so many times the root mean square norm."""
-
 ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Lion", "Muon", "LAMB", "Adafactor", "NAdam")
 
 
-def verdicts(record: Record) -> list[Record]:
-    """Everything there is to say about a probe's record, sorted."""
+def verdicts(record: Record, beside: Iterable[Record] = ()) -> list[Record]:
+    """Everything there is to say about a probe's record, and what was said beside it, sorted."""
     found = [
+        *beside,
         *_loss(record["about"]),
         *_of(record, "signal", _signal),
         *_of(record, "layers", _layers),
@@ -54,11 +52,12 @@ def _of(record: Record, question: str, judge: Any) -> Iterator[Record]:
 def _loss(about: Record) -> Iterator[Record]:
     bad = [str(i) for i, loss in enumerate(about["losses"]) if not math.isfinite(loss)]
     if bad:
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         yield item(
             "critical",
             "signal",
             f"the loss is not finite in {len(bad)} of {len(about['losses'])} batches",
-            f"batches {', '.join(bad[:8])}",
+            f"{'batch' if len(bad) == 1 else 'batches'} number {', '.join(bad[:8])}{more}, counted from 0",
             advice="look at these batches, then at divisions and logarithms in the loss",
         )
 
@@ -68,7 +67,7 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
     nonfinite = [row["name"] for row in rows if row["nonfinite"]]
     if nonfinite:
         yield item("critical", "signal", "gradients that are NaN or infinite", f"{_many(nonfinite)}", nonfinite)
-    exploding = limits["exploding_names"] or limits["exploding_relative_names"]
+    exploding = dict.fromkeys(limits["exploding_names"] + limits["exploding_relative_names"])
     if exploding:
         yield item(
             "warning",
@@ -91,18 +90,15 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
     vanishing = dict.fromkeys(
         n for n in limits["vanishing_names"] + limits["vanishing_relative_names"] if n not in none
     )
-    if vanishing:
-        # A bias that a batch norm follows is taken out again by it: its gradient is rounding, as it should be.
-        only_biases = all(name.endswith("bias") for name in vanishing)
-        cures = "residual connections, normalisation, activations that do not saturate, another initialisation"
-        yield item(
-            "info" if only_biases else "warning",
-            "signal",
-            f"gradients vanish in {_many(vanishing)}",
-            _limit_words(limits, "vanishing", "below"),
-            vanishing,
-            "nothing, where a batch norm follows: it takes a bias out again" if only_biases else cures,
-        )
+    # What a normalisation or a softmax takes out again has a gradient of nothing but rounding, as it should be.
+    for cancels, severity, advice in (
+        (False, "warning", "residual connections, normalisation, activations that do not saturate, another start"),
+        (True, "info", "nothing, where what follows takes it out again: a batch norm, the softmax of attention"),
+    ):
+        names = [name for name in vanishing if _may_cancel(name) is cancels]
+        if names:
+            title, detail = f"gradients vanish in {_many(names)}", _limit_words(limits, "vanishing", "below")
+            yield item(severity, "signal", title, detail, names, advice)
     unsteady = [row["name"] for row in rows if row["cv"] > 1]
     if unsteady:
         yield item(
@@ -114,6 +110,12 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
             "larger batches, clipping, a look at the batches with the largest norm",
         )
     yield _total(signal)
+
+
+def _may_cancel(name: str) -> bool:
+    """Whether it is a bias or a multiplier, which what follows may take out again."""
+    multiplier = ".parametrizations." in f".{name}" and name.endswith((".row", ".column", ".scale"))
+    return multiplier or name.endswith("bias")
 
 
 def _total(signal: Record) -> Record:
@@ -182,34 +184,65 @@ def _layers(layers: Record, about: Record) -> Iterator[Record]:
             "a lower learning rate, or warmup; new biases that start at zero are no cause for worry",
         )
     if not shown:
-        yield item("fine", "layers", "no dead units, no saturated activations, no step out of proportion")
+        yield item("fine", "layers", _quiet(layers))
+
+
+def _quiet(layers: Record) -> str:
+    """What there is of dead units and saturation where it is too little to matter."""
+    units = sum(row["units"] for row in layers["activations"] if "relu" in row["kind"])
+    dead = sum(row["dead"] for row in layers["activations"])
+    share = max((row["saturated_share"] for row in layers["activations"] if row["saturated_share"] > 0), default=0.0)
+    words = [
+        f"few dead units ({dead} of {units})" if dead else "no dead units",
+        f"little saturation (at most {100 * share:.0f} %)" if share >= 0.005 else "no saturated activations",
+    ]
+    return ", ".join([*words, "no step out of proportion"])
 
 
 def _samples(samples: Record, about: Record) -> Iterator[Record]:
-    usual = math.sqrt(math.fsum(norm**2 for norm in samples["norms"]) / samples["examples"])
-    rows = zip(samples["norms"], samples["cosines"], samples["places"], strict=True)
-    odd = sorted((cosine, place) for norm, cosine, place in rows if norm > LARGE * usual and cosine < 0)
+    broken = [i for i, norm in enumerate(samples["norms"]) if not math.isfinite(norm + samples["losses"][i])]
+    if broken:
+        yield item(
+            "critical",
+            "samples",
+            f"loss or gradient of {len(broken)} of {samples['examples']} examples is not finite",
+            _examples(samples, broken),
+            advice="look at these examples: missing values, empty inputs, numbers out of range",
+        )
+    odd = samples["standing_out"]
     if odd:
-        places = ", ".join(f"{position} of batch {batch}" for _, (batch, position) in odd[:4])
+        stand = "stands" if len(odd) == 1 else "stand"
+        among = "their class" if any(target is not None for target in samples["targets"]) else "the others"
         yield item(
             "info",
             "samples",
-            f"{len(odd)} of {samples['examples']} examples pull hard against the others",
-            f"gradients {LARGE:g} times the usual and against the mean of the others: {places}",
-            advice="look at these first: labels may be wrong",
+            f"{len(odd)} of {samples['examples']} examples {stand} out: labels may be wrong",
+            f"a loss far above that of {among} and a large gradient: {_examples(samples, odd)}",
+            advice="look at these first; after long training some examples stand out that are only hard",
         )
     detail = f"OSGR {samples['osgr']:.3g} for {samples['train_size']} examples"
     if samples["low"] > 0:
         told = f"noise scale {samples['noise_scale']:.3g} examples"
         yield item("fine", "samples", f"{told}, from the gradients of {samples['examples']} examples", detail)
-    else:
+    elif not broken:
         yield item("info", "samples", "no signal could be told from the noise of single examples", detail)
+
+
+def _examples(samples: Record, which: list[int], most: int = 4) -> str:
+    """Single examples by name: their place in the data set, or in the batches read."""
+    indices, places = samples["dataset_indices"], samples["places"]
+    more = f" and {len(which) - most} more" if len(which) > most else ""
+    if all(indices[i] is not None for i in which):
+        return f"number {', '.join(str(indices[i]) for i in which[:most])}{more} of the data set"
+    return ", ".join(f"place {places[i][1]} of batch {places[i][0]}" for i in which[:most]) + more
 
 
 def _landscape(landscape: Record, about: Record) -> Iterator[Record]:
     over, lr = landscape["lr_over_edge"], landscape["lr"]
+    losses, factors = landscape["line"]["loss"], landscape["line"]["factor"]
     adaptive = any(name.lower() in (about["optimizer"] or "").lower() for name in ADAPTIVE)
-    sharp = f"largest eigenvalue {landscape['top_eigenvalue']:.3g}, 2/lr is {2 / lr:.3g}" if lr else ""
+    unsettled = "" if landscape["converged"] else ", not settled"
+    sharp = f"largest eigenvalue {landscape['top_eigenvalue']:.3g}{unsettled}, 2/lr is {2 / lr:.3g}" if lr else ""
     if over is not None and over > 1 and not adaptive:
         yield item(
             "warning",
@@ -218,7 +251,9 @@ def _landscape(landscape: Record, about: Record) -> Iterator[Record]:
             sharp,
             advice=f"below {landscape['edge']:.3g}, or warmup; training often hovers at this edge, so 1 is no alarm",
         )
-    losses, factors = landscape["line"]["loss"], landscape["line"]["factor"]
+    if not math.isfinite(losses[0]):
+        yield item("critical", "landscape", "the loss of the first batch is not finite: nothing to follow")
+        return
     at_one = losses[factors.index(1.0)]
     planned = lr is not None or landscape["direction"] == "update"
     if planned and not at_one <= losses[0]:
@@ -229,12 +264,19 @@ def _landscape(landscape: Record, about: Record) -> Iterator[Record]:
             f"from {losses[0]:.4g} to {at_one:.4g}",
             advice="a lower learning rate",
         )
+    elif planned and at_one == losses[0]:
+        yield item("info", "landscape", "one step leaves the loss of its batch as it is", f"{losses[0]:.4g}")
     elif planned:
-        detail = f"the lowest on the line is at {landscape['best_step'] / landscape['unit']:.3g} steps"
+        best = landscape["best_step"] / landscape["unit"]
+        beyond = " or beyond, where the line ends" if best == factors[-1] else ""
+        detail = f"the lowest on the line is at {best:.3g} steps{beyond}"
         yield item("fine", "landscape", f"one step lowers its batch's loss, {losses[0]:.4g} to {at_one:.4g}", detail)
-    else:
+    elif math.isfinite(landscape["edge"]):
         yield item(
-            "fine", "landscape", f"plain gradient descent is stable below a learning rate of {landscape['edge']:.3g}"
+            "fine",
+            "landscape",
+            f"plain gradient descent is stable below a learning rate of {landscape['edge']:.3g}",
+            "the eigenvalue has not settled: the edge may be lower" if unsettled else "",
         )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradvitals.show.html import Html, Part, folded, join, table, tag
+from gradvitals.show.probe_words import gsnr_words
 from gradvitals.show.svg import Axis, bar, interval_mark
-from gradvitals.show.text import interval, number
+from gradvitals.show.text import number
 from gradvitals.show.values import as_float, facts, known, percent, span
 
 _WORDS = {
     "signal": "fine",
-    "noise": "warning",
     "vanishing": "critical",
     "exploding": "critical",
     "nonfinite": "critical",
@@ -68,20 +68,20 @@ def _gsnr_table(rows: Sequence[Mapping[str, Any]], name: str) -> Html | None:
         value, low, high = (as_float(row.get(key)) for key in ("gsnr", "gsnr_low", "gsnr_high"))
         return [
             str(row.get(name, "")) or "(model)",
+            _word(row),
             tag("span", interval_mark(value, low, high, axis), class_="left"),
-            interval(value, low, high),
+            gsnr_words(value, low, high),
             number(as_float(row.get("norm"))),
             number(as_float(row.get("cv"))),
-            _word(row),
         ]
 
     heads = [
         name.capitalize(),
+        tag("span", "Verdict", class_="left"),
         tag("span", "GSNR", class_="left"),
         "95 % interval",
         "Norm",
         "Norm's CV",
-        tag("span", "Verdict", class_="left"),
     ]
     return _long_table(heads, [cells(row) for row in rows], "layers")
 
@@ -91,6 +91,7 @@ def _tensor_table(rows: Sequence[Mapping[str, Any]]) -> Html | None:
         return None
     heads = [
         "Tensor",
+        tag("span", "Verdict", class_="left"),
         "Shape",
         "Norm",
         "CV",
@@ -101,7 +102,6 @@ def _tensor_table(rows: Sequence[Mapping[str, Any]]) -> Html | None:
         "Median, plug-in",
         "Mean, plug-in",
         "Below 1, plug-in",
-        tag("span", "Verdict", class_="left"),
     ]
 
     def cells(row: Mapping[str, Any]) -> list[Part]:
@@ -109,14 +109,14 @@ def _tensor_table(rows: Sequence[Mapping[str, Any]]) -> Html | None:
         shape = "×".join(str(side) for side in row.get("shape") or []) or "scalar"
         return [
             str(row.get("name", "")),
+            _word(row),
             shape,
             *(number(as_float(row.get(key))) for key in ("norm", "cv")),
-            interval(value, low, high),
+            gsnr_words(value, low, high),
             *(number(as_float(row.get(key))) for key in ("median", "mean")),
             percent(row.get("below_one")),
             *(number(as_float(row.get(key))) for key in ("plug_in_median", "plug_in_mean")),
             percent(row.get("plug_in_below_one")),
-            _word(row),
         ]
 
     why = (

@@ -86,16 +86,21 @@ def robustness_section(found: Mapping[str, Any]) -> Html:
         ),
         ("Slope of the loss", number(as_float(found.get("slope"))), "under FGSM, for each unit of size"),
         *(
-            (f"Accuracy halves, {_KINDS.get(kind, kind)}", number(as_float(half[kind])), "standard deviations")
+            (
+                f"Half is lost, {_KINDS.get(kind, kind)}",
+                number(as_float(half[kind])),
+                "standard deviations; of the accuracy above that of the commonest answer",
+            )
             for kind in kinds
             if kind in half and not math.isnan(as_float(half[kind]))
         ),
     ]
     where = "the vectors of its tokens" if found.get("where") == "embeddings" else "its inputs"
     words = (
-        f"The model is asked again with {where} changed, each value by up to the size: by random signs, "
+        f"The model is asked again, in eval mode, with {where} changed, each value by up to the size: by random signs, "
         "by the signs that raise the loss most at first (FGSM), and by several such steps (PGD). "
-        f"One standard deviation of the data is {number(as_float(found.get('scale')))}."
+        f"One standard deviation of the data is {number(as_float(found.get('scale')))}; in a table every column "
+        "has its own, and this is their median."
     )
     return join(
         [

@@ -10,11 +10,12 @@ from gradvitals.show.document import document
 from gradvitals.show.html import Html, Part, folded, join, table, tag
 from gradvitals.show.probe_gradients import layers_section, signal_section
 from gradvitals.show.probe_inputs import robustness_section, saliency_section
+from gradvitals.show.probe_words import LISTS, examined, example_name, label_of
 from gradvitals.show.svg import histogram, line_chart
 from gradvitals.show.text import duration, number
 from gradvitals.show.values import as_float, as_floats, facts, known, span
 
-_SEVERITY = {"critical": "Critical", "warning": "Warning", "info": "Note", "fine": "Fine"}
+_SEVERITY = {"critical": "Critical", "warning": "Warning", "info": "Info", "fine": "Fine"}
 
 
 def probe_page(record: Mapping[str, Any]) -> str:
@@ -98,7 +99,7 @@ def _verdict(found: Sequence[Mapping[str, Any]]) -> Html:
                 tag("b", entry.get("title", "")),
                 tag("p", entry["detail"]) if entry.get("detail") else None,
                 tag("p", ", ".join(names[:8]) + more, class_="names") if names else None,
-                tag("p", entry["advice"], class_="dim") if entry.get("advice") else None,
+                tag("p", f"Try: {str(entry['advice']).rstrip('.')}.", class_="dim") if entry.get("advice") else None,
                 class_=severity if severity in _SEVERITY else "info",
             )
         )
@@ -129,7 +130,10 @@ def _samples(samples: Mapping[str, Any]) -> Html:
     )
     why = str(samples.get("why") or "")
     method = f"{samples.get('method', '?')}{': ' + why if why else ''}"
-    how = f"{samples.get('examples', '?')} examples, each with its own gradient ({method})."
+    how = (
+        f"{examined(samples)} examples, each with its own gradient ({method}). OSGR, the one-step generalization "
+        "ratio, is the share of a small step's gain on the training set that new data would have too."
+    )
     counts = samples.get("histogram") or {}
     cosines = histogram(
         as_floats(counts.get("edges")),
@@ -151,10 +155,7 @@ def _samples(samples: Mapping[str, Any]) -> Html:
             head,
             tag("p", how, class_="dim"),
             tag("div", cosines if counts.get("counts") else None, ranked if len(norms) > 1 else None, class_="charts"),
-            _examples(
-                "Most contrary", "They point away from all others: look for wrong labels here.", samples.get("contrary")
-            ),
-            _examples("Largest gradients", "They decide most of a step.", samples.get("largest")),
+            *(_examples(title, words, samples.get(key)) for key, (title, words) in LISTS.items()),
         ]
     )
 
@@ -162,14 +163,10 @@ def _samples(samples: Mapping[str, Any]) -> Html:
 def _examples(title: str, words: str, rows: Sequence[Mapping[str, Any]] | None) -> Html | None:
     if not rows:
         return None
-    heads = ["Example", "Target", "Cosine", "Norm", "Over median", "Loss"]
+    heads = ["Example", "Label", "Loss", "Above usual", "Norm / median", "Norm", "Cosine"]
+    shown = ("loss", "excess_loss", "norm_over_median", "norm", "cosine")
     cells: Iterable[list[Part]] = (
-        [
-            f"batch {row.get('batch', '?')}, place {row.get('position', '?')}",
-            "-" if row.get("target") is None else str(row["target"]),
-            *(number(as_float(row.get(key))) for key in ("cosine", "norm", "norm_over_median", "loss")),
-        ]
-        for row in rows
+        [example_name(row), label_of(row), *(number(as_float(row.get(key))) for key in shown)] for row in rows
     )
     return join([tag("h3", title), tag("p", words, class_="dim"), table(heads, cells)])
 

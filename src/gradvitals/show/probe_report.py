@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from gradvitals.show.findings import Hanging
+from gradvitals.show.probe_table import Fitted
+from gradvitals.show.probe_words import LISTS, examined, example_name, gsnr_words, label_of
 from gradvitals.show.sparkline import sparkline
 from gradvitals.show.text import clean, duration, interval, number
 
@@ -77,15 +77,8 @@ def _said(found: Record) -> Text:
     if found["detail"]:
         text.append(f"  {clean(found['detail'])}", style="dim")
     if found["advice"] and found["severity"] != "fine":
-        text.append(f"  Try: {clean(found['advice'])}.")
+        text.append(f"  Try: {clean(found['advice']).rstrip('.')}.")
     return text
-
-
-def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=side != "wrap")
-    return table
 
 
 def _chosen(rows: list[Record]) -> tuple[list[Record], int]:
@@ -100,15 +93,15 @@ def _chosen(rows: list[Record]) -> tuple[list[Record], int]:
 def _signal(signal: Record) -> Iterator[RenderableType]:
     size = signal["batch_size"]
     title = f"Gradients of a batch of {size}: CV of the norm, GSNR; plug-in by coordinate: median, share below 1"
-    columns = [("tensor", "wrap"), ("norm", "right"), ("CV", "right"), ("GSNR", "right")]
-    table = _table(title, [*columns, ("median", "right"), ("< 1", "right"), ("verdict", "left")])
+    columns = ["tensor", "norm", "CV", "GSNR", "median", "< 1", "verdict"]
+    table = Fitted(title, columns, left=["verdict"], lesser=["norm", "CV", "median", "< 1"])
     rows, hidden = _chosen(signal["tensors"])
     for row in rows:
-        table.add_row(
+        table.add(
             clean(row["name"]),
             number(row["norm_mean"]),
             number(row["cv"], 2),
-            interval(row["gsnr"], row["gsnr_low"], row["gsnr_high"]),
+            gsnr_words(row["gsnr"], row["gsnr_low"], row["gsnr_high"]),
             number(row["plug_in_median"], 2),
             _percent(row["plug_in_below_one"]),
             Text(row["verdict"], style=VERDICT_STYLES.get(row["verdict"], "")),
@@ -120,11 +113,11 @@ def _signal(signal: Record) -> Iterator[RenderableType]:
 def _layers(layers: Record) -> Iterator[RenderableType]:
     by = {"optimizer": "the optimizer's step", "lr": "lr times gradient", "none": "needs lr or optimizer"}
     title = f"What learns: norms; update ({by[layers['update_by']]}) over weights; effective rank of the gradient"
-    columns = [("tensor", "wrap"), ("gradient", "right"), ("weights", "right"), ("update/weights", "right")]
-    table = _table(title, [*columns, ("rank", "right"), ("of", "right")])
+    columns = ["tensor", "gradient", "weights", "update/weights", "rank", "of"]
+    table = Fitted(title, columns, lesser=["of", "rank", "weights", "gradient"])
     rows, hidden = _chosen(layers["tensors"])
     for row in rows:
-        table.add_row(
+        table.add(
             clean(row["name"]),
             number(row["grad_norm"]),
             number(row["weight_norm"]),
@@ -135,34 +128,35 @@ def _layers(layers: Record) -> Iterator[RenderableType]:
     yield table
     yield from _hidden(hidden)
     if layers["activations"]:
-        columns = [("activation", "wrap"), ("kind", "left"), ("dead units", "right"), ("zero", "right")]
-        shown = _table("Activations", [*columns, ("saturated", "right")])
+        columns = ["activation", "kind", "dead units", "zero", "saturated"]
+        shown = Fitted("Activations", columns, left=["kind"], lesser=["zero"])
         for row in layers["activations"][:MOST_ROWS]:
             dead = f"{row['dead']} of {row['units']}" if "relu" in row["kind"] else "-"
             name = clean(row["module"]) or "(the model)"
-            shown.add_row(name, row["kind"], dead, _percent(row["zero_share"]), _percent(row["saturated_share"]))
+            shown.add(name, row["kind"], dead, _percent(row["zero_share"]), _percent(row["saturated_share"]))
         yield shown
         yield from _hidden(max(0, len(layers["activations"]) - MOST_ROWS))
 
 
 def _samples(samples: Record) -> Iterator[RenderableType]:
-    yield Text(f"Single examples: {samples['examples']}, by {samples['method']}", style="bold")
+    yield Text(f"Single examples: {examined(samples)}, by {samples['method']}", style="bold")
     scale = interval(samples["noise_scale"], samples["noise_scale_low"], samples["noise_scale_high"])
     yield Hanging("  noise scale  ", f"{scale} examples" if samples["low"] > 0 else "cannot be told")
-    yield Hanging("  GSNR of one  ", interval(samples["gsnr"], samples["low"], samples["high"]))
+    yield Hanging("  GSNR of one  ", gsnr_words(samples["gsnr"], samples["low"], samples["high"]))
     generalises = interval(samples["osgr"], samples["osgr_low"], samples["osgr_high"])
-    yield Hanging("  OSGR         ", f"{generalises} with {samples['train_size']:,} training examples")
-    for key, label in (("largest", "Largest gradients"), ("contrary", "Most contrary to the others")):
-        columns = [("batch", "right"), ("example", "right"), ("norm / median", "right"), ("cosine", "right")]
-        table = _table(label, [*columns, ("loss", "right"), ("target", "right")])
-        for one in samples[key][:5]:
-            table.add_row(
-                str(one["batch"]),
-                str(one["position"]),
+    means = "share of a small step's gain on the training set that new data would have too"
+    yield Hanging("  OSGR         ", f"{generalises} with {samples['train_size']:,} training examples: {means}")
+    for key, (title, words) in LISTS.items():
+        columns = ["example", "label", "loss", "above usual", "norm / median", "cosine"]
+        table = Fitted(f"{title}. {words}", columns, lesser=["norm / median", "cosine"])
+        for one in samples[key][: 10 if key == "suspects" else 5]:
+            table.add(
+                example_name(one),
+                clean(label_of(one)),
+                number(one["loss"]),
+                number(one["excess_loss"]),
                 number(one["norm_over_median"]),
                 number(one["cosine"], 2),
-                number(one["loss"]),
-                "-" if one["target"] is None else str(one["target"]),
             )
         yield table
 
@@ -189,7 +183,8 @@ def _landscape(landscape: Record) -> Iterator[RenderableType]:
 
 
 def _saliency(saliency: Record) -> Iterator[RenderableType]:
-    yield Text(f"Which inputs matter: {clean(saliency['where'])}, {clean(saliency['explains'])}", style="bold")
+    explains = f"{clean(saliency['where'])}, {clean(saliency['explains'])}; eval mode"
+    yield Text(f"Which inputs matter: {explains}", style="bold")
     for token in saliency["tokens"][:8]:
         yield Hanging("  token  ", f"{clean(token['text'])}  {number(token['score'])}, seen {token['count']} times")
     for axis, values in saliency["profiles"].get("integrated_gradients", {}).items():
@@ -202,17 +197,18 @@ def _saliency(saliency: Record) -> Iterator[RenderableType]:
 
 
 def _robustness(robustness: Record) -> Iterator[RenderableType]:
-    title = f"Loss and accuracy when {clean(robustness['where'])} change, by size in standard deviations"
-    columns = [("size", "right")]
     kinds = list(robustness["curves"])
-    table = _table(title, [*columns, *((kind, "right") for kind in kinds)])
+    classes = any(not math.isnan(value) for kind in kinds for value in robustness["curves"][kind]["accuracy"])
+    what = "Loss and accuracy" if classes else "Loss"
+    title = f"{what} when {clean(robustness['where'])} change, by size in standard deviations; eval mode"
+    table = Fitted(title, ["size", *kinds])
     for i, size in enumerate(robustness["relative"]):
         cells = []
         for kind in kinds:
             curve = robustness["curves"][kind]
             right = curve["accuracy"][i]
             cells.append(number(curve["loss"][i]) + ("" if math.isnan(right) else f"  {_percent(right)}"))
-        table.add_row(number(size), *cells)
+        table.add(number(size), *cells)
     yield table
 
 
