@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,17 +100,27 @@ def store_error(error: BaseException, path: Path, step: int) -> Finding:
 
 def sink_error(name: str, error: BaseException, step: int) -> Finding:
     """A sink or an alert failed; a sink is left out from here on."""
-    trace = "".join(traceback.format_exception(error))
+    trace = without_secrets("".join(traceback.format_exception(error)))
+    reason = without_secrets(_first_line(error))
     return Finding(
         id="sink_error",
         severity="warning",
-        title=f"{name} has failed: {_first_line(error)}; training and the run's own record go on",
+        title=f"{name} has failed: {reason}; training and the run's own record go on",
         first_step=step,
         last_step=step,
-        evidence={"about": name, "error": repr(error)[:2000], "traceback": trace[-4000:]},
+        evidence={"about": name, "error": without_secrets(repr(error))[:2000], "traceback": trace[-4000:]},
         causes=("the network or the service is down, a disk is full, or settings are wrong",),
         cures=("a sink gets nothing more in this run; later alerts are still tried", "the run's folder has everything"),
     )
+
+
+def without_secrets(text: str) -> str:
+    """The text without what an address may hold of names, passwords, keys and tokens.
+
+    >>> without_secrets("no answer from https://bob:s3cret@host/api?token=abc, tried 3 times")
+    'no answer from https://…@host/api?…, tried 3 times'
+    """
+    return re.sub(r"://[^/\s@'\"]+@", "://…@", re.sub(r"(://[^\s?'\"]*)\?[^\s,'\")]+", r"\1?…", text))
 
 
 def sink_behind(name: str, dropped: int, step: int) -> Finding:

@@ -143,6 +143,20 @@ def test_that_it_is_over_is_told_where_its_beginning_was() -> None:
     assert terse.sent == [("explosion", False, 0), ("training_stopped", False, 1)]
 
 
+def test_what_never_arrived_is_not_told_to_be_over() -> None:
+    class Down(Kept):
+        def send(self, message: Message) -> None:
+            if not message.over:
+                raise OSError("no network")
+            super().send(message)
+
+    alert = Down()
+    with pytest.raises(OSError, match="no network"):
+        alert.finding(finding(first_step=1))
+    alert.finding(finding(first_step=1, last_step=9))
+    assert alert.sent == []
+
+
 @pytest.mark.parametrize(
     "wrong", [{"severity": "bad"}, {"every": -1}, {"per_hour": 0}, {"timeout": 0}, {"kind": "teams"}, {"retries": -1}]
 )

@@ -115,6 +115,34 @@ def test_a_sink_that_fails_is_left_out_with_one_finding_and_the_others_go_on(tmp
     assert broken.closed == 1
 
 
+class Leaves(Kept):
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        raise SystemExit("out of here")
+
+
+class Never(Kept):
+    every = 0
+
+
+@pytest.mark.parametrize(("sink", "words"), [(Leaves(), "out of here"), (Never(), "every of Never is 0")])
+def test_no_sink_ends_in_silence(tmp_path: Path, sink: Kept, words: str) -> None:
+    told = [found for found in train([sink], tmp_path / "run").findings if found.id == "sink_error"]
+    assert [words in found.title for found in told] == [True]
+    assert sink.closed == (1 if isinstance(sink, Leaves) else 0)  # what never began has nothing to close
+
+
+class Secretive(Kept):
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        raise OSError("no answer from https://bob:s3cret@host/api?token=abc123 at all")
+
+
+def test_what_a_sink_says_of_its_address_is_kept_without_its_secrets(tmp_path: Path) -> None:
+    monitor = train([Secretive()], tmp_path / "run")
+    (told,) = [finding for finding in monitor.findings if finding.id == "sink_error"]
+    assert "https://…@host/api?… at all" in told.title
+    assert not any(secret in json.dumps(told.to_json()) for secret in ("s3cret", "abc123"))
+
+
 @pytest.mark.parametrize("where", ["begin", "finding", "close"])
 def test_wherever_it_fails_it_is_told_once_and_kept_with_the_run(tmp_path: Path, where: str) -> None:
     def fail(*args: object) -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from gradvitals.feed.selection import MOST_TENSORS, WORST, Selection
-from gradvitals.types import Layout, Reading, Source, TensorInfo
+from gradvitals.sinks.open_findings import OpenFindings
+from gradvitals.types import Finding, Layout, Reading, Severity, Source, TensorInfo
 
 
 def layout(names: list[str]) -> Layout:
@@ -90,3 +91,25 @@ def test_globals_alone() -> None:
     selection.describe(layout(["a"]))
     reading = Reading(step=0, time=0.0, values={"loss": 1.0}, tensors={"grad/norm": np.ones(1)})
     assert list(selection.steps([reading])) == [(0, {"loss": 1.0})]
+
+
+def test_a_gauge_is_told_that_a_value_is_not_known_any_more() -> None:
+    for gauges, shown in ((True, {"loss", "noise_scale"}), (False, {"loss"})):
+        selection = Selection(gauges=gauges)
+        ((_, metrics),) = selection.steps(
+            [of_source(0, None, loss=1.0), of_source(0, "microbatch", noise_scale=math.nan)]
+        )
+        assert set(metrics) == shown
+
+
+def test_a_finding_that_gets_worse_or_ends_leaves_what_it_was() -> None:
+    def seen(severity: Severity, first_step: int, last_step: int | None = None) -> dict[str, int]:
+        return open_findings.after(
+            Finding(id="explosion", severity=severity, title="", first_step=first_step, last_step=last_step)
+        )
+
+    open_findings = OpenFindings()
+    assert seen("warning", 3) == {"info": 0, "warning": 1, "critical": 0}
+    assert seen("critical", 3) == {"info": 0, "warning": 0, "critical": 1}
+    assert seen("warning", 9) == {"info": 0, "warning": 1, "critical": 1}
+    assert seen("critical", 3, 12) == {"info": 0, "warning": 1, "critical": 0}

@@ -79,7 +79,7 @@ class Alert:
             return
         now = time.monotonic()
         due = self._is_due(finding.id, level, over, now)
-        self._told[key] = due
+        self._told[key] = False
         if not due:
             self._held_back += 1
             return
@@ -88,6 +88,7 @@ class Alert:
         if not over:
             self._latest[finding.id] = now, level
         self.send(Message(finding=finding, run=self._run, over=over, held_back=held_back))
+        self._told[key] = True  # where nothing arrived, nobody wants to hear that it is over
 
     def _is_due(self, name: str, level: int, over: bool, now: float) -> bool:
         while self._recent and now - self._recent[0] >= HOUR:

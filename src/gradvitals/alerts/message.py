@@ -47,9 +47,10 @@ class Message:
         return "\n".join(plain(line) for line in lines)[:LONGEST]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain JSON values; tracebacks are left to the run's own record."""
+        """Everything, as plain JSON values, but errors and tracebacks: they may quote anything, and are in the run."""
         finding = self.finding.to_json()
-        finding["evidence"] = {key: value for key, value in finding["evidence"].items() if key != "traceback"}
+        private = ("error", "traceback")
+        finding["evidence"] = {key: value for key, value in finding["evidence"].items() if key not in private}
         about = {"run": self.run, "severity": self.finding.severity, "over": self.over, "held_back": self.held_back}
         return {"text": self.text, "title": self.title, **about, "finding": finding}
 

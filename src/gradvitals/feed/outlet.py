@@ -47,7 +47,8 @@ class Outlet:
         self._on_failure = on_failure
         self._lasting = bool(getattr(target, "lasting", False))
         self._wants_readings = bool(getattr(target, "readings", True))
-        self._selection = Selection(tensors=bool(getattr(target, "tensors", True)))
+        gauges = bool(getattr(target, "gauges", False))
+        self._selection = Selection(tensors=bool(getattr(target, "tensors", True)), gauges=gauges)
         self._told: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._queue: deque[Sequence[Record]] = deque()
         self._waiting = 0
@@ -76,6 +77,9 @@ class Outlet:
     def start(self, run: Path) -> None:
         """Begin to hand on. Called on the training thread: what is bound to its context is seen by the target too."""
         try:
+            every = getattr(self.target, "every", 1)
+            if self._wants_readings and not (isinstance(every, int) and every >= 1):
+                raise ValueError(f"every of {self.name} is {every!r}; expected a whole number of steps, 1 or more")
             self.target.begin(run)
         except Exception as error:
             self.fail(error)
@@ -114,10 +118,14 @@ class Outlet:
                     break
                 records = self._queue.popleft()
                 self._waiting -= sum(isinstance(record, Reading) for record in records)
-            self._hand_on(records)
+            try:
+                self._hand_on(records)
+            except BaseException as error:  # also SystemExit: a thread that died in silence would never be closed
+                self.fail(error)
+                self._over = True
         if self._over:  # it has failed: nobody wants to hear of a second error
             self._queue.clear()
-            with suppress(Exception):
+            with suppress(BaseException):
                 self.target.close()
         else:
             self._try(self.target.close)

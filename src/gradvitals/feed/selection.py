@@ -33,10 +33,15 @@ class Selection:
     A metric that has several sources keeps its id for the best of those it had when first read, for the whole run;
     other sources go before it in the key, ``adam/gsnr``. So no key ever holds values of two sources. And no key is the
     start of another one, which some destinations would take for a folder.
+
+    Args:
+        tensors: Whether single tensors are shown.
+        gauges: Whether what is not finite is shown too: a gauge that is not set goes on showing its old value.
     """
 
-    def __init__(self, *, tensors: bool = True) -> None:
+    def __init__(self, *, tensors: bool = True, gauges: bool = False) -> None:
         self._wants_tensors = tensors
+        self._wants_all = gauges
         self._names: tuple[str, ...] = ()
         self._bearer: dict[str, str | None] = {}
         self._shown: dict[str, dict[int, None]] = {metric: {} for metric in WORST_TENSORS}
@@ -57,7 +62,8 @@ class Selection:
         for reading in readings:
             for metric, value in reading.values.items():
                 key = self._key(metric, reading.source)
-                if math.isfinite(value) or (reading.source is None and metric in MAY_BREAK):
+                may_break = self._wants_all or (reading.source is None and metric in MAY_BREAK)
+                if math.isfinite(value) or may_break:
                     metrics[key] = float(value)
             for metric in WORST_TENSORS if self._wants_tensors else ():
                 if metric in reading.tensors and self._key(metric, reading.source) == metric:

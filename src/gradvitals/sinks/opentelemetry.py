@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradvitals.sinks.extras import require
+from gradvitals.sinks.open_findings import OpenFindings
 from gradvitals.sinks.sink import Sink
 from gradvitals.types import Finding
 
@@ -23,6 +24,7 @@ class OpenTelemetry(Sink):
     """
 
     tensors: ClassVar[bool] = False
+    gauges: ClassVar[bool] = True
 
     def __init__(self, provider: Any = None, *, attributes: Mapping[str, str] | None = None) -> None:
         require("opentelemetry.sdk", "otel")
@@ -30,6 +32,7 @@ class OpenTelemetry(Sink):
         self._attributes = dict(attributes or {})
         self._meter: Any = None
         self._gauges: dict[str, Any] = {}
+        self._findings = OpenFindings()
 
     def __repr__(self) -> str:
         return "OpenTelemetry()"
@@ -44,9 +47,9 @@ class OpenTelemetry(Sink):
             self._gauge(key).set(value, self._attributes)
 
     def finding(self, finding: Finding) -> None:
-        """Set its gauge to 1 while it is open, to 0 when it is over."""
-        about = {"id": finding.id, "severity": finding.severity}
-        self._gauge("finding/open").set(int(finding.last_step is None), {**self._attributes, **about})
+        """Set the gauges of its id: how many are open, by severity."""
+        for severity, count in self._findings.after(finding).items():
+            self._gauge("finding/open").set(count, {**self._attributes, "id": finding.id, "severity": severity})
 
     def _gauge(self, key: str) -> Any:
         if key not in self._gauges:

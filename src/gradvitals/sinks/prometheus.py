@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradvitals.sinks.extras import require
+from gradvitals.sinks.open_findings import OpenFindings
 from gradvitals.sinks.sink import Sink
 from gradvitals.types import Finding
 
@@ -26,6 +27,7 @@ class Prometheus(Sink):
     """
 
     tensors: ClassVar[bool] = False
+    gauges: ClassVar[bool] = True
 
     def __init__(self, port: int = PORT, addr: str = "127.0.0.1", *, registry: Any = None) -> None:
         require("prometheus_client", "prometheus")
@@ -35,6 +37,7 @@ class Prometheus(Sink):
         self._serves = registry is None
         self._run = ""
         self._gauges: dict[str, Any] = {}
+        self._findings = OpenFindings()
         self._server: Any = None
         self._thread: Any = None
 
@@ -52,10 +55,11 @@ class Prometheus(Sink):
             self._gauge(key, f"{key} of the run's latest step that has it").labels(run=self._run).set(value)
 
     def finding(self, finding: Finding) -> None:
-        """Set its gauge to 1 while it is open, to 0 when it is over."""
+        """Set the gauges of its id: how many are open, by severity."""
         self._open()
-        gauge = self._gauge("finding_open", "1 while the finding is open", ("run", "id", "severity"))
-        gauge.labels(run=self._run, id=finding.id, severity=finding.severity).set(float(finding.last_step is None))
+        gauge = self._gauge("finding_open", "findings of this id that are open", ("run", "id", "severity"))
+        for severity, count in self._findings.after(finding).items():
+            gauge.labels(run=self._run, id=finding.id, severity=severity).set(count)
 
     def close(self) -> None:
         """Listen no more."""

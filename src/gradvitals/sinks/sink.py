@@ -44,6 +44,8 @@ class Sink:
 
     tensors: ClassVar[bool] = True
     """Whether `log` gets the worst tensors too, or the values of the whole model only."""
+    gauges: ClassVar[bool] = False
+    """Whether `log` gets values that are not finite too, so that none stands there that is no longer true."""
     every: int = 1
     """Steps from one `log` to the next; set it on a sink that should get fewer. Findings come all the same."""
 
