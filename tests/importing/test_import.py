@@ -255,6 +255,30 @@ def test_event_files_that_end_too_early_or_are_damaged(tmp_path: Path) -> None:
     assert done.notes
 
 
+def test_a_scalar_called_like_a_step_is_not_taken_for_one(tmp_path: Path) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(tmp_path / "logs"))
+    for step in range(5):
+        values = {"train/loss": 1.0 / (step + 1), "train/global_step": 10.0 * step}
+        both = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        writer.add_event(Event(step=step, summary=Summary(value=both)))
+    writer.close()
+    import_run(tmp_path / "logs", tmp_path / "run")
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.series("loss")[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_columns_that_have_ended_cost_nothing(tmp_path: Path) -> None:
+    columns = {"loss": [1.0] * 20_000} | {f"c{number}": [] for number in range(5_000)} | {"lr": [0.1] * 3}
+    (tmp_path / "a.json").write_text(json.dumps(columns), "utf-8")
+    import_run(tmp_path / "a.json", tmp_path / "run")  # gone through for every row, these would be a hundred million
+    with gv.open_run(tmp_path / "run") as run:
+        assert (run.series("loss")[0].size, run.series("lr")[0].size) == (20_000, 3)
+
+
 def test_a_tensor_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary

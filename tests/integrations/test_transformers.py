@@ -94,6 +94,19 @@ def test_a_resumed_trainer_continues_the_record(tmp_path: Path, capsys: pytest.C
     assert logged(whole, "loss")[:4] == logged(resumed, "loss")[:4]
 
 
+def test_a_state_file_cut_short_does_not_stop_a_resumed_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "out", GradvitalsCallback(tmp_path / "first", config=QUIET), 4)
+    (file,) = (tmp_path / "out" / "checkpoint-4").glob("gradvitals*")
+    file.write_bytes(file.read_bytes()[:200])  # as a process leaves it that is killed while it writes
+    callback = GradvitalsCallback(tmp_path / "second")
+    train(tmp_path / "out", callback, 8, resume=True)
+    assert "cannot be read, and a new record begins" in capsys.readouterr().err
+    with gv.open_run(tmp_path / "second") as run:
+        assert run.series("loss")[0].tolist() == [4, 5, 6, 7]
+
+
 def test_a_checkpoint_without_our_file_still_gives_the_right_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
 import gradvitals as gv
+from gradvitals.integrations.backward import Backwards
 from gradvitals.integrations.zero_code import watcher as watcher_module
 from gradvitals.integrations.zero_code.hooks import Hooks
 from gradvitals.integrations.zero_code.settings import Settings
@@ -356,3 +357,21 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     hooks.remove()
     watcher.close(None)
     assert now() == before
+
+
+def test_an_error_of_ours_is_not_one_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
+    for listener in (Backwards(fail, lambda loss: None), Backwards(lambda: None, fail)):
+        listener.start()
+        try:
+            torch.autograd.backward([weight.sum(), elsewhere.sum()])
+            weight.sum().backward()
+        finally:
+            listener.stop()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4, 4, 4]
+    assert capsys.readouterr().err.count("losses are not heard any more: ") == 2  # each says it once

@@ -40,12 +40,13 @@ SHOWN = 20
 """Columns that an error names."""
 
 
-def choose(columns: Sequence[str], told: Mapping[str, str]) -> dict[str, str]:
+def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
     """The column to read for each metric, and for the step and the time where there is one.
 
     Args:
         columns: All columns of the source.
         told: Metrics by the column that the user says they are in.
+        has_steps: Whether rows know their step and time without a column: one called so is a value like others.
 
     Raises:
         ImportSourceError: If it is not clear which they are. Says what was found and how to say which is which.
@@ -65,7 +66,7 @@ def choose(columns: Sequence[str], told: Mapping[str, str]) -> dict[str, str]:
         if own in KNOWN and own not in chosen:
             chosen[own] = column
     for metric, names in NAMES.items():
-        if metric not in chosen:
+        if metric not in chosen and not (has_steps and metric in (STEP, TIME)):
             found = _guess(metric, names, free)
             if found is not None:
                 chosen[metric] = found

@@ -61,7 +61,7 @@ def import_run(
     path = Path(source)
     found = find_source(path)
     notes = Notes()
-    chosen = choose(_columns_of(found), columns or {})
+    chosen = choose(_columns_of(found), columns or {}, has_steps=found.kind == "tensorboard")
     readings = _readings(found, chosen, notes)
     if not readings:
         raise ImportSourceError(f"{found.path} has no row with a number for {', '.join(_metrics(chosen).values())}")

@@ -6,11 +6,10 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gradvitals.importing.source import ImportSourceError, Notes, Row, Source
+from gradvitals.importing.source import MAX_COLUMNS, ImportSourceError, Notes, Row, Source
 
 MAX_JSON_BYTES = 256 << 20
 """A JSON file is read as a whole."""
@@ -43,7 +42,7 @@ def json_source(path: Path) -> Source:
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         kind, content = "trainer_state", content["log_history"]
     elif isinstance(content, dict) and content and all(isinstance(cells, list) for cells in content.values()):
-        content = [dict(zip(content, cells, strict=True)) for cells in zip_longest(*content.values())]
+        return Source("json", path, partial(_column_rows, path, content))
     if not isinstance(content, list):
         raise ImportSourceError(f"{path} holds no rows; expected a list of objects, or a transformers trainer_state")
     return Source(kind, path, partial(_object_rows, content))
@@ -93,6 +92,17 @@ def _object_rows(content: list[Any], notes: Notes) -> Iterator[Row]:
             yield Row(flat(row))
         else:
             notes.unreadable += 1
+
+
+def _column_rows(path: Path, columns: Mapping[str, list[Any]], notes: Notes) -> Iterator[Row]:
+    if len(columns) > MAX_COLUMNS:
+        raise ImportSourceError(f"{path} has over {MAX_COLUMNS:,} columns; expected fewer")
+    going_on, until = columns, 0
+    for index in range(max(map(len, columns.values()))):
+        if index >= until:  # thousands of columns that have ended must not be gone through for every row
+            going_on = {name: cells for name, cells in going_on.items() if len(cells) > index}
+            until = min(map(len, going_on.values()))
+        yield Row({name: cells[index] for name, cells in going_on.items()})
 
 
 def _lines(file: Any, notes: Notes) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradvitals.judge import say
 from gradvitals.measure import interpose
 from gradvitals.monitor import Monitor
 
@@ -42,11 +43,11 @@ class Backwards:
                 return original(tensors, grad_tensors, *args, **kwargs)
             self._depth += 1
             try:
-                self._before()
+                self._tell(self._before)
                 result = original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 self._depth -= 1
-            self._after(self._loss(tensors, grad_tensors))
+            self._tell(lambda: self._after(self._loss(tensors, grad_tensors)))
             return result
 
         def undo() -> None:
@@ -64,6 +65,15 @@ class Backwards:
             interpose.detach(self.ear)
             self._undo()
 
+    def _tell(self, call: Callable[[], None]) -> None:
+        """An error of ours must not become one of the loop's."""
+        try:
+            if self._listens:
+                call()
+        except Exception as error:
+            self.stop()
+            say(f"losses are not heard any more: {type(error).__name__}: {error}", False)
+
     def _loss(self, tensors: Any, grad_tensors: Any) -> Tensor | None:
         """What backward was called on, where it is a loss: single numbers, with nothing to multiply them by."""
         scaler = self.ear.scaled.popleft() if self.ear.scaled else None
@@ -71,8 +81,8 @@ class Backwards:
         single = all(isinstance(root, Tensor) and root.numel() == 1 for root in roots)
         if not roots or not single or grad_tensors is not None:
             return None
-        losses = [root.detach().reshape(()) for root in roots]
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        first, *others = [root.detach().reshape(()) for root in roots]
+        loss = sum((other.to(first.device) for other in others), first)
         return loss if scaler is None or scaler._scale is None else loss / scaler._scale.to(loss.device)
 
 

@@ -15,6 +15,7 @@ from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Backwards, observe_part
+from gradvitals.judge import say
 from gradvitals.monitor import Monitor
 from gradvitals.sinks import Sink
 from gradvitals.watching import watch
@@ -65,10 +66,7 @@ class GradvitalsCallback(TrainerCallback):
         self._close()
         samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
         self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
-        kept = _state_file(args, state)
-        if kept.is_file():
-            self.monitor.load_state_dict(torch.load(kept, map_location="cpu", weights_only=True))
-        elif state.global_step:
+        if not _restore(self.monitor, _state_file(args, state)) and state.global_step:
             self.monitor.tap.start(state.global_step)
         self._backwards.start()
 
@@ -76,7 +74,12 @@ class GradvitalsCallback(TrainerCallback):
         """Keep the Monitor's state beside the Trainer's."""
         file = _state_file(args, state)
         if self.monitor is not None and file.parent.is_dir():
-            torch.save(self.monitor.state_dict(), file)
+            fresh = file.with_suffix(".new")
+            try:
+                torch.save(self.monitor.state_dict(), fresh)
+                fresh.replace(file)  # a process that is killed meanwhile leaves no half of it
+            except Exception as error:  # a full disk, say: saving is the Trainer's, and must go on
+                say(f"{file} could not be written: {type(error).__name__}: {error}", self.monitor.config.quiet)
 
     def on_log(
         self,
@@ -108,6 +111,18 @@ class GradvitalsCallback(TrainerCallback):
         self._backwards.stop()
         if self.monitor is not None:
             self.monitor.close()
+
+
+def _restore(monitor: Monitor, file: Path) -> bool:
+    """Go on where a checkpoint was; whether that was possible. Training goes on either way."""
+    if not file.is_file():
+        return False
+    try:
+        monitor.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception as error:
+        say(f"{file} cannot be read, and a new record begins: {type(error).__name__}", monitor.config.quiet)
+        return False
+    return True
 
 
 def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
