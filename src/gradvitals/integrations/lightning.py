@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class GradvitalsCallback(Callback):
         self._loss: Tensor | None = None
         self._samples: int | None = None
         self._state: dict[str, Any] | None = None
+        self._unwrap: list[Callable[[], None]] = []
 
     # -- the beginning and the end ------------------------------------------------------------------------------
 
@@ -80,8 +81,7 @@ class GradvitalsCallback(Callback):
             self.monitor.load_state_dict(self._state)
             self._state = None
         if self._options["guard"] is not None:
-            for optimizer in trainer.optimizers:
-                _evaluate_first(optimizer)
+            self._unwrap = [_evaluate_first(optimizer) for optimizer in trainer.optimizers]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Training has ended with an error, or by hand."""
@@ -92,6 +92,8 @@ class GradvitalsCallback(Callback):
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
+        while self._unwrap:  # before the Guard gives the optimizers their own steps back
+            self._unwrap.pop()()
         if self.monitor is not None:
             self.monitor.close(error)
 
@@ -138,13 +140,14 @@ class GradvitalsCallback(Callback):
         self._state = dict(state_dict) or None
 
 
-def _evaluate_first(optimizer: torch.optim.Optimizer) -> None:
+def _evaluate_first(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Evaluate the closure that the Trainer gives an optimizer before its step, so that a Guard sees a plain step.
 
-    It is what torch's optimizers do themselves. LBFGS, which evaluates it again and again, is left alone.
+    It is what torch's optimizers do themselves. LBFGS, which evaluates it again and again, is left alone. What is
+    returned undoes it.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        return
+        return lambda: None
     guarded = optimizer.step
 
     @functools.wraps(guarded)
@@ -156,4 +159,11 @@ def _evaluate_first(optimizer: torch.optim.Optimizer) -> None:
         guarded()
         return loss
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    replacement = types.MethodType(step, optimizer)
+    optimizer.step = replacement  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if vars(optimizer).get("step") is replacement:  # else someone has wrapped it since
+            optimizer.step = guarded  # type: ignore[method-assign]
+
+    return undo
