@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import distributed as dist
 
 from gradvitals.config import Config
+from gradvitals.judge import Judge
 from gradvitals.measure.ranks.holdings import Card, data_dimensions, data_ranks, fingerprint, settings_of, take_stock
 from gradvitals.measure.ranks.roster import Meeting, Roster, call_meeting, meet, own_version
 from gradvitals.measure.rows import Rows
 from gradvitals.store import free_run_path, next_step, run_meta
+from gradvitals.types import json_ready
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ def begin(
     meeting.wait(["run"], "tell where the run is kept")
     where, goes_on, first_step = json.loads(meeting.told(["run"])[0])
     return Beginning(Path(where), goes_on, first_step, roster, meeting.rank == 0, path)
+
+
+def describe(config: Config, start: Beginning, judge: Judge | None, autocast: str | None) -> dict[str, Any]:
+    """What is kept about a run that begins."""
+    meta: dict[str, Any] = {"config": json_ready(asdict(config)), "extra": json_ready(dict(config.extra))}
+    meta["torch"] = torch.__version__
+    if start.roster is not None:
+        meta["ranks"] = start.roster.world
+    if (job := elastic_id()) is not None:
+        meta["elastic_id"] = job
+    if judge is not None:
+        if autocast is not None:
+            judge.note_autocast(autocast)
+        meta["facts"] = judge.diagnosis.facts.to_json()
+    return meta
 
 
 def join(meeting: Meeting, rows: Rows, config: Config, group: Any, batch_size: float | None) -> Roster:

@@ -14,7 +14,7 @@ from gradvitals.measure import Interpreter, RawStep, Tap
 from gradvitals.measure.budget import Budget
 from gradvitals.measure.landed import StepSums, Table, land
 from gradvitals.measure.ranks.exchange import Exchange
-from gradvitals.types import Action, Finding, Layout, Reading, Source
+from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source
 
 Record = Reading | Finding | Action | Layout
 
@@ -76,6 +76,13 @@ class Completion:
                 yield from self._of_step(raw, step, tap)
             except Exception as error:  # one step is lost, not those around it
                 self._on_error("interpret", error)
+
+    def newest(self) -> dict[str, float]:
+        """The newest global value of every metric, the best source first."""
+        merged: dict[str, float] = {}
+        for source in (*reversed(SOURCES), None):
+            merged |= self.latest.get(source, {})
+        return merged
 
     def state_dict(self) -> dict[str, Any]:
         """All moving averages, and what an audit leaves for the next."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +19,7 @@ from torch import Tensor, nn
 from gradvitals import notices
 from gradvitals.alerts import Alert, as_alert
 from gradvitals.arguments import check_arguments
-from gradvitals.beginning import Beginning, begin, elastic_id
+from gradvitals.beginning import Beginning, begin, describe
 from gradvitals.completion import Completion, Record
 from gradvitals.config import Config
 from gradvitals.errors import RunError
@@ -31,16 +28,20 @@ from gradvitals.judge import Judge, say
 from gradvitals.measure import RawStep, Tap
 from gradvitals.measure.outbox import Job
 from gradvitals.measure.ranks.exchange import Exchange
+from gradvitals.measure.ranks.farewell import is_still
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sources import missing_sources
+from gradvitals.parting import Parting, close_at_exit
 from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, run_id
-from gradvitals.types import SOURCES, Action, Finding, Reading, json_ready
+from gradvitals.types import Action, Finding, Reading
 
 STATE_VERSION = 1
 RANKS_CLOSE_SECONDS = 10.0
 """How long a rank that closes waits for the others to bring their last steps."""
+SHOW_SECONDS = 2.0
+"""How long a notebook waits for what is on its way to be shown too."""
 
 
 class Monitor:
@@ -68,6 +69,7 @@ class Monitor:
         self._notices: list[Finding] = []
         self._actions: deque[Action] = deque(maxlen=10_000)
         self._at_close: list[Callable[[], object]] = []
+        self._when_closed: list[Callable[[Monitor], object]] = []
         rows = Rows(model, optimizers, self.config)
         start = begin(rows, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
         self._path, self._resume = start.path, start.resume
@@ -80,6 +82,7 @@ class Monitor:
         if self.config.diagnose and start.leads:
             judge = Judge(optimizers, self.config, world_size=start.world, on_error=self._on_rule_error)
         exchange = Exchange(start.roster, self._on_ranks_lost) if start.roster is not None else None
+        self._parting = Parting(start, exchange, call_weakly(self._on_stopped_elsewhere))
         self._completion = Completion(self.config, judge, exchange, report=self.report, on_error=self._on_error)
         if on_reading is not None:
             self._completion.readers.append(on_reading)
@@ -127,10 +130,7 @@ class Monitor:
     @property
     def latest(self) -> dict[str, float]:
         """The newest global value of every metric that has been read so far, the best source first."""
-        merged: dict[str, float] = {}
-        for source in (*reversed(SOURCES), None):
-            merged |= self._completion.latest.get(source, {})
-        return merged
+        return self._completion.newest()
 
     @property
     def findings(self) -> list[Finding]:
@@ -141,6 +141,11 @@ class Monitor:
     def actions(self) -> list[Action]:
         """What a Guard or a schedule did so far, or would have done: the last 10,000; the run keeps all."""
         return list(self._actions)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one to say how the run has ended."""
+        return self._parting.speaks
 
     @property
     def run_path(self) -> Path:
@@ -194,6 +199,10 @@ class Monitor:
         """Have this called when the Monitor closes, while it still writes."""
         self._at_close.append(callback)
 
+    def when_closed(self, callback: Callable[[Monitor], object]) -> None:
+        """Have this called with the Monitor once it is closed and everything is written. It must not raise."""
+        self._when_closed.append(callback)
+
     def state_soon(self) -> Callable[[], dict[str, Any]]:
         """The state of this moment, for who cannot wait for it: what is returned waits for it, on another thread."""
         self._tap.flush()
@@ -215,10 +224,7 @@ class Monitor:
         return self._writer.flush(timeout) if self._writer is not None else True
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop watching: hooks go, what is on its way is written, the run is marked finished.
-
-        An error that ended training is kept with the run; a ``with`` block tells it by itself.
-        """
+        """Stop watching: hooks go, what is on its way is written, the run is marked finished, with what ended it."""
         if self._closed:
             return
         for callback in self._at_close:
@@ -228,18 +234,22 @@ class Monitor:
                 self._on_error("close", failure)
         exchange = self._completion.exchange
         self._failed = error is not None
-        if error is not None and exchange is not None:
-            exchange.explain(error)
-            exchange.end()  # other ranks may be at another step
-        self._closed = True
         if error is not None:
-            self.report(notices.training_stopped(error, self._now()))
+            self._parting.on_error(error)
+        self._closed = True
+        if error is not None and not self._parting.stopped_elsewhere:
+            rank = self.ranks.rank if self.ranks is not None else None
+            self.report(notices.training_stopped(error, self._now(), rank))
+            self._parting.tell(error, self._notices[-1])
         self._tap.close()
         if self._writer is not None:
             if self._judge is not None:
                 self._writer.put(partial(self._feed.see, self._judge.finish))  # after the last step has been judged
             self._feed.end_with(self._writer)  # before it closes: it keeps what there is to say about a sink
             self._writer.close(30.0 if exchange is None else RANKS_CLOSE_SECONDS)
+        self._parting.end()
+        for told in self._when_closed:
+            told(self)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -259,6 +269,8 @@ class Monitor:
     def _repr_html_(self) -> str:
         from gradvitals.show.notebook import display
 
+        if not self._closed:
+            self.flush(SHOW_SECONDS)
         return display(self.run_path if self._writer is not None else None, repr(self))
 
     # -- resuming -----------------------------------------------------------------------------------------------
@@ -311,19 +323,9 @@ class Monitor:
         path = self._path if self._resume or not self._start.leads else free_run_path(self._path)
         if path != self._start.asked and self._start.leads and not self._resume:
             say(f"{self._start.asked} holds a run already; this one is kept in {path}", self.config.quiet)
-        meta = {"config": json_ready(asdict(self.config)), "extra": json_ready(dict(self.config.extra))}
-        meta["torch"] = torch.__version__
-        if self.ranks is not None:
-            meta["ranks"] = self.ranks.world
-        if (job := elastic_id()) is not None:
-            meta["elastic_id"] = job
-        if self._judge is not None:
-            if self._tap.autocast is not None:
-                self._judge.note_autocast(self._tap.autocast)
-            meta["facts"] = self._judge.diagnosis.facts.to_json()
         self._writer = BackgroundWriter(
             path,
-            meta=meta,
+            meta=describe(self.config, self._start, self._judge, self._tap.autocast),
             resume=self._resume,
             first_step=first_step,
             queue_size=self.config.queue_size,
@@ -333,9 +335,7 @@ class Monitor:
         for record in cast(list[Record], [*self._notices, *self._actions]):
             self._writer.put(record)
         self._feed.start(self._writer.path)
-        # At exit the last steps are still on their way. Registered after the writer's own, so it runs before it; by a
-        # weak reference, so that a Monitor that is dropped can go, and its model with it.
-        atexit.register(_close, weakref.ref(self))
+        close_at_exit(self.close)  # after the writer has registered its own, so that it runs before it
 
     # -- on the writer's thread ---------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Monitor:
 
     # -- findings of our own ------------------------------------------------------------------------------------
 
-    def report(self, finding: Finding) -> None:
+    def report(self, finding: Finding, *, aloud: bool = True) -> None:
         """Keep what gradvitals has to say about itself with the run."""
         if self.ranks is not None and not self._start.leads:
             finding = replace(finding, rank=self.ranks.rank)
@@ -357,7 +357,7 @@ class Monitor:
                 self._completion.exchange.troubles += 1  # for the rank that keeps the run
         self._notices.append(finding)
         if finding.severity != "info":
-            say(str(finding), self.config.quiet)
+            say(str(finding), self.config.quiet or not aloud)
         if self._aside is not None and threading.current_thread().name == THREAD_NAME:
             self._aside.append(finding)
             return
@@ -378,6 +378,17 @@ class Monitor:
         if not self._closed or self._failed:  # at a good end, others may be gone already
             self.report(notices.ranks_lost(error, missing, self._now()))
 
+    def _on_stopped_elsewhere(self, finding: Finding) -> None:
+        """Another rank has stopped: keep why, and the steps up to there, before this rank is ended with it."""
+        if self._closed or self._completion.exchange is None or self._writer is None:
+            return
+        self._parting.stopped_elsewhere = True
+        self._completion.exchange.end()
+        self.report(finding, aloud=False)
+        if is_still(self._now):
+            self._tap.outbox.send()
+        self._writer.flush(RANKS_CLOSE_SECONDS / 2)
+
     def _on_rule_error(self, rule: str, error: Exception) -> None:
         self.report(notices.rule_error(rule, error, self._now()))
 
@@ -386,10 +397,3 @@ class Monitor:
 
     def _now(self) -> int:
         return self._tap.step if hasattr(self, "_tap") else 0
-
-
-def _close(reference: weakref.ref[Monitor]) -> None:
-    monitor = reference()
-    if monitor is not None:
-        # Set where an exception nobody caught has ended the program; at a prompt it may be any earlier one.
-        monitor.close(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))

@@ -65,16 +65,47 @@ def rule_error(rule: str, error: BaseException, step: int) -> Finding:
     )
 
 
-def training_stopped(error: BaseException, step: int) -> Finding:
-    """The training loop did not come to its end."""
-    by_hand = isinstance(error, (KeyboardInterrupt, SystemExit))
+def training_stopped(error: BaseException, step: int, rank: int | None = None) -> Finding:
+    """The training loop did not come to its end, on this rank where there are several."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return Finding(
+            id="training_stopped",
+            severity="info",
+            title="training was stopped by hand",
+            first_step=step,
+            last_step=step,
+            evidence={"error": repr(error)[:4000]},
+            rank=rank,
+        )
+    causes, cures = _about_error(error)
     return Finding(
         id="training_stopped",
-        severity="info" if by_hand else "critical",
-        title="training was stopped by hand" if by_hand else f"training stopped with {_first_line(error)}",
+        severity="critical",
+        title=f"training stopped with {_first_line(error)}",
         first_step=step,
         last_step=step,
         evidence={"error": repr(error)[:4000]},
+        causes=causes,
+        cures=(*cures, "start it again from its last checkpoint with watch(..., resume=True): the record goes on"),
+        rank=rank,
+    )
+
+
+def _about_error(error: BaseException) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Why training may have stopped with an error, and what to do."""
+    if "out of memory" in str(error).lower():
+        return (
+            ("the memory did not hold what the step needed: batch, activations, gradients, optimizer state",),
+            ("make the batch smaller and accumulate gradients over more of them, or recompute activations",),
+        )
+    if "CUDA error" in str(error):
+        return (
+            ("a kernel failed, often one started earlier; an index out of range in labels or tokens is usual",),
+            ("run it with CUDA_LAUNCH_BLOCKING=1: the traceback then names the call that failed",),
+        )
+    return (
+        ("an exception of the training script, or of what it calls",),
+        ("read the traceback in its output, and what was found before it stopped",),
     )
 
 

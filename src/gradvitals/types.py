@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,60 @@ def json_ready(value: Any) -> Any:
     return value
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_whole,
+    "int | None": lambda value: value is None or _is_whole(value),
+    "str": _is_text,
+    "bool": _is_bool,
+    "Severity": lambda value: isinstance(value, str) and value in SEVERITIES,
+    "tuple[str, ...]": _is_texts,
+    "tuple[int, ...]": lambda value: (
+        isinstance(value, list | tuple) and len(value) <= MAX_DIMENSIONS and all(map(_is_whole, value))
+    ),
+    "Mapping[str, Any]": _is_mapping,
+}
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor, of which torch has no more either."""
+
+
+def _from_json(record: type[Any], data: Mapping[str, Any]) -> Any:
+    """A record from JSON that may have been written by anybody: every field is of the type that it says.
+
+    Raises:
+        TypeError: If one is not, is missing, or is not known.
+    """
+    given = dict(data)
+    for each in fields(record):
+        if each.name not in given:
+            continue
+        value = given[each.name]
+        if not _CHECKS[str(each.type)](value):
+            raise TypeError(f"{each.name} of {record.__name__} is {str(value)[:80]!r}; expected {each.type}")
+        if str(each.type).startswith("tuple"):
+            given[each.name] = tuple(value)
+    return record(**given)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
     """One watched parameter: its place in every per-tensor array, and its place in the model."""
@@ -133,8 +187,8 @@ class TensorInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorInfo:
-        """The inverse of `to_json`."""
-        return cls(**{**data, "shape": tuple(data["shape"])})
+        """The inverse of `to_json`; raises TypeError where a field is not what it should be."""
+        return cast(TensorInfo, _from_json(cls, data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +288,8 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """The inverse of `to_json`."""
-        tuples = {name: tuple(data[name]) for name in ("tensors", "causes", "cures")}
-        return cls(**{**data, **tuples})
+        """The inverse of `to_json`; raises TypeError where a field is not what it should be."""
+        return cast(Finding, _from_json(cls, data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,5 +321,5 @@ class Action:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Action:
-        """The inverse of `to_json`."""
-        return cls(**data)
+        """The inverse of `to_json`; raises TypeError where a field is not what it should be."""
+        return cast(Action, _from_json(cls, data))

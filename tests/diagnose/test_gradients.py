@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from by_hand import Run, healthy_run, only
@@ -137,6 +139,23 @@ def test_weights_too_large_at_the_start() -> None:
     finding = only(run.findings("explosion"))
     assert (finding.first_step, finding.tensors) == (0, ("layers.1.weight",))
     assert "too large at the start" in finding.causes[0]
+
+
+def test_what_the_first_steps_made_was_not_there_from_the_start() -> None:
+    run = healthy_run()
+    run.scale_gradient(slice(1, 20), 400.0, tensor=2)
+    assert run.findings("explosion") == []
+
+
+def test_a_handful_of_weights_says_little_about_the_start() -> None:
+    """Two numbers of norm 1.5, with a gradient of norm 0.4 and a loss that is small by chance."""
+    run = healthy_run()
+    info = run.layout.tensors[1]
+    tensors = (*run.layout.tensors[:1], replace(info, shape=(2,)), *run.layout.tensors[2:])
+    run.layout = replace(run.layout, tensors=tensors)
+    run.tensors["weight/norm"][:, 1], run.tensors["grad/norm"][:, 1], run.values["loss"][0] = 1.5, 0.4, 0.2
+    run.add_up()
+    assert run.findings("explosion") == []
 
 
 def test_a_loss_on_the_wrong_scale() -> None:

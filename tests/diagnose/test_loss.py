@@ -145,6 +145,24 @@ def test_a_loss_that_never_falls() -> None:
     assert "may not belong together" in finding.causes[0]
 
 
+def test_what_is_told_of_a_plateau_is_how_far_the_loss_fell_since_the_start() -> None:
+    finding = only(flat_run(first=2.5).findings("loss_plateau"))
+    assert "stands still, little below where it began" in finding.title
+    assert finding.evidence["seen"]["fell"] == pytest.approx(0.11, abs=0.03)
+    finding = only(flat_run(first=2.3).findings("loss_plateau"))
+    assert "has hardly fallen since the start" in finding.title
+    assert abs(finding.evidence["seen"]["fell"]) < 0.02
+
+
+def test_a_loss_that_has_not_begun_to_fall_is_no_cause_for_alarm_yet() -> None:
+    run = flat_run(400)
+    run.values["loss"][90:] *= np.linspace(1.0, 0.5, 310)
+    finding = only(run.findings("loss_plateau"))
+    assert (finding.severity, finding.found_step) == ("info", 80)
+    finding = only(run.findings("loss_plateau", settings={"loss_plateau": {"sure": 80}}))
+    assert finding.severity == "warning"
+
+
 def test_a_learning_rate_too_small_is_named_and_a_larger_one_proposed() -> None:
     run = flat_run()
     run.values["update/ratio"] *= 1e-4

@@ -7,7 +7,7 @@ import math
 import pytest
 from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings, words_of
 
-from gradvitals.diagnose.schedule import DecayDue, WarmupNeeded
+from gradvitals.diagnose.schedule import DecayDue, LrTooHigh, WarmupNeeded
 
 
 def cold(**options: object) -> Run:
@@ -27,6 +27,13 @@ def test_a_loss_that_rises_in_the_first_steps() -> None:
     assert "the loss went from" in finding.title
     assert "0.01" in finding.cures[0]
     assert "?" not in words_of(finding)
+
+
+def test_where_the_loss_multiplies_a_warmup_is_not_what_helps() -> None:
+    run = cold(loss=lambda step: 2.3 + 800 * math.exp(-((step - 8) ** 2) / 8))
+    [finding] = diagnose(run, WarmupNeeded())
+    assert "a learning rate of 0.001 or less" in finding.cures[0]
+    assert "warmup over about" not in words_of(finding)
 
 
 def test_first_gradients_far_over_all_that_follow() -> None:
@@ -93,3 +100,47 @@ def test_resuming_changes_nothing(rule: type[WarmupNeeded] | type[DecayDue]) -> 
     shock = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)
     for run in (fading(), shock):
         assert same_findings(diagnose_with_breaks(run, rule, (1, 15, 21, 230, 600)), diagnose(run, rule()))
+
+
+# -- lr_too_high -----------------------------------------------------------------------------------------------------
+
+
+def destroyed(after: float = 2.5, **options: object) -> Run:
+    """The loss goes from 2.3 to thousands within the first steps, and stays at `after`."""
+    known: dict[str, object] = dict(update=0.5, norm=lambda step: 300.0 if 0 < step < 7 else 1.0)
+    return cold(loss=lambda step: 2.3 * 5.0**step if step < 7 else after, **{**known, **options})
+
+
+def test_a_net_that_the_first_steps_destroyed() -> None:
+    [finding] = diagnose(destroyed(), LrTooHigh())
+    assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 0, None)
+    assert finding.found_step == 3
+    assert finding.title.startswith("the learning rate of 0.01 is too high: within 20 steps the loss went from 2.3")
+    assert finding.evidence["seen"]["loss"] == pytest.approx(2.3 * 5.0**6, rel=0.1)  # the highest there was
+    assert "from 0.01 to about 6.00e-05" in finding.cures[0]
+    assert "?" not in words_of(finding)
+    whole = diagnose_with_breaks(destroyed(), LrTooHigh, (2, 5, 19, 20, 30, 200))
+    assert same_findings(whole, [finding])
+
+
+def test_a_run_that_comes_back_is_over_it() -> None:
+    [finding] = diagnose(destroyed(after=1.0), LrTooHigh())
+    assert finding.last_step is not None
+    assert finding.last_step < 30
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        destroyed(update=0.003),  # an easy first batch: nothing threw the weights anywhere
+        destroyed(norm=lambda step: 1.0),
+        cold(loss=lambda step: 2.3, update=0.5, norm=lambda step: 300.0),
+        make_run(loss=lambda step: 2.3 * 5.0**step if step < 7 else 2.5, update=0.5, norm=lambda step: 1.0 + 99 * step),
+    ],
+)
+def test_what_is_not_the_learning_rates_doing(run: Run) -> None:
+    assert diagnose(run, LrTooHigh()) == []
+
+
+def test_a_run_that_was_not_seen_from_its_start_is_not_judged_by_it() -> None:
+    assert diagnose(destroyed()[1:], LrTooHigh()) == []

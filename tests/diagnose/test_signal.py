@@ -81,7 +81,7 @@ def test_noise_that_drowns_the_signal_is_no_alarm(seed: int) -> None:
     )
     families = (signal, batch, schedule)
     rules = [rule() for rule in RULES.values() if rule.__module__ in {family.__name__ for family in families}]
-    assert len(rules) == 12
+    assert len(rules) == 13
     assert alarms(diagnose(run, *rules, layout=make_layout(BLOCKS, HEADS))) == []
 
 
@@ -103,6 +103,13 @@ def test_a_cold_start_is_named_as_the_cause() -> None:
     [finding] = diagnose(run, NearZeroInitialGsnr())
     assert "from the first step" in finding.causes[0]
     assert "warmup" in finding.cures[1]
+
+
+def test_a_cold_start_is_told_with_the_rate_it_began_with_whatever_it_is_now() -> None:
+    run = make_run(gsnr=lambda step: 0.0, spread=0.1, lr=lambda step: 0.003 * math.exp(-step / 100), **FLAT)
+    [finding] = diagnose(run, NearZeroInitialGsnr())
+    assert "the learning rate was 0.003 from the first step" in finding.causes[0]
+    assert finding.evidence["seen"]["lr"] < 0.002
 
 
 def test_small_steps_may_just_not_have_moved_the_loss_yet() -> None:
@@ -291,7 +298,9 @@ def test_noise_over_signal_is_info_and_said_to_be_ordinary() -> None:
     assert finding.severity == "info"
     assert "93 % of coordinates" in finding.title
     assert "ordinary" in finding.causes[0]
-    assert finding.evidence["seen"]["gsnr"] == pytest.approx(4 * 0.05, rel=0.3)
+    seen = finding.evidence["seen"]
+    assert seen["whole"] == pytest.approx(4 * 0.05, rel=0.3)
+    assert f"the median GSNR of a tensor is {seen['median']:.3g}" in finding.title  # the figure that it judges by
 
 
 def test_more_signal_than_noise() -> None:

@@ -229,3 +229,58 @@ def test_a_warm_restart_is_meant() -> None:
 def test_healthy_updates_are_no_alarm(seed: int) -> None:
     run = healthy_run(1500, seed, warmup=(5, 50, 500)[seed])
     assert run.findings(*ALL) == []
+
+
+# -- what is only rounding --------------------------------------------------------------------------------------------
+
+
+def in_front_of_batch_norm(steps: int = 200) -> Run:
+    """The gradient of one bias is zero but for rounding."""
+    run = healthy_run(steps)
+    run.tensors["grad/norm"][:, 1] = 1e-8 * np.exp(np.random.default_rng(1).standard_normal(steps))
+    run.add_up()
+    return run
+
+
+def test_a_bias_whose_gradient_is_rounding_may_stand_still_or_jump() -> None:
+    run = in_front_of_batch_norm()
+    run.tensors["update/rms"][:, 1] = 0
+    assert run.findings(*ALL) == []
+    run = in_front_of_batch_norm()
+    run.tensors["update/rms"][150, 1] *= 100
+    run.tensors["update/ratio"][:, 1] = 1e-12
+    assert run.findings(*ALL) == []
+
+
+def test_weights_that_stand_still_once_all_is_fitted() -> None:
+    run = healthy_run(200)
+    run.scale_gradient(slice(100, 200), np.full(100, 1e-9))
+    run.tensors["update/rms"][100:] = 0
+    assert run.findings("unchanged_weights") == []
+
+
+def test_a_learning_rate_that_was_lowered_is_not_told_to_be_too_low() -> None:
+    run = healthy_run(300)
+    lr = 1e-3 * np.minimum(1, np.exp(-(np.arange(300) - 100) / 10))
+    for name in ("update/ratio", "update/norm", "update/rms"):
+        run.values[name] *= lr / run.values["lr"]
+    run.values["lr"] = lr
+    assert run.findings("update_ratio") == []
+    run.values["lr"] = np.full(300, 1e-3)
+    assert "raise the learning rate" in run.findings("update_ratio")[0].cures[0]
+
+
+def test_a_learning_rate_is_not_too_low_where_the_gradient_is_gone() -> None:
+    run = healthy_run(200)
+    run.scale_gradient(slice(5, 200), np.full(195, 1e-5))
+    for name in ("update/ratio", "update/norm", "update/rms"):
+        run.values[name][5:] *= 1e-5
+    assert run.findings("update_ratio") == []
+
+
+def test_large_first_steps_with_which_the_loss_falls_are_no_fault() -> None:
+    run = healthy_run(100)
+    run.tensors["update/ratio"][:9] = 0.3
+    assert run.findings("update_ratio") != []
+    run.values["loss"][1:9] *= np.linspace(0.8, 0.3, 8)
+    assert run.findings("update_ratio") == []

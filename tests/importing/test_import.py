@@ -190,6 +190,19 @@ def test_the_command_maps_columns_and_tells_what_it_took(tmp_path: Path) -> None
     assert CliRunner().invoke(main, ["import", str(path), "--map", "nll"]).exit_code == 2
 
 
+def test_a_metric_may_be_called_as_columns_are_and_a_missing_loss_is_told(tmp_path: Path) -> None:
+    assert choose(["a", "b", "t"], {"a": "grad_norm", "b": "learning_rate", "t": "global_step"}) == {
+        "grad/norm": "a",
+        "lr": "b",
+        "step": "t",
+    }
+    path = tmp_path / "a.csv"
+    path.write_text("step,nll,gnorm\n" + "".join(f"{i},2,1\n" for i in range(60)))
+    [note] = import_run(path, tmp_path / "run").notes
+    assert note.startswith("no column is known to be the loss, so it is not judged; left out: 'nll'.")
+    assert import_run(path, tmp_path / "other", columns={"nll": "loss"}).notes == ()
+
+
 def test_what_gradvitals_writes_itself_can_be_imported(write_run: Callable[..., Path], tmp_path: Path) -> None:
     table = tmp_path / "readings.csv"
     assert CliRunner().invoke(main, ["export", str(write_run()), "--csv", str(table)]).exit_code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -16,13 +17,13 @@ QUIET = gv.Config(quiet=True, tensor_every=1)
 
 
 def train(
-    run: Path | None, steps: int, *, load: Path | None = None, save: Path | None = None
+    run: Path | None, steps: int, *, load: Path | None = None, save: Path | None = None, config: gv.Config = QUIET
 ) -> tuple[list[float], ...]:
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    monitor = watch(accelerator, model, optimizer, run=run, batch_size=16, config=QUIET)
+    monitor = watch(accelerator, model, optimizer, run=run, batch_size=16, config=config)
     if load is not None:
         accelerator.load_state(str(load))
     losses: list[float] = []
@@ -59,3 +60,13 @@ def test_its_checkpoints_hold_our_state(tmp_path: Path) -> None:
     run = gv.open_run(tmp_path / "run")
     assert run.series("loss")[0].tolist() == list(range(8))
     assert len(run.segments) == 2
+
+
+def test_the_verdict_and_the_folder_are_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "quiet", 3)
+    assert capsys.readouterr().err == ""
+    train(tmp_path / "run", 3, config=gv.Config())
+    verdict, where = capsys.readouterr().err.splitlines()[-2:]
+    assert verdict.startswith("gradvitals: ")
+    assert ": 3 steps" in verdict
+    assert where == f"gradvitals: see: gradvitals doctor {tmp_path / 'run'}"

@@ -85,6 +85,7 @@ def test_what_cannot_be_run_is_told_in_a_line(tmp_path: Path) -> None:
         ([str(tmp_path)], "is a folder; expected a script, or -m and the name of a module"),
         (["--sink", "nothing:x", "nowhere.py"], "'nothing:x' is not a sink"),
         (["--every", "0", "nowhere.py"], "Invalid value for '--every'"),
+        (["--lr", "3", "nowhere.py"], "has no option --lr. Options of the script come after it: gradvitals run"),
     ):
         result = CliRunner().invoke(main, ["run", *args])
         assert result.exit_code == 2

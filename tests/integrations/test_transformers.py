@@ -141,3 +141,16 @@ def test_a_guard_leaves_a_bad_step_out(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     actions = gv.open_run(tmp_path / "run").actions()
     assert [(action.kind, action.step, action.taken) for action in actions][:1] == [("skip", 2, True)]
+
+
+def test_the_verdict_and_the_default_folder_are_said_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = GradvitalsCallback()
+    train(tmp_path / "out", callback, 3)
+    assert callback.monitor is not None
+    verdict, where = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradvitals: ")][-2:]
+    assert ": 3 steps" in verdict
+    assert where == f"gradvitals: see: gradvitals doctor {callback.monitor.run_path}"
+    assert [path.parent.name for path in tmp_path.glob("runs/*")] == ["runs"]

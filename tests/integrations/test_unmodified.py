@@ -138,6 +138,28 @@ def test_under_torchrun_two_ranks_make_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(rank: int, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "one_rank_raises.py"
+    ours = ("-m", "gradvitals", "run", "--out", "run")
+    done = python(
+        "-m", "torch.distributed.run", "--nproc_per_node=2", *ours, str(script), str(rank), cwd=tmp_path
+    )  # fmt: skip
+    assert done.status != 0
+    found = gv.open_run(tmp_path / "run")
+    assert found.series("grad/norm")[0].tolist() == list(range(21))
+    stops = [finding for finding in found.findings() if finding.id in ("training_stopped", "ranks_lost")]
+    assert [(stop.id, stop.rank, stop.first_step, stop.title) for stop in stops] == [
+        ("training_stopped", rank, 21, "training stopped with ValueError: bad sample")
+    ]
+    line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample. 21 steps, "
+    assert f"gradvitals: {line}" in done.err
+    assert done.err.count("gradvitals: see: gradvitals doctor run") == 1
+    doctor = CliRunner(env={"COLUMNS": "300"}).invoke(main, ["doctor", str(tmp_path / "run")])
+    assert doctor.output.startswith(line)
+
+
+@pytest.mark.slow
 def test_a_sharded_model_is_found_as_it_is_stepped(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "sharded.py"
     done = torchrun(script, "-m", "gradvitals", "run", "--out", "run", "--every", "1", cwd=tmp_path)

@@ -301,3 +301,18 @@ def test_what_is_frozen_is_said_and_followed(tmp_path: Path) -> None:
         with gv.open_run(monitor.run_path) as run:
             assert not any(info.frozen for info in run.tensors)
     assert not [finding for finding in monitor.findings if finding.id in ("dead_tensor", "monitor_error")]
+
+
+def test_a_frozen_layer_stands_where_the_model_has_it(tmp_path: Path) -> None:
+    """Backward does not reach it, so its depth cannot be seen; its neighbours' can."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        assert run.layers == ("0", "1", "2", "3", "4")

@@ -58,6 +58,14 @@ def test_a_killed_run_is_not_called_healthy(tmp_path: Path) -> None:
     assert (data["state"], data["verdict"]["worst"], data["failed"]) == ("stopped", "run_cut_off", True)
 
 
+def test_a_run_that_said_why_it_stops_is_not_cut_off_without_a_word(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 99, notices.training_stopped(ValueError("bad sample"), 100, rank=1), closed=False)
+    time.sleep(0.05)
+    said = doctor(tmp_path)
+    assert said.startswith("Unhealthy: stopped at step 100 on rank 1 by ValueError: bad sample. 100 steps, nothing")
+    assert "run_cut_off" not in said
+
+
 def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
     segment(tmp_path, 0, 99)
     assert doctor(tmp_path).startswith("Healthy: 100 steps, nothing found.\n")

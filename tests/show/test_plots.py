@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from gradvitals.errors import RunError
 from gradvitals.show.plots import PlotsMissingError
 from gradvitals.store.reader import Run, open_run
+from gradvitals.store.writer import RunWriter
+from gradvitals.types import Reading
 
 WriteRun = Callable[..., Path]
 
@@ -99,3 +101,26 @@ def test_without_matplotlib_it_says_what_to_install(run: Run, monkeypatch: pytes
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(PlotsMissingError, match=r"pip install 'gradvitals\[plots\]'"):
         run.plot("loss")
+
+
+def curve(path: Path, values: list[float]) -> Run:
+    with RunWriter(path, meta={}) as writer:
+        for step, value in enumerate(values):
+            writer.write(Reading(step=step, time=0.0, values={"loss": value}))
+    return open_run(path)
+
+
+def test_what_has_no_values_says_so(tmp_path: Path) -> None:
+    with curve(tmp_path / "run", [float("nan")] * 5) as run:
+        assert [text.get_text() for text in run.plot("loss").texts] == ["no values of loss"]
+    with curve(tmp_path / "other", [1.0] * 5) as run:
+        assert not run.plot("loss").texts
+
+
+def test_a_value_far_off_does_not_hide_the_others(tmp_path: Path) -> None:
+    with curve(tmp_path / "run", [2.0] * 20 + [1e5]) as run:
+        assert run.plot("loss").get_yscale() == "log"
+        _, mine = pyplot.subplots()
+        assert run.plot("loss", ax=mine).get_yscale() == "linear"  # whoever brings axes has set them up
+    with curve(tmp_path / "other", [2.0] * 20 + [10.0]) as run:
+        assert run.plot("loss").get_yscale() == "linear"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradvitals import notices
-from gradvitals.show.verdict import ABOUT_ITSELF, Verdict, about_itself, judge
+from gradvitals.show.verdict import ABOUT_ITSELF, Verdict, about_itself, judge, when
 from gradvitals.types import Finding, Severity
 
 
@@ -140,3 +140,50 @@ def test_json_says_what_is_open_and_what_it_weighs() -> None:
     }  # fmt: skip
     past = judged.findings[1].to_json()
     assert (past["weight"], past["open"], past["clear_steps"], past["severity"]) == ("info", False, 899, "critical")
+
+
+# -- how it ended ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_died_is_not_over_for_0_steps() -> None:
+    crash = notices.training_stopped(RuntimeError("CUDA error: device-side assert triggered"), 150)
+    alone = verdict(crash, steps=150)
+    assert (alone.level, alone.num_open) == ("unhealthy", 1)
+    assert alone.line == (
+        "Unhealthy: stopped at step 150 by RuntimeError: CUDA error: device-side assert triggered. "
+        "150 steps, nothing else found."
+    )
+    assert when(alone.findings[0], live=False) == "at step 150, where the run ended"
+    assert alone.findings[0].finding.causes
+    assert "CUDA_LAUNCH_BLOCKING=1" in alone.findings[0].finding.cures[0]
+    after = verdict(found("critical", 140), crash, steps=150)
+    assert after.worst is not None
+    assert after.worst.finding is crash
+    assert after.line.endswith(
+        "150 steps, 1 finding open before. Worst (critical): the norm jumped; since step 140, still open at the end."
+    )
+
+
+def test_a_run_that_stopped_is_not_live_though_it_was_just_heard_of() -> None:
+    crash = notices.training_stopped(ValueError("bad sample"), 101, rank=1)
+    stopped = verdict(crash, steps=101, live=True)
+    assert not stopped.live
+    assert stopped.line.startswith("Unhealthy: stopped at step 101 on rank 1 by ValueError: bad sample. 101 steps,")
+
+
+def test_a_run_that_went_on_after_a_crash_is_judged_by_what_came_then() -> None:
+    crash = notices.training_stopped(RuntimeError("boom"), 150)
+    assert verdict(crash, steps=160).level == "watch"
+    assert verdict(crash, steps=400).level == "healthy"
+    assert "step 150 only, over for 9 steps" in verdict(crash, steps=160).line
+
+
+def test_a_run_that_was_stopped_by_hand_says_so_and_is_no_alarm() -> None:
+    by_hand = notices.training_stopped(KeyboardInterrupt(), 150)
+    assert verdict(by_hand, steps=150).line == "Healthy: 150 steps, nothing found. It was stopped by hand at step 150."
+    early = verdict(notices.training_stopped(KeyboardInterrupt(), 30), steps=30)
+    assert early.line == "Nothing wrong yet, but it is early: 30 steps. It was stopped by hand at step 30."
+    both = verdict(by_hand, found("warning", 140), steps=150)
+    assert both.level == "watch"
+    assert both.line.startswith("Watch it: 150 steps, 1 finding open. Worst (warning): the norm jumped;")
+    assert both.line.endswith("It was stopped by hand at step 150.")

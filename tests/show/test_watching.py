@@ -181,9 +181,41 @@ def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
-        writer.close()
+        if sum(naps) >= 12.0:
+            writer.close()
 
     monkeypatch.setattr(watching.time, "monotonic", clock)
     monkeypatch.setattr(watching.time, "sleep", nap)
     assert len(list(moments(Follower(writer.path), 1.0))) == 2
-    assert naps == [12.0]
+    assert sum(naps) == 12.0
+
+
+def test_the_end_of_a_run_does_not_wait_for_the_next_line(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        writer.close()
+
+    monkeypatch.setattr(watching.time, "sleep", nap)
+    assert [moment.ended for moment in moments(Follower(writer.path), 10.0)] == [False, True]
+    assert naps == [1.0]
+
+
+def test_lines_of_a_finished_run_leave_out_what_was_over_and_what_will_not_come(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run", meta=META) as writer:
+        writer.write(LAYOUT)
+        for step in range(40):
+            writer.write(Reading(step=step, time=0.0, values={"loss": 2.0, "grad/norm": 1.5}))
+        for first in range(10, 30):
+            finding = Finding(id="loss_spike", severity="warning", title="old", first_step=first, last_step=first)
+            writer.write(finding)
+        writer.write(Finding(id="explosion", severity="critical", title="the norm rose", first_step=30))
+    console = Console(file=io.StringIO(), width=200)
+    Lines(console).show(Follower(tmp_path / "run").look())
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("loss_spike") == 0
+    assert "the norm rose (explosion)" in text
+    assert "1 finding open, 20 over" in text
+    assert "noise scale" not in text

@@ -137,6 +137,33 @@ def test_a_layout_may_grow_and_even_change(tmp_path, make_layout):
         assert run.table("m", step=0)[0] == 0
 
 
+def test_a_source_that_ended_long_ago_gives_way_to_one_that_is_still_read(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for step in range(1000):
+            if step < 100:  # then the loop no longer accumulated
+                writer.write(Reading(step=step, time=0.0, source="microbatch", values={"gsnr": 1.0}))
+            if step % 50 == 0:  # rare, but still there
+                writer.write(Reading(step=step, time=0.0, source="ranks", values={"gsnr": 2.0}))
+            writer.write(Reading(step=step, time=0.0, source="adam", values={"gsnr": 3.0}))
+        writer.commit()
+        writer.compact()
+    with open_run(tmp_path) as run:
+        assert run.sources("gsnr") == ("ranks", "adam", "microbatch")
+        assert run.series("gsnr")[1].tolist() == [2.0] * 20
+        assert run.series("gsnr", source="microbatch")[1].tolist() == [1.0] * 100
+
+
+def test_a_source_that_a_later_process_did_again_without_has_ended(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for step in range(100):
+            writer.write(Reading(step=step, time=0.0, source="microbatch", values={"gsnr": 1.0}))
+    with RunWriter(tmp_path, meta={}, resume=True) as writer:
+        for step in range(10, 100):
+            writer.write(Reading(step=step, time=0.0, source="adam", values={"gsnr": 2.0}))
+    with open_run(tmp_path) as run:
+        assert run.sources("gsnr") == ("adam", "microbatch")
+
+
 def test_the_most_trustworthy_source_is_taken_unless_one_is_named(tmp_path):
     with RunWriter(tmp_path, meta={}) as writer:
         for number, source in enumerate(("window", "adam", "microbatch")):

@@ -77,4 +77,4 @@ def test_a_census_counts_records_and_the_readings_of_the_largest_kind(tmp_path: 
         content = sum(len(row[0]) for row in run._db.execute("SELECT content FROM finding"))
     assert (census["findings"], census["actions"], census["segments"], census["groups"]) == (3, 1, 1, 1)
     assert census["readings"] == 500
-    assert census["finding_bytes"] == content
+    assert census["finding_bytes"] == content + 3 * 2  # and the digits of the segment and the step of each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import threading
@@ -130,3 +131,28 @@ def browser() -> Iterator[Any]:
         launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages that must not say a word to the console, nor ask any other machine for anything."""
+    contexts, troubles, asked = [], [], []
+
+    def open_(url: str, *, width: int = 1280, height: int = 800, quiet: bool = True, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("request", lambda request: asked.append(request.url))
+        if quiet:
+            page.on("console", lambda message: troubles.append(message.text))
+            page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.requested = asked
+        page.goto(url)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert troubles == []
+    assert [url for url in asked if not re.match(r"http://127\.0\.0\.1:\d+/", url)] == []

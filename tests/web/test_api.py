@@ -25,10 +25,18 @@ ClientOf = Callable[[Path], TestClient]
 
 def read_series(body: bytes) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]], float, float]:
     points, metrics, readings, last = struct.unpack_from("<IIdd", body)
-    steps = np.frombuffer(body, "<f8", points, 24)
-    times = np.frombuffer(body, "<f8", points, 24 + 8 * points)
-    rest = np.frombuffer(body, "<f4", 3 * metrics * points, 24 + 16 * points).reshape(metrics, 3, points)
-    return steps, times, [tuple(one) for one in rest], readings, last
+    start = 24 + 8 * metrics
+    steps = np.frombuffer(body, "<f8", points, start)
+    times = np.frombuffer(body, "<f8", points, start + 8 * points)
+    rest = np.frombuffer(body, "<f4", 4 * metrics * points, start + 16 * points).reshape(metrics, 4, points)
+    return steps, times, [tuple(one[:3]) for one in rest], readings, last
+
+
+def read_last_and_broken(body: bytes) -> tuple[list[float], np.ndarray]:
+    points, metrics, *_ = struct.unpack_from("<IIdd", body)
+    start = 24 + 8 * metrics
+    rest = np.frombuffer(body, "<f4", 4 * metrics * points, start + 16 * points).reshape(metrics, 4, points)
+    return np.frombuffer(body, "<f8", metrics, 24).tolist(), rest[:, 3]
 
 
 def read_heatmap(body: bytes) -> tuple[np.ndarray, np.ndarray, float]:
@@ -85,6 +93,22 @@ def test_a_long_series_keeps_its_peaks_in_few_buckets(client: TestClient, folder
     assert low.min() == expected.min().astype("<f4")
     np.testing.assert_allclose(mean, expected.reshape(50, -1).mean(axis=1), rtol=1e-6)
     assert (readings, last) == (STEPS, STEPS - 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bucket_counts_what_is_not_a_number_and_the_last_reading_comes_as_it_is(
+    tmp_path: Path, client_of: ClientOf, bad: float
+) -> None:
+    with RunWriter(tmp_path / "run", meta={}) as writer:
+        for step in range(100):
+            writer.write(Reading(step=step, time=0.0, values={"loss": bad if step in (33, 34, 75) else float(step)}))
+    client = client_of(tmp_path)
+    run = run_id(client, "run")
+    now, broken = read_last_and_broken(client.get(f"/api/runs/{run}/series?metric=loss&buckets=10").content)
+    assert now == [99.0]
+    assert broken.tolist() == [[0, 0, 0, 2, 0, 0, 0, 1, 0, 0]]
+    _, broken = read_last_and_broken(client.get(f"/api/runs/{run}/series?metric=loss").content)
+    assert np.flatnonzero(broken).tolist() == [33, 34, 75]
 
 
 def test_a_stretch_is_what_lies_after_since_up_to_until(client: TestClient) -> None:
@@ -145,7 +169,7 @@ def test_a_layer_is_the_root_sum_of_squares_of_its_tensors(client: TestClient, f
     assert end == steps[-1] + 50
 
 
-def test_a_column_shows_the_number_to_worry_about(client: TestClient, folder: Path) -> None:
+def test_a_column_shows_the_largest_of_its_stretch_and_of_gsnr_the_mean(client: TestClient, folder: Path) -> None:
     run = run_id(client, "gpt")
     with gv.open_run(folder / "gpt") as opened:
         steps, updates = opened.matrix("update/ratio")
@@ -158,8 +182,26 @@ def test_a_column_shows_the_number_to_worry_about(client: TestClient, folder: Pa
         starts, cells, _ = read_heatmap(
             client.get(f"/api/runs/{run}/heatmap?picture=gsnr&rows={rows}&columns=5").content
         )
-        np.testing.assert_allclose(cells, np.minimum.reduceat(expected, cuts, axis=0).T, rtol=1e-6)
+        many = np.diff(cuts, append=steps.size)
+        np.testing.assert_allclose(cells, np.add.reduceat(expected, cuts, axis=0).T / many, rtol=1e-5)
         np.testing.assert_array_equal(starts, steps[cuts])
+
+
+def test_the_page_and_the_report_show_the_same_number_of_each_layer(client: TestClient, folder: Path) -> None:
+    from gradvitals.show.curves import Span
+    from gradvitals.show.heatmap import read_heatmap as of_report
+
+    run = run_id(client, "gpt")
+    for picture, metric in (("norm", "grad/norm"), ("gsnr", "gsnr"), ("update", "update/ratio")):
+        _, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?picture={picture}&columns=1").content)
+        with gv.open_run(folder / "gpt") as opened:
+            found = of_report(opened, metric, "layers", Span(0, STEPS - 1))
+            assert found is not None
+            whole = of_report(opened, metric, "layers", Span(0, 10**9))  # all steps in the first column
+        assert whole is not None
+        infinite = np.isinf(cells[:, 0])  # on the page, what is broken is infinite
+        np.testing.assert_allclose(cells[~infinite, 0], whole.values[~infinite, 0], rtol=1e-5)
+        np.testing.assert_array_equal(infinite, whole.broken[:, 0])
 
 
 def test_the_picture_of_a_stretch_is_cut_finer(client: TestClient) -> None:

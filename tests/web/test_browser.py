@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from web_runs import HOSTILE, LONG, hostile_run
+from web_runs import HOSTILE, LONG, hostile_run, wait, wait_for_charts, writing
 
 import gradvitals as gv
-from gradvitals.lab.made_up_run import readings, transformer_layout, write_made_up_run
+from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
@@ -22,64 +20,6 @@ pytestmark = pytest.mark.browser
 
 OpenPage = Callable[..., Any]
 HEATMAP = ".heat-scroll canvas"
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[OpenPage]:
-    """Opens pages that must not say a word to the console, nor ask any other machine for anything."""
-    contexts, troubles, asked = [], [], []
-
-    def open_(url: str, *, width: int = 1280, height: int = 800, quiet: bool = True, **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(15_000)
-        page.on("request", lambda request: asked.append(request.url))
-        if quiet:
-            page.on("console", lambda message: troubles.append(message.text))
-            page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.requested = asked
-        page.goto(url)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert troubles == []
-    assert [url for url in asked if not re.match(r"http://127\.0\.0\.1:\d+/", url)] == []
-
-
-def wait(page: Any, expression: str, seconds: float = 15.0) -> None:
-    """Until the expression is true. Playwright's own way evaluates text in the page, which the page forbids."""
-    end = time.monotonic() + seconds
-    while not page.evaluate(expression):
-        assert time.monotonic() < end, f"never true: {expression}"
-        page.wait_for_timeout(30)
-
-
-def wait_for_charts(page: Any) -> None:
-    wait(page, "performance.getEntriesByName('charts').length && !document.querySelector('.plot-state:not([hidden])')")
-
-
-@contextmanager
-def writing(path: Path, first: int = 0) -> Iterator[Callable[[int], None]]:
-    """A run that is being written: a function that adds so many steps."""
-    layout = transformer_layout(14)
-    writer = RunWriter(path, meta={"facts": {}})
-    writer.write(layout)
-    done = first
-
-    def write(steps: int) -> None:
-        nonlocal done
-        for reading in readings(layout, steps, gv.Config(), 0, time.time(), first=done):
-            writer.write(reading)
-        done += steps
-        writer.commit()
-
-    write(60)
-    write.writer = writer  # type: ignore[attr-defined]
-    yield write
-    writer.close()
 
 
 def ink_of(page: Any, selector: str) -> int:
@@ -259,6 +199,9 @@ def test_everything_is_reached_by_keyboard(served: Any, folder: Path, open_page:
     drawer = page.locator("#drawer")
     page.keyboard.press("?")
     assert "Keys" in drawer.inner_text()
+    assert drawer.locator("kbd").all_inner_texts()[:3] == ["j / k", "f", "x"]
+    assert drawer.locator("dl.keys dd").first.inner_text() == "next or previous run"
+    assert "[object" not in drawer.inner_text()
     page.keyboard.press("Escape")
     assert drawer.is_hidden()
     shown = page.locator(".run[aria-current]")

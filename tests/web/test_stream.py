@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from anyio import to_thread
 from click.testing import CliRunner
 
 from gradvitals.cli import main
 from gradvitals.errors import ConfigError
 from gradvitals.lab.made_up_run import write_made_up_run
+from gradvitals.show.web import stream
 from gradvitals.show.web.serving import addresses, bind
+from gradvitals.show.web.shelf import Shelf
+from gradvitals.show.web.stream import Watcher
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 
@@ -110,3 +117,51 @@ def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: p
         each.close()
     with pytest.raises(ConfigError, match="expected an address or name of this machine"):
         bind("no-such-host.invalid", 0)
+
+
+def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    watcher = Watcher(Shelf(tmp_path))
+    watcher._look_now()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(place: Any) -> dict[str, Any]:
+        begun.set()
+        go_on.wait(30)
+        return {"run": place.id, "live": True}
+
+    monkeypatch.setattr(watcher, "_news", slow)
+    monkeypatch.setattr(stream, "SLOW_SECONDS", 0.0)
+    told: list[Any] = []
+    looking = threading.Thread(target=watcher._look_now)
+    asking = threading.Thread(target=lambda: told.extend(watcher._after(0)))
+    looking.start()
+    try:
+        assert begun.wait(10)
+        asking.start()
+        asking.join(10)
+        assert [news["last_step"] for _, news in told] == [4]
+    finally:
+        go_on.set()
+        looking.join(10)
+    assert watcher.is_live(told[0][1]["run"])
+
+
+def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
+    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    watcher = Watcher(Shelf(tmp_path))
+    done = threading.Event()
+
+    async def look_while_all_requests_are_busy() -> None:
+        to_thread.current_default_thread_limiter().total_tokens = 1
+        busy = asyncio.create_task(to_thread.run_sync(done.wait, 30))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(watcher._look(), 10)
+        finally:
+            done.set()
+            await busy
+
+    with ThreadPoolExecutor(1) as thread:  # the browser of other tests keeps a loop in this one
+        thread.submit(asyncio.run, look_while_all_requests_are_busy()).result(60)
+    assert [news["last_step"] for _, news in watcher._after(0)] == [4]

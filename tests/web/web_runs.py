@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from starlette.testclient import TestClient
 
+import gradvitals as gv
+from gradvitals.lab.made_up_run import readings, transformer_layout
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
@@ -56,3 +62,36 @@ def hostile_run(path: Path) -> None:
             )
         )
         writer.commit()
+
+
+def wait(page: Any, expression: str, seconds: float = 15.0) -> None:
+    """Until the expression is true. Playwright's own way evaluates text in the page, which the page forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"never true: {expression}"
+        page.wait_for_timeout(30)
+
+
+def wait_for_charts(page: Any) -> None:
+    wait(page, "performance.getEntriesByName('charts').length && !document.querySelector('.plot-state:not([hidden])')")
+
+
+@contextmanager
+def writing(path: Path, first: int = 0) -> Iterator[Callable[[int], None]]:
+    """A run that is being written: a function that adds so many steps."""
+    layout = transformer_layout(14)
+    writer = RunWriter(path, meta={"facts": {}})
+    writer.write(layout)
+    done = first
+
+    def write(steps: int) -> None:
+        nonlocal done
+        for reading in readings(layout, steps, gv.Config(), 0, time.time(), first=done):
+            writer.write(reading)
+        done += steps
+        writer.commit()
+
+    write(60)
+    write.writer = writer  # type: ignore[attr-defined]
+    yield write
+    writer.close()

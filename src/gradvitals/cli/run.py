@@ -9,7 +9,23 @@ from pathlib import Path
 import click
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+class OptionsFirst(click.Command):
+    """Says where an option belongs that is not one of ours: most likely it is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read our options, which stand before the script."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            raise click.UsageError(
+                f"gradvitals run has no option {name}. Options of the script come after it: "
+                f"gradvitals run train.py {name} ...",
+                ctx,
+            ) from None
+
+
+@click.command(cls=OptionsFirst, context_settings={"allow_interspersed_args": False})
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(
     "--run",

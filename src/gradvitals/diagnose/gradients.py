@@ -49,6 +49,8 @@ class Explosion(Rule):
     sensitivity: float = 1.0
     """At the start there is nothing to compare with. If every weight changed at random by its own size, the loss would
     change by |g| |W| / sqrt(number of weights), to first order. Healthy models begin under 0.2 of their loss."""
+    fewest: int = 100
+    """A tensor counts as having this many weights at least, for that."""
     scale: float = 1e4
     """Gradient norm over weight norm, at the start, that only a loss on the wrong scale has."""
     growth: float = 10.0
@@ -147,10 +149,13 @@ class Explosion(Rule):
     def _from_the_start(self, step: Step) -> Sign | None:
         loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
         norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
-        late = not self.blamed and (step.number > 4 or self.since >= 0)
+        # What the first reading did not show was made by the steps since: it was not there from the start.
+        late = not self.blamed and (step.number > 4 or self.since >= 0 or self.eased)
         if late or norms is None or weights is None or not (norm < math.inf and whole > 0):
             return None
         sizes = np.array([info.numel for info in step.layout.tensors], dtype=np.float64)
+        # Of few weights the gradient points along them by chance, and one batch in some has next to no loss.
+        sizes = np.maximum(sizes, self.fewest)
         own = np.nan_to_num(norms * weights / np.sqrt(sizes) / abs(loss)) if loss else np.zeros(1)
         share = max(norm * whole / math.sqrt(sizes.sum()) / abs(loss) if loss else 0.0, float(own.max()))
         what = f"the gradient norm is {norm:.3g} from the start"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.step import NAMED, Step
+from gradvitals.types import Severity
 
 
 @register
@@ -20,12 +24,39 @@ class StaleGradients(Rule):
     patience: int = 5
     """Steps in a row at which it must be so."""
 
+    risen: float = 1.1
+    """Median of the last ten losses over that of the first ten, from which it is critical."""
+
     seen_for: int = field(default=0, init=False)
+    first_losses: list[float] = field(default_factory=list, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires while backward adds to what the step before had left."""
+        loss = step.value("loss")
+        if len(self.first_losses) < 10 and math.isfinite(loss):
+            self.first_losses.append(loss)
         self.seen_for = self.seen_for + 1 if step.value("grad/carried") == 1 else 0
         if self.seen_for < self.patience:
             return None
         seen = {"steps": self.seen_for, "norm": step.value("grad/norm")}
-        return Sign(severity="warning", seen=seen, expected={"steps": 0}, since=step.number - self.seen_for + 1)
+        losses = step.history["loss"].last(10)
+        first = float(np.median(self.first_losses or [math.nan]))
+        harms = len(step.history["loss"]) >= 20 and float(np.median(losses)) - first > (self.risen - 1) * abs(first)
+        severity: Severity = "critical" if harms else "warning"
+        return Sign(severity=severity, seen=seen, expected={"steps": 0}, since=step.number - self.seen_for + 1)
+
+
+@register
+@dataclass
+class FrozenWeights(Rule):
+    """The optimizer holds tensors that are not to be trained."""
+
+    id = "frozen_weights"
+    judges_after = 0
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires while there are any."""
+        if not step.frozen:
+            return None
+        seen = {"frozen": len(step.frozen), "tensors": len(step.layout.tensors)}
+        return Sign(severity="info", seen=seen, expected={"frozen": 0}, tensors=step.names(step.frozen[:NAMED]))

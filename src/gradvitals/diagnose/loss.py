@@ -235,7 +235,9 @@ class LossRising(Rule):
         decay = step.facts.weight_decay or 0.0
         sudden = self.window < step.number <= best_step + 2 * self.window
         self.cause = "data" if sudden else "high_lr"
-        if rose > 1.5:
+        if step.value("grad/carried") == 1:
+            self.cause = "stale"
+        elif rose > 1.5:
             self.cause = "lr"
         elif moved > 5:
             self.cause = "update"
@@ -264,6 +266,8 @@ class LossPlateau(Rule):
     """Steps from one look to the next."""
     first_steps: int = 80
     """Steps that a run has to begin to learn."""
+    sure: int = 160
+    """Steps after which it is a warning that the loss has not fallen; healthy runs may take a hundred or more."""
     flat: float = 0.02
     """Share of the first loss that the loss surely fell by less than, over the last 60 % of the steps so far."""
     learned: float = 0.2
@@ -318,7 +322,10 @@ class LossPlateau(Rule):
         if not (flat or back):
             return None
         ratio = step.history["update/ratio"].last(5)
-        seen = self._seen(step, recent, fell) | {"kind": "has not fallen since the start"}
+        kind = "has hardly fallen since the start"
+        if since_start > self.flat * size:
+            kind = "stands still, little below where it began"
+        seen = self._seen(step, recent, since_start) | {"kind": kind, "first_loss": self.start}
         seen["steps"] = step.number
         seen["ratio"] = float(np.median(ratio)) if len(ratio) else math.nan
         cause = "no_signal"
@@ -327,9 +334,9 @@ class LossPlateau(Rule):
         elif seen["taken"] > 0.01 or seen["left"] < 0.5:
             cause = "decay"
         return Sign(
-            severity="warning",
+            severity="warning" if step.number >= self.sure else "info",
             seen=seen,
-            expected={"loss": self.start - self.learned * size, "fell": self.flat * size},
+            expected={"loss": self.start - self.learned * size, "fell": f"over {self.learned * size:.3g}"},
             since=int(begin),
             causes=(cause,),
             cures=(cause,),

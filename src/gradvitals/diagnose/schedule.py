@@ -37,6 +37,8 @@ class WarmupNeeded(Rule):
     """Largest of the first three gradient norms over the median from the tenth step on."""
     after: int = 20
     """Steps before the first norms are compared with those that follow."""
+    wild: float = 10.0
+    """Loss over the first one from which a warmup alone is not what helps."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires when the loss rose in the first steps, or when the first gradients were far over all that follow."""
@@ -67,7 +69,73 @@ class WarmupNeeded(Rule):
     def _sign(self, step: Step, cause: str, seen: dict[str, Any], first_loss: float) -> Sign:
         lr = step.value("lr")
         told = {**seen, "first_loss": first_loss, "lr": lr, "lr_first": lr / 100, "warmup": 200}
-        return Sign(severity="warning", seen=told, expected={"lr_first": "near 0"}, since=0, causes=(cause,))
+        told["lr_tenth"] = lr / 10
+        # Where the loss multiplied, the rate is too high for this model, and would be so at the end of a warmup too.
+        wild = max(step.history["loss"].values[: self.after]) > self.wild * abs(first_loss)
+        causes, cures = (("too_high",), ("lower",)) if wild else ((cause,), ("warmup",))
+        return Sign(severity="warning", seen=told, expected={"lr_first": "near 0"}, since=0, causes=causes, cures=cures)
+
+
+@register
+@dataclass
+class LrTooHigh(Rule):
+    """The first steps, at the full learning rate, threw the weights so far that the run has not come back."""
+
+    id = "lr_too_high"
+    needs = ("lr", "loss", "grad/norm", "update/ratio")
+
+    within: int = 20
+    """Steps from the start that it looks at."""
+    rise: float = 10.0
+    """Loss over the first one, at two steps in a row."""
+    norm_rise: float = 5.0
+    """Largest gradient norm over the first one."""
+    moved: float = 0.05
+    """Largest change of the weights in one step, as a share of their size."""
+    back: float = 0.9
+    """The run has come back when the median of its last losses is under this share of the first."""
+
+    first: dict[str, float] = field(default_factory=dict, init=False)
+    """Loss, norm and learning rate of step 0; empty where the run was not seen from its start."""
+    peak: dict[str, float] = field(default_factory=dict, init=False)
+    is_lost: bool = field(default=False, init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires when the loss multiplies within the first steps, until it is back where it began."""
+        now = {"loss": step.value("loss"), "norm": step.value("grad/norm"), "ratio": step.value("update/ratio")}
+        if step.number == 0:
+            self.first = {**now, "lr": step.value("lr")}
+        if not self.first or (step.number > self.within and not self.is_lost):
+            return None
+        if step.number <= self.within:
+            known = {name: value for name, value in now.items() if math.isfinite(value)}
+            self.peak = {name: max(known.get(name, 0.0), self.peak.get(name, 0.0)) for name in now}
+            self.is_lost |= self._multiplied(step)
+        losses = step.history["loss"].last(self.within)
+        if not self.is_lost or (step.number > self.within and np.median(losses) < self.back * self.first["loss"]):
+            self.is_lost = False
+            return None
+        return self._sign(step)
+
+    def _multiplied(self, step: Step) -> bool:
+        before, first = step.history["loss"].last(1), self.first
+        if not len(before) or not first["loss"] > 0 or not first["lr"] >= 0.5 * step.value("lr"):
+            return False
+        rose = min(step.value("loss"), float(before[0])) > self.rise * first["loss"]
+        return rose and self.peak["norm"] > self.norm_rise * first["norm"] and self.peak["ratio"] > self.moved
+
+    def _sign(self, step: Step) -> Sign:
+        lr = self.first["lr"]
+        seen = {"loss": self.peak["loss"], "first_loss": self.first["loss"], "norm": self.peak["norm"], "lr": lr}
+        seen |= {"first_norm": self.first["norm"], "ratio": self.peak["ratio"], "steps": min(step.number, self.within)}
+        return Sign(
+            severity="critical",
+            seen=seen | {"lr_proposed": lr * min(0.003 / self.peak["ratio"], 0.1)},
+            expected={"loss": f"under {self.first['loss']:.3g}", "ratio": "about 0.001"},
+            since=0,
+            # At the end of the first steps the story is told anew, with the highest figures there were.
+            active=step.number != self.within,
+        )
 
 
 def _noise(losses: FloatArray) -> float:

@@ -77,8 +77,9 @@ class NearZeroInitialGsnr(Rule):
             return None
         seen = dict[str, Any](gsnr=average.value * average.per_step, low=average.low * average.per_step, high=high)
         seen |= {"batch_size": average.step_size, "source": step.history.averages.source, "readings": average.count}
-        seen |= {"loss": now, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 10}
         rates, ratios = step.history["lr"].values, step.history["update/ratio"].last(100)
+        first = rates[0] if rates else math.nan
+        seen |= {"loss": now, "lr": step.value("lr"), "lr_first": first, "lr_proposed": first / 10}
         cold = bool(rates) and rates[0] >= 0.9 * max(rates)
         return Sign(
             severity="warning" if len(ratios) and np.median(ratios) > self.moves else "info",
@@ -389,7 +390,7 @@ class NoisyGradients(Rule):
         if not (median < self.threshold and (high < self.threshold or self.share > 0.5)):
             return None
         share = f"{100 * self.share:.0f} % of coordinates" if math.isfinite(self.share) else "most tensors"
-        seen = dict[str, Any](gsnr=average.value * average.per_step, median=median, share=share, high=high)
+        seen = dict[str, Any](median=median, share=share, whole=average.value * average.per_step, high=high)
         seen |= {"batch_size": average.step_size, "source": step.history.averages.source}
         expected = {"median": f"{self.threshold:g} or more"}
         return Sign(severity="info", seen=seen, expected=expected, since=average.begins)

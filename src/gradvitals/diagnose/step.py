@@ -17,6 +17,9 @@ from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source
 
 Floats = NDArray[np.float64]
 
+NEGLIGIBLE = 1e-6
+"""A tensor's gradient under this share of the largest tensor's is rounding, not a gradient."""
+
 NAMED = 50
 """Tensors a finding names at most."""
 
@@ -93,6 +96,15 @@ class Step:
         """Every tensor's norm against what is usual for it."""
         norms = self.tensors("grad/norm")
         return None if norms is None else self.history.norms.judge(np.asarray(norms))
+
+    @cached_property
+    def negligible(self) -> NDArray[np.bool_]:
+        """Tensors whose gradient is only what rounding leaves of a zero, as of a bias in front of a batch norm."""
+        norms = self.tensors("grad/norm")
+        if norms is None:
+            return np.zeros(0, dtype=bool)
+        known = np.where(np.isfinite(norms), norms, 0.0)
+        return np.asarray((known > 0) & (known < NEGLIGIBLE * known.max(initial=0.0)))
 
     @cached_property
     def updates_judged(self) -> tuple[Floats, Floats] | None:

@@ -78,7 +78,8 @@ class Oscillation(Rule):
         swing = step_spread(np.log(norms[norms > 0]))
         loss_swing = step_spread(losses) / level
         turning = cosine < expected - self.turn
-        swinging = is_high and (swing > self.swing or loss_swing > self.loss_swing)
+        carried = step.value("grad/carried") == 1  # swings are then of sums that were never zeroed, not of the batch
+        swinging = is_high and not carried and (swing > self.swing or loss_swing > self.loss_swing)
         self.lasted = self.lasted + self.every if turning or swinging else 0
         if self.lasted < self.patience:
             return None
@@ -104,7 +105,8 @@ class Oscillation(Rule):
         size, lr = step.general.batch_size or math.nan, step.value("lr")
         scale = float(noise[0]) if len(noise) else math.nan
         proposed = scale if scale > 2 * size else 8 * size
-        seen = {"lr": lr, "lr_proposed": lr / 2, "batch": size, "noise_scale": scale, "batch_proposed": proposed}
+        seen = {"lr": lr, "lr_proposed": lr / 2, "batch": size, "batch_proposed": proposed}
+        seen |= {"noise_scale": scale} if scale == scale else {}
         known = f"a noise scale of {scale:.3g} samples or more" if scale == scale else "the spread of its samples"
         return {**seen, "noise": known}
 
@@ -112,7 +114,7 @@ class Oscillation(Rule):
         gsnr = step.history["adam:gsnr"].last(1)
         if rate_rose(step, 100) > 1.5:
             return "edge_of_stability"
-        if math.isfinite(seen["noise_scale"] * seen["batch"]):
+        if math.isfinite(seen.get("noise_scale", math.nan) * seen["batch"]):
             return "batch_too_small" if seen["noise_scale"] > seen["batch"] else "edge_of_stability"
         if turning or not len(gsnr):
             return "edge_of_stability" if turning else "batch_too_small"
@@ -174,7 +176,8 @@ class UnstableNorm(Rule):
             return None
         spread = MEAN_ABS_TO_STD / math.sqrt(2) * self.change
         variation = np.sqrt(np.expm1(np.minimum(spread**2, 50.0)))
-        self.high_for = np.where((variation > self.cv) & (self.count >= self.window), self.high_for + self.every, 0.0)
+        unstable = (variation > self.cv) & (self.count >= self.window) & ~step.negligible
+        self.high_for = np.where(unstable, self.high_for + self.every, 0.0)
         chosen = np.flatnonzero(self.high_for >= self.patience)
         if not len(chosen):
             return None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.loss import pushed_by, rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
-from gradvitals.diagnose.step import NAMED, Step
+from gradvitals.diagnose.step import NAMED, NEGLIGIBLE, Step
 
 Floats = NDArray[np.float64]
 
@@ -101,6 +101,8 @@ class UnchangedWeights(Rule):
     share: Floats = field(default_factory=empty, init=False)
     """Moving average of whether it stood still."""
     seen_steps: int = field(default=0, init=False)
+    highest: float = field(default=0.0, init=False)
+    """Of the usual norms so far: where the run has fitted all there is, nothing is left to move the weights."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires while weights with a gradient stay as they are."""
@@ -111,7 +113,10 @@ class UnchangedWeights(Rule):
         self.still_for, self.moved = grown(self.still_for, size), grown(self.moved, size)
         self.share = grown(self.share, size)
         self.seen_steps += 1
-        still = (rms == 0) & (norms > 0)
+        usual = step.history.norm
+        if len(usual.count) and usual.count[0] >= 5:
+            self.highest = max(self.highest, float(np.exp(usual.level[0])))
+        still = (rms == 0) & (norms > NEGLIGIBLE * self.highest) & ~step.negligible
         self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
         self.moved += rms > 0
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
@@ -169,6 +174,10 @@ class UpdateRatio(Rule):
     """Share of the first loss that it must have fallen by for that."""
     collapse: float = 0.02
     """A learning rate under this share of what it was ten steps before is a cut, not a schedule."""
+    decayed: float = 0.3
+    """A learning rate under this share of its highest has been lowered on purpose, and is not told to be too low."""
+    gone: float = 1e-3
+    """A gradient under this share of its largest is why steps are small, whatever the learning rate."""
     patience: int = 10
     """Steps that it must last, over two readings or more."""
     patience_slow: int = 30
@@ -188,6 +197,8 @@ class UpdateRatio(Rule):
     first_losses: list[float] = field(default_factory=list, init=False)
     cut_at: int = field(default=-1, init=False)
     cut: dict[str, float] = field(default_factory=dict, init=False)
+    largest: float = field(default=0.0, init=False)
+    """Gradient norm so far."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires at readings of weights while the ratio is outside, and at any step when the learning rate is cut."""
@@ -198,6 +209,8 @@ class UpdateRatio(Rule):
             self.first_losses.append(loss)
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
+        norm = step.value("grad/norm")
+        self.largest = max(self.largest, norm) if math.isfinite(norm) else self.largest
         if not step.was_made or lr == 0:
             return None
         sign = self._cut(step)
@@ -208,13 +221,18 @@ class UpdateRatio(Rule):
         self.above, self.below = grown(self.above, len(ratios)), grown(self.below, len(ratios))
         now = step.number + 1.0
         too_much, too_little = (ratios > self.high) & (weights > 0), (ratios < self.low) & (ratios > 0)
+        if len(step.negligible) == len(ratios):
+            too_little &= ~step.negligible
         most = False
         if too_much.any():  # a bias or a gain has no size of its own to be compared with
             matrix = np.array([len(info.shape) >= 2 for info in step.layout.tensors], dtype=bool)
             too_much &= matrix
             most = bool(too_much.sum() > 0.5 * matrix.sum())
         self.most_since = -1 if not most else step.number if self.most_since < 0 else self.most_since
-        if most and step.number - self.most_since >= self.patience_most:
+        recent = step.history["loss"].last(3)
+        first = self.first_losses[0] if self.first_losses else math.nan
+        falls = len(recent) == 3 and step.number < self.young and np.median(recent) < first - 0.2 * abs(first)
+        if most and not falls and step.number - self.most_since >= self.patience_most:
             chosen = np.flatnonzero(too_much)
             return self._too_large(step, chosen[np.argsort(-ratios[chosen])], ratios, self.most_since)
         if step.number < self.young:
@@ -269,7 +287,9 @@ class UpdateRatio(Rule):
     def _slow(self, step: Step, whole: float) -> Sign | None:
         start, recent = self.first_losses, step.history["loss"].last(20)
         hardly = len(recent) > 0 and np.mean(start) - np.median(recent) < self.fallen * abs(float(np.mean(start)))
-        if not 0 < whole < (self.slow_model if hardly else self.low_model):
+        meant = step.value("lr") < self.decayed * self.highest_lr
+        gone = step.value("grad/norm") < self.gone * self.largest
+        if meant or gone or not 0 < whole < (self.slow_model if hardly else self.low_model):
             self.slow_since = -1
             return None
         if self.slow_since < 0:
@@ -354,6 +374,8 @@ class UpdateSpike(Rule):
         # A schedule that goes back up to where it was (warm restarts) moves weights more, and is meant to.
         if jumped and lr <= 1.5 * highest:
             return None
+        if len(step.negligible):
+            hot = hot[~step.negligible[hot]]
         if gradients is not None:  # a tensor whose own gradient is as large is the explosion's to tell
             hot = hot[~(gradients[1][hot] > self.gradient_z)]
         if step.norm_judged[1] > self.gradient_z or not (whole or len(hot)):

@@ -52,12 +52,13 @@ def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool =
         ImportSourceError: If it is not clear which they are. Says what was found and how to say which is which.
     """
     chosen: dict[str, str] = {}
-    for column, metric in told.items():
+    for column, called in told.items():
+        metric = _metric_called(called)
         if metric not in (*KNOWN, STEP, TIME):
             known = ", ".join((*NAMES, *(name for name in KNOWN if name not in NAMES)))
             raise ImportSourceError(f"--map {column}={metric}: there is no metric {metric!r}; expected one of {known}")
         if column not in columns:
-            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {_list(columns)}")
+            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {listed(columns)}")
         chosen[metric] = column
     taken = set(chosen.values())
     free = [column for column in columns if column not in taken]
@@ -72,10 +73,17 @@ def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool =
                 chosen[metric] = found
     if not chosen.keys() & {"loss", "grad/norm"}:
         raise ImportSourceError(
-            f"no column is known to be the loss or the gradient norm; found {_list(columns)}. "
+            f"no column is known to be the loss or the gradient norm; found {listed(columns)}. "
             "Say which is which: --map COLUMN=loss, --map COLUMN=grad/norm"
         )
     return chosen
+
+
+def _metric_called(name: str) -> str:
+    """The metric that a user means, by its own name or by one that columns have."""
+    if name in (*KNOWN, *NAMES):
+        return name
+    return next((metric for metric, names in NAMES.items() if _small(name) in names), name)
 
 
 def _guess(metric: str, names: Sequence[str], columns: Iterable[str]) -> str | None:
@@ -98,7 +106,7 @@ def _guess(metric: str, names: Sequence[str], columns: Iterable[str]) -> str | N
 
 def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
     return ImportSourceError(
-        f"several columns may be the {metric}: {_list(columns)}. Say which: --map {columns[0]}={metric}"
+        f"several columns may be the {metric}: {listed(columns)}. Say which: --map {columns[0]}={metric}"
     )
 
 
@@ -108,6 +116,7 @@ def _small(column: str) -> str:
     return small if column.startswith("_") else small.lstrip("_")
 
 
-def _list(columns: Sequence[str]) -> str:
+def listed(columns: Sequence[str]) -> str:
+    """Some columns by name, and how many more there are."""
     more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
     return ", ".join(repr(column[:100]) for column in columns[:SHOWN]) + more if columns else "none"

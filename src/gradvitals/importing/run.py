@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradvitals.diagnose import Diagnosis
-from gradvitals.importing.columns import STEP, TIME, choose
+from gradvitals.importing.columns import STEP, TIME, choose, listed
 from gradvitals.importing.finding_sources import find_source
 from gradvitals.importing.source import MAX_COLUMNS, MAX_ROWS, ImportSourceError, Notes, Row, Source, number, whole
 from gradvitals.store import RunWriter, free_run_path
@@ -61,7 +61,14 @@ def import_run(
     path = Path(source)
     found = find_source(path)
     notes = Notes()
-    chosen = choose(_columns_of(found), columns or {}, has_steps=found.kind == "tensorboard")
+    named = _columns_of(found)
+    chosen = choose(named, columns or {}, has_steps=found.kind == "tensorboard")
+    if "loss" not in chosen:
+        left = listed([column for column in named if column not in chosen.values()])
+        notes.others.append(
+            f"no column is known to be the loss, so it is not judged; left out: {left}. "
+            "If it is one of these, say which: --map COLUMN=loss"
+        )
     readings = _readings(found, chosen, notes)
     if not readings:
         raise ImportSourceError(f"{found.path} has no row with a number for {', '.join(_metrics(chosen).values())}")

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradvitals import watching
 from gradvitals.integrations.backward import Backwards, observe_part
+from gradvitals.integrations.last_words import say_last_words
 from gradvitals.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ def watch(
         options: As for `gradvitals.watch`: run, config, batch_size, guard, sinks, alerts and so on.
 
     Returns:
-        The Monitor. Close it, or let it close with the program.
+        The Monitor. Close it, or let it close with the program. It then says the verdict on stderr.
     """
     monitor = watching.watch(model, optimizer, **options)
     backwards = Backwards(lambda: None, lambda loss: observe_part(monitor, loss))
     monitor.at_close(backwards.stop)
+    monitor.when_closed(say_last_words)
     backwards.start()
     if checkpoint:
         accelerator.register_for_checkpointing(monitor)

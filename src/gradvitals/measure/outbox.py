@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,11 +25,13 @@ class Outbox:
         Ranks add up what they send, so all must send the same steps: when is for the step's number alone to say.
         """
         self._waiting: list[RawStep] = []
+        self._lock = threading.Lock()  # when another rank has stopped, what is left is sent from another thread
         self._sent_at = 0.0
 
     def add(self, raw: RawStep) -> None:
         """Take a finished step; a full reading, or one long after the last, leaves at once."""
-        self._waiting.append(raw)
+        with self._lock:
+            self._waiting.append(raw)
         late = time.time() - self._sent_at >= SHIP_SECONDS if self.every is None else raw.step % self.every == 0
         if raw.full or late:
             self.send()
@@ -40,7 +43,8 @@ class Outbox:
 
     def send(self) -> None:
         """Send what is waiting."""
-        waiting, self._waiting = self._waiting, []
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
         self._sent_at = time.time()
         for raw, shipment in zip(waiting, ship([raw.packet for raw in waiting]), strict=True):
             raw.shipment = shipment

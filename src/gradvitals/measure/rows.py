@@ -121,9 +121,15 @@ class Rows:
         return [sorted(claim) for claim in claims]
 
     def learn_order(self) -> None:
-        """Take the depth of every layer from the backward passes seen: what they reach last is nearest the input."""
-        reached = set(self.arrivals)
-        self.order = [*reversed(self.arrivals), *(row for row in self.order if row not in reached)]
+        """Take the depth of every layer from the backward passes seen: what they reach last is nearest the input.
+
+        Rows they do not reach, such as frozen ones, stand behind the one that the model has registered before them.
+        """
+        reached, order = set(self.arrivals), list(reversed(self.arrivals))
+        for row in range(len(self.parameters)):
+            if row not in reached:
+                order.insert(order.index(row - 1) + 1 if row else 0, row)
+        self.order = order
         self._describe()
 
     def note_frozen(self) -> None:

@@ -83,7 +83,7 @@ class Tap:
         self._own_gradient: OwnGradient | None = None
         self._may_grow = ranks is None  # ranks have agreed on what they hold
         # Ranks add up the same steps, so these must not leave by the clock.
-        self._outbox = Outbox(deliver, every=STEPS_TOGETHER if ranks is not None else None)
+        self.outbox = Outbox(deliver, every=STEPS_TOGETHER if ranks is not None else None)
         several = ranks is not None and ranks.num_sources > 1
         self.stations = [
             Station(index, optimizer, config, reduced=several) for index, optimizer in enumerate(optimizers)
@@ -168,20 +168,20 @@ class Tap:
         draft.lap = self._clock.lap()
         self.step += 1
         self.draft = self._begin()
-        self._outbox.add(draft)
+        self.outbox.add(draft)
 
     def flush(self) -> None:
         """Send all finished steps; with several ranks they leave at steps of their own."""
-        self.attempt("step", self._outbox.hurry)
+        self.attempt("step", self.outbox.hurry)
 
     def send_each_step(self) -> None:
         """From now on have every step sent by itself: somebody acts on what is read."""
-        if self._outbox.every is not None:
-            self._outbox.every = 1
+        if self.outbox.every is not None:
+            self.outbox.every = 1
 
     def send_rest(self) -> None:
         """Send what is left: no step will follow, on any rank."""
-        self.attempt("step", self._outbox.send)
+        self.attempt("step", self.outbox.send)
 
     def _on_given_up(self, station: Station) -> None:
         if self.muted:

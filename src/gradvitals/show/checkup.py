@@ -13,7 +13,7 @@ from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
-from gradvitals.show.verdict import Verdict, about_itself, judge
+from gradvitals.show.verdict import Verdict, about_itself, judge, stop_of
 from gradvitals.store.frames import KINDS
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding
@@ -34,6 +34,22 @@ NOT_A_NUMBER = {
     "noise_scale": "the noise scale could not be told from these readings: its interval is too wide",
 }
 """What is said where a metric was read and was never a number."""
+
+BELIES = {
+    "lr_too_high": ("loss_rising", "loss_spike", "loss_plateau", "explosion", "update_spike", "warmup_needed"),
+    "warmup_needed": ("loss_rising", "loss_spike", "lr_too_high", "explosion", "update_spike"),
+    "loss_rising": ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress"),
+    "loss_nonfinite": ("loss_rising", "loss_spike", "loss_plateau"),
+    "nonfinite": ("explosion", "unstable_norm"),
+    "stale_gradients": ("explosion", "oscillation"),
+    "loss_plateau": ("high_effort_low_progress", "decay_due"),
+    "update_ratio": ("update_spike",),
+    "vanishing": ("dead_tensor",),
+    "dead_tensor": ("vanishing",),
+    "frozen_weights": ("dead_tensor", "unchanged_weights"),
+}
+"""By what was found: what is not told to be fine beside it, though its own rule saw nothing. Rules are apart, and a
+reader takes them together: where the loss rose a thousandfold, "no loss stood out" only says which rule was silent."""
 
 NO_RANKS = "no workers to compare: it takes several processes"
 
@@ -149,14 +165,16 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     """The verdict on a run as far as it has come, and on how its processes ended."""
+    findings = tuple(findings)
     last_step = run.last_step
     if last_step is None:
         return judge(findings, last_step=0, steps=0, live=run.is_live)
     values = run.metrics("values")
     counted = next((metric for metric in ("grad/norm", "loss") if metric in values), None)
     steps = last_step + 1 if counted is None else len(run.times(counted)[0])
-    ended = (run_cut_off(run, last_step),) if is_cut_off(run) else ()
-    verdict = judge((*findings, *ended), last_step=last_step, steps=steps, live=run.is_live)
+    verdict = judge(findings, last_step=last_step, steps=steps, live=run.is_live)
+    if is_cut_off(run) and stop_of(verdict.findings) is None:  # else it is known why
+        verdict = judge((*findings, run_cut_off(run, last_step)), last_step=last_step, steps=steps)
     again = about_restarts(restarts(run))
     return replace(verdict, line=f"{verdict.line} {again}") if again else verdict
 
@@ -216,6 +234,7 @@ def _looked_for(
     record: _Record, verdict: Verdict, settings: Mapping[str, Any], failed: set[str]
 ) -> tuple[tuple[Fine, ...], tuple[NotJudged, ...]]:
     found = {item.finding.id for item in verdict.findings}
+    belied = {name for finding in found for name in BELIES.get(finding, ())}
     fine: list[Fine] = []
     reasons: dict[str, list[str]] = {}
     for name, rule in RULES.items():
@@ -224,7 +243,7 @@ def _looked_for(
         reason = _why_not(name, rule, record, settings, failed)
         if reason:
             reasons.setdefault(reason, []).append(name)
-        else:
+        elif name not in belied:
             text = WORDS[name].fine if name in WORDS else ""
             fine.append(Fine(id=name, text=text or f"no sign of: {name_of(name)}"))
     return tuple(fine), tuple(NotJudged(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())

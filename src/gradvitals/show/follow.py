@@ -100,6 +100,7 @@ class Follower:
     def _forget(self) -> None:
         self._writer = (self._run.meta["hostname"], self._run.meta["pid"], len(self._run.segments))
         self._series: dict[str, tuple[Steps, Floats]] = {}
+        self._sources: dict[str, str | None] = {}
         self._shown: list[int] | None = None
         self._latest = LatestTensors()
 
@@ -133,13 +134,22 @@ class Follower:
             ended=state == "finished" or (state == "stopped" and silent > GONE_SECONDS),
         )
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run was closed: far less to read than a look."""
+        return self._run.meta["finished_at"] is not None
+
     def close(self) -> None:
         """Let go of the file."""
         self._run.close()
 
     def _read_on(self, run: Run, metric: str) -> None:
+        source = next(iter(run.sources(metric, "values")), None)
+        if source != self._sources.get(metric):
+            self._sources[metric] = source
+            self._series.pop(metric, None)  # numbers of different sources are never mixed
         steps, values = self._series.get(metric, (np.empty(0, np.int64), np.empty(0)))
-        more, new = run.series(metric, since=int(steps[-1]) if steps.size else None)
+        more, new = run.series(metric, source=source, since=int(steps[-1]) if steps.size else None)
         if more.size:
             self._series[metric] = (np.concatenate([steps, more]), np.concatenate([values, new]))
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, Kind] = {"tensor": "tensors", "layer": "layers", "head": "heads", "rank": "ranks"}
 COLOURS = {"critical": "tab:red", "warning": "tab:orange", "info": "tab:blue"}
+FAR = 50.0
+"""Above so many times its median, a value is far off the others."""
 NAMED = 40
 """Rows of a map that are named."""
 
@@ -44,19 +46,26 @@ def plot(
     given = {part: names for part, names in chosen.items() if names is not None}
     if len(given) + (kind is not None) > 1:
         raise RunError("a plot is of tensors, layers, heads or ranks, or of all of one kind; more than one was given")
-    axes = ax if ax is not None else _new_axes()
+    axes, is_ours = (ax, False) if ax is not None else (_new_axes(), True)
     if kind is not None:
         _draw_map(run, metric, kind, source, axes, style)
         return axes
     of: Kind = next((KINDS[part] for part in given), "values")
     source = source if source is not None else next(iter(run.sources(metric, of)), None)
+    drawn: list[Floats] = []
     for label, where in _wanted(given):
         steps, values = run.series(metric, source=source, **where)
+        drawn.append(values[np.isfinite(values)])
         [line] = axes.plot(steps, values, **{"label": label or metric, **style})
         if band and {f"{metric}_low", f"{metric}_high"} <= set(run.metrics(of)):
             _draw_band(run, metric, source, where, axes, line.get_color())
     axes.set_xlabel("step")
     axes.set_ylabel(f"{metric} ({source})" if source else metric)
+    known = np.concatenate(drawn) if drawn else np.empty(0)
+    if not known.size:
+        axes.text(0.5, 0.5, f"no values of {_label(metric)}", ha="center", va="center", transform=axes.transAxes)
+    elif is_ours and known.min() > 0 and known.max() > FAR * np.median(known):
+        axes.set_yscale("log")  # else one step that went astray hides all others
     if marks:
         _mark_findings(run, axes)
     if given:

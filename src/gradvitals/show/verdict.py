@@ -22,6 +22,9 @@ ABOUT_ITSELF = (
 )
 """Ids of what gradvitals says about itself (`gradvitals.notices`). They say nothing about the training."""
 
+STOPPED = "training_stopped"
+"""Id of the finding that says why a run came to its end before it was done."""
+
 CLEAR_STEPS = 20
 """Steps without the pattern before anything counts as over and done with."""
 CLEAR_SHARE = 0.1
@@ -91,6 +94,7 @@ def judge(findings: Iterable[Finding], *, last_step: int, steps: int, live: bool
         live: Whether the run goes on.
     """
     weighed = weigh(findings, last_step=last_step, steps=steps)
+    live = live and stop_of(weighed) is None
     level = LEVELS[weighed[0].weight] if weighed else "healthy"
     num_open = sum(item.clear is None for item in weighed)
     return Verdict(
@@ -121,6 +125,11 @@ def weigh(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[W
     return tuple(sorted(items, key=_order))
 
 
+def stop_of(weighed: Iterable[Weighed]) -> Weighed | None:
+    """What has stopped the run before it was done; None where it goes on, has gone on since, or came to its end."""
+    return next((item for item in weighed if item.finding.id == STOPPED and item.clear is None), None)
+
+
 def about_itself(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """What gradvitals says about itself, in the order it was said."""
     return tuple(finding for finding in findings if finding.id in ABOUT_ITSELF)
@@ -130,6 +139,9 @@ def _weighed(finding: Finding, episodes: Sequence[Finding], last_step: int, step
     if finding.last_step is None:
         return Weighed(finding=finding, weight=finding.severity, clear=None)
     clear = max(0, last_step - finding.last_step)
+    # Of several ranks, those that do not wait for each other may have made some steps more.
+    if finding.id == STOPPED and (clear == 0 or (finding.rank is not None and clear < CLEAR_STEPS)):
+        return Weighed(finding=finding, weight=finding.severity, clear=None)
     lasted = finding.last_step - finding.first_step + 1
     share = CLEAR_SHARE * steps if finding.severity == "critical" else 0.0
     enough = max(lasted, CLEAR_STEPS, share)
@@ -145,9 +157,10 @@ def _comes_again(finding: Finding, episodes: Sequence[Finding], clear: int) -> b
     return clear <= max(later - earlier for earlier, later in pairwise(starts))
 
 
-def _order(item: Weighed) -> tuple[int, int, bool, int]:
+def _order(item: Weighed) -> tuple[int, bool, int, bool, int]:
     finding = item.finding
-    return -_rank(item.weight), -_rank(finding.severity), item.clear is not None, finding.first_step
+    is_end = finding.id == STOPPED and item.clear is None
+    return -_rank(item.weight), not is_end, -_rank(finding.severity), item.clear is not None, finding.first_step
 
 
 def _rank(severity: Severity) -> int:
@@ -156,11 +169,23 @@ def _rank(severity: Severity) -> int:
 
 def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, live: bool) -> str:
     counted = f"{_plural(steps, 'step')}{' so far' if live else ''}"
-    if weighed:
-        return f"{SAID[level]}: {counted}, {_counts(weighed)}. {_worst(weighed[0], live=live)}".rstrip()
+    stop = stop_of(weighed)
+    others = [item for item in weighed if item is not stop]
+    if stop is not None and stop.finding.severity != "info":
+        before = f"{_counts(others)} before. {_worst(others[0], live=False)}" if others else "nothing else found."
+        return f"{SAID[level]}: {_stopped(stop.finding)}. {counted}, {before}".rstrip()
+    by_hand = "" if stop is None else f" It was stopped by hand at step {stop.finding.first_step:,}."
+    if others:
+        return f"{SAID[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
     if steps < EARLY_STEPS:
-        return f"Nothing wrong yet, but it is early: {counted}."
-    return f"Healthy: {counted}, nothing found."
+        return f"Nothing wrong yet, but it is early: {counted}.{by_hand}"
+    return f"Healthy: {counted}, nothing found.{by_hand}"
+
+
+def _stopped(finding: Finding) -> str:
+    error = finding.title.removeprefix("training stopped with ")
+    on_rank = f" on rank {finding.rank}" if finding.rank is not None else ""
+    return f"stopped at step {finding.first_step:,}{on_rank} by {error.rstrip('.')}"
 
 
 def _counts(weighed: Sequence[Weighed]) -> str:
@@ -186,6 +211,8 @@ def _worst(item: Weighed, *, live: bool) -> str:
 def when(item: Weighed, *, live: bool) -> str:
     """Since which step until when, and whether it goes on."""
     first, last = item.finding.first_step, item.finding.last_step
+    if item.finding.id == STOPPED and item.clear is None:
+        return f"at step {first:,}, where the run ended"
     if last is None:
         return f"since step {first:,}" + ("" if live else ", still open at the end")
     steps = f"step {first:,} only" if last <= first else f"steps {first:,} to {last:,}"

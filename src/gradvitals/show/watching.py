@@ -23,6 +23,8 @@ FINDINGS = 6
 """Findings that are shown; of more, the number."""
 POLL_SECONDS = 0.5
 """Between two looks for a run that is not there yet."""
+END_SECONDS = 1.0
+"""Between two looks whether a run has come to its end, which need not wait for the next line."""
 HALF_WRITTEN_SECONDS = 10.0
 """How long a file that is no run yet may be one that is being made."""
 
@@ -58,7 +60,10 @@ def moments(follower: Follower, every: float) -> Iterator[Moment]:
         yield moment
         if moment.ended:
             return
-        time.sleep(max(every, 4 * took))  # never more than a fifth of a core, which training may need
+        left = max(every, 4 * took)  # never more than a fifth of a core, which training may need
+        while left > 0 and not follower.is_finished:
+            time.sleep(min(left, END_SECONDS))
+            left -= END_SECONDS
 
 
 def draw(console: Console, following: Iterator[Moment]) -> None:
@@ -81,17 +86,20 @@ class Lines:
     """The last one a line was printed for."""
 
     def show(self, moment: Moment) -> None:
-        """Print what is new."""
+        """Print what is new; of what was over before the first look, the verdict has the number."""
+        is_first = self.step == -1
         if moment.last_step != self.step:
             self.step = moment.last_step
             head = "no readings yet" if self.step is None else f"step {self.step:,}"
-            line = head if self.step is None else plain_line(f"{head:<12}", moment.latest)
+            line = head if self.step is None else plain_line(f"{head:<12}", moment.latest, ended=moment.ended)
             self.console.print(line, soft_wrap=True)
         for item in moment.verdict.findings if moment.verdict is not None else ():
             finding, over = item.finding, item.clear is not None
             key = (finding.id, finding.first_step, over)
             if key not in self.told:
                 self.told.add(key)
+                if is_first and over:
+                    continue
                 word = "over: " if over else ""
                 self.console.print(clean(f"{word}{finding}"), soft_wrap=True)
         if moment.ended:
@@ -146,7 +154,8 @@ class Frame:
             name = "noise scale" if wide else "noise"
             scale = noise_scale_of(moment.latest)
             yield name, number(scale[0]), spark_of("noise_scale", moment.series["noise_scale"])
-            yield "", "", Text(noise_text(scale), style="dim")
+            text = noise_text(scale)
+            yield "", "", Text(text.removesuffix(" yet") if moment.ended else text, style="dim")
         if "lr" in moment.series:
             yield "learning rate" if wide else "lr", number(moment.latest["lr"]), spark_of("lr", moment.series["lr"])
 

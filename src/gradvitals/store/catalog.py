@@ -17,8 +17,26 @@ from numpy.typing import NDArray
 from gradvitals.errors import RunError
 from gradvitals.store import schema
 from gradvitals.store.frames import KINDS, Kind, load_layout
-from gradvitals.store.groups import ALWAYS, NEVER, Array, Found, Group, Span, load_groups, read_columns
+from gradvitals.store.groups import (
+    ALWAYS,
+    NEVER,
+    Array,
+    Found,
+    Group,
+    Span,
+    has_rows,
+    load_groups,
+    read_columns,
+    read_extent,
+)
 from gradvitals.types import SOURCES, Layout
+
+SPARE_ROWS = 64
+"""Rows that a group may have beyond those that its layout names, before its frames are asked."""
+
+MISSED_READINGS = 5
+ENDED_SHARE = 0.05
+"""A source has ended where others went on without it for so many of its readings and such a share of all steps."""
 
 Read = Callable[[Group, Span], Found | None]
 
@@ -37,6 +55,7 @@ class Catalog:
         self.db = db
         self.file = file
         self._lock = threading.RLock()
+        self._is_closed = False
         self._groups: list[Group] = []
         self._names: dict[tuple[int, Kind], tuple[str, ...]] = {}
         self._rows: dict[tuple[int, Kind], dict[str, int]] = {}
@@ -45,6 +64,8 @@ class Catalog:
     def transaction(self) -> Iterator[None]:
         """One consistent view of the file, held as briefly as can be: an old view keeps the log from shrinking."""
         with self._lock, schema.translated(self.file):
+            if self._is_closed:
+                raise RunError(f"{self.file} was closed; open it again with open_run to read from it")
             outermost = not self.db.in_transaction
             if outermost:
                 self.db.execute("BEGIN")
@@ -55,14 +76,29 @@ class Catalog:
                     with suppress(sqlite3.Error):  # a damaged file has ended it already
                         self.db.execute("ROLLBACK")
 
+    def close(self) -> None:
+        """Let go of the file, once nobody is in a transaction: SQLite must not lose a connection that is read from."""
+        with self._lock:
+            self._is_closed = True
+            self.db.close()
+
     # Each of the following is called inside a transaction.
 
     def groups(self, kind: Kind | None = None) -> list[Group]:
         """All groups of one kind, or all."""
         if kind is not None and kind not in KINDS:
             raise UnknownNameError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        self._groups += load_groups(self.db, after=self._groups[-1].id if self._groups else 0)
+        fresh = load_groups(self.db, after=self._groups[-1].id if self._groups else 0)
+        for group in fresh:
+            self._check_rows(group)
+        self._groups += fresh
         return [group for group in self._groups if kind in (None, group.kind)]
+
+    def _check_rows(self, group: Group) -> None:
+        """Refuse a group that claims many more rows than its layout names and its frames have: names take memory."""
+        named = len(self._layout_names(group.layout, group.kind)) if group.kind != "values" else 1
+        if group.num_rows > named + SPARE_ROWS and not has_rows(self.db, group):
+            raise ValueError(f"group {group.id} claims {group.num_rows} rows, and has {named} names")
 
     def cutoffs(self) -> dict[int, int]:
         """For each segment the first step that a later one did again."""
@@ -90,8 +126,12 @@ class Catalog:
     def layout(self) -> Layout:
         """The layout written last."""
         query = "SELECT layers, heads, details FROM layout WHERE id = ?"
-        row = self.db.execute(query, (self.layout_id(),)).fetchone()
-        return load_layout(*row) if row else Layout()
+        current = self.layout_id()
+        row = self.db.execute(query, (current,)).fetchone()
+        found = load_layout(*row) if row else Layout()
+        if len(found.tensors) != len(self._layout_names(current, "tensors")):
+            raise ValueError(f"layout {current} describes {len(found.tensors)} tensors, and names another number")
+        return found
 
     def _layout_names(self, layout_id: int, kind: Kind) -> tuple[str, ...]:
         if kind == "ranks":  # they have numbers, not names
@@ -128,12 +168,35 @@ class Catalog:
         holding = [group for group in self.groups(kind) if metric in group.columns]
         if not holding:
             raise self._unknown_metric(metric, kind)
-        found = ordered_sources(holding)
+        found = self.sources(holding)
         chosen = found[0] if source is None else source
         if chosen not in found:
             have = ", ".join(str(each) for each in found)
             raise UnknownNameError(f"{self.file} has no {metric!r} from source {source!r}; it has: {have}")
         return [group for group in holding if group.source == chosen]
+
+    def sources(self, groups: Sequence[Group]) -> list[Any]:
+        """Sources of some groups: those still being read first, the most trustworthy first, then those that ended."""
+        found = ordered_sources(groups)
+        if len(found) < 2:
+            return found
+        seen: dict[Any, list[tuple[int, int, int]]] = {}
+        for group, span in self.spans(groups, None, None):
+            extent = read_extent(self.db, group)
+            if extent is not None and extent[0] <= span.until:
+                seen.setdefault(group.source, []).append((extent[0], min(extent[1], span.until), extent[2]))
+        first = min((extent[0] for extents in seen.values() for extent in extents), default=0)
+        latest = max((extent[1] for extents in seen.values() for extent in extents), default=0)
+
+        def ended(source: Any) -> bool:
+            extents = seen.get(source)
+            if not extents:
+                return True
+            begin, last = min(extent[0] for extent in extents), max(extent[1] for extent in extents)
+            apart = (last - begin) / max(1, sum(extent[2] for extent in extents) - 1)
+            return latest - last > max(MISSED_READINGS * apart, ENDED_SHARE * (latest - first))
+
+        return sorted(found, key=ended)
 
     def check_name(self, kind: Kind, name: str) -> None:
         """Raise if no group and no layout ever had a row of that name."""

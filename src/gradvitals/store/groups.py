@@ -80,6 +80,21 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
     return groups
 
 
+def has_rows(db: sqlite3.Connection, group: Group) -> bool:
+    """Whether there is a frame with as many rows as the group says, and the file is large enough to hold one."""
+    size = group.num_rows * FLOAT.itemsize
+    pages, page_size = (int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
+    if size > pages * page_size:
+        return False
+    tail = "SELECT 1 FROM tail WHERE group_id = ? AND length(data) >= ? LIMIT 1"
+    if db.execute(tail, (group.id, size)).fetchone():
+        return True
+    chunk = db.execute("SELECT id FROM chunk WHERE group_id = ? ORDER BY id DESC LIMIT 1", (group.id,)).fetchone()
+    last = "SELECT count(*) FROM block WHERE id BETWEEN ? AND ?"
+    first = int(chunk[0]) << ROW_BITS if chunk else 0
+    return bool(chunk) and db.execute(last, (first, first + group.num_rows - 1)).fetchone()[0] == group.num_rows
+
+
 def last_step(db: sqlite3.Connection, group: Group) -> int | None:
     """The last step of any frame of a group, from the index of its chunks and its tail."""
     chunk = db.execute("SELECT max(last_step) FROM chunk WHERE group_id = ?", (group.id,)).fetchone()[0]
@@ -88,11 +103,26 @@ def last_step(db: sqlite3.Connection, group: Group) -> int | None:
     return max(found) if found else None
 
 
+def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | None:
+    """The first and the last step of a group, and how many frames it has; None where it has none."""
+    parts = [
+        db.execute(query, (group.id,)).fetchone()
+        for query in (
+            "SELECT min(first_step), max(last_step), sum(num_frames) FROM chunk WHERE group_id = ?",
+            "SELECT min(step), max(step), count(*) FROM tail WHERE group_id = ?",
+        )
+    ]
+    found = [tuple(map(int, part)) for part in parts if part[0] is not None]
+    if not found:
+        return None
+    return min(part[0] for part in found), max(part[1] for part in found), sum(part[2] for part in found)
+
+
 def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: Span) -> Found:
     """One number a frame: the metric in `column` for the tensor, layer or head in `row`."""
     size = FLOAT.itemsize
     chunks = db.execute(
-        "SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * num_frames) "
+        f"SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * {_BORNE_OUT}) "
         "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
         "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
         (column * size, size, ROW_BITS, row, group.id, *span),
@@ -107,7 +137,9 @@ def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: 
 def read_columns(db: sqlite3.Connection, group: Group, columns: list[int | None], row: int, span: Span) -> Found:
     """Several metrics of one row in one pass, ``[frames, 1 + columns]``: the time, then each metric, nan for None."""
     size, known = FLOAT.itemsize, [column for column in columns if column is not None]
-    parts = "".join(f", substr(block.data, {column * size} * num_frames + 1, {size} * num_frames)" for column in known)
+    parts = "".join(
+        f", substr(block.data, {column * size} * num_frames + 1, {size} * {_BORNE_OUT})" for column in known
+    )
     chunks = db.execute(
         f"SELECT num_frames, steps, readings, times{parts} "
         "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
@@ -146,7 +178,7 @@ def read_rows(db: sqlite3.Connection, group: Group, column: int, span: Span) -> 
     """One number a frame and row, ``[frames, rows]``: the metric in `column` for all tensors, layers or heads."""
     size, rows = FLOAT.itemsize, group.num_rows
     chunks = [
-        (frames, steps, readings, read_chunk(db, group, chunk, frames, slice(column, column + 1)))
+        (frames, steps, readings, read_chunk(db, group, chunk, _borne_out(frames, steps), slice(column, column + 1)))
         for chunk, frames, steps, readings in db.execute(
             "SELECT id, num_frames, steps, readings FROM chunk "
             "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
@@ -216,6 +248,14 @@ def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]
         time, size = (float("nan") if number is None else float(number) for number in (time, size))
         places.append(Place(int(step), int(reading), time, size, group, numbers))
     return places
+
+
+_BORNE_OUT = "min(num_frames, length(steps) / 8)"
+"""Frames of a chunk: as many as it says, and no more than it has steps, or a stranger's file fetches whole blocks."""
+
+
+def _borne_out(frames: Any, steps: Any) -> int:
+    return len(_numbers(steps, "<i8", frames))
 
 
 def _join(

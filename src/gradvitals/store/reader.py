@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from gradvitals.errors import GradvitalsError, RunError
 from gradvitals.store import groups as stored
 from gradvitals.store import opening
-from gradvitals.store.catalog import Catalog, Read, ordered_sources
+from gradvitals.store.catalog import Catalog, Read
 from gradvitals.store.census import take_census
 from gradvitals.store.drawn import Drawn
 from gradvitals.store.frames import Kind
 from gradvitals.store.groups import Array, Found, Group, Span
 from gradvitals.store.replay import replay
-from gradvitals.store.segments import Segment, parsed, read_segments
+from gradvitals.store.segments import Segment, instant, parsed, read_segments
 from gradvitals.store.writer import LIVE_SECONDS
 from gradvitals.types import Action, Finding, Layout, Reading, TensorInfo
 
@@ -83,8 +83,16 @@ class Run(Drawn):
             ).fetchall()
             if not segments:
                 raise ValueError("it has no segment")
-            last = dict(zip(("hostname", "pid", "heartbeat", "finished_at"), segments[-1], strict=False))
-            return {**meta, **last, "started_at": segments[0][4], "dropped": sum(int(row[5]) for row in segments)}
+            hostname, pid, heartbeat, finished, *_ = segments[-1]
+            return {
+                **meta,
+                "hostname": hostname,
+                "pid": pid,
+                "heartbeat": instant(heartbeat),
+                "finished_at": None if finished is None else instant(finished),
+                "started_at": instant(segments[0][4]),
+                "dropped": sum(int(row[5]) for row in segments),
+            }
 
     @property
     def layout(self) -> Layout:
@@ -143,10 +151,13 @@ class Run(Drawn):
             return tuple(sorted({metric for group in self._catalog.groups(kind) for metric in group.columns}))
 
     def sources(self, metric: str, kind: Kind | None = None) -> tuple[str, ...]:
-        """Sources the metric was measured from, the most trustworthy first; empty if it needs none."""
+        """Sources the metric was measured from, the most trustworthy first; empty if it needs none.
+
+        One that ended long before the others comes after those that are still read: what it says is not of now.
+        """
         with self._transaction():
             holding = [group for group in self._catalog.groups(kind) if metric in group.columns]
-        return tuple(source for source in ordered_sources(holding) if source is not None)
+            return tuple(source for source in self._catalog.sources(holding) if source is not None)
 
     def series(
         self,
@@ -167,7 +178,7 @@ class Run(Drawn):
             layer: Name of a layer.
             head: Name of an attention head.
             rank: Number of a process of a distributed run.
-            source: Which source; None takes the most trustworthy one present.
+            source: Which source; None takes the first of `sources`.
             since: Only steps after this one: the cursor of a reader that follows a live run.
 
         Returns:
@@ -288,8 +299,8 @@ class Run(Drawn):
             return take_census(self._db)
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._db.close()
+        """Let go of the file, once other threads have read what they are reading; they can read no more then."""
+        self._catalog.close()
 
     def __enter__(self) -> Run:
         return self

@@ -9,6 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from gradvitals.types import Action, Finding
 
+LAST_INSTANT = 2e11
+"""A moment after which no calendar goes on."""
+
 Record = TypeVar("Record", Finding, Action)
 
 
@@ -33,9 +36,26 @@ def read_segments(db: sqlite3.Connection, cutoffs: Mapping[int, int]) -> tuple[S
             hidden.setdefault(segment, []).append(text)
     query = "SELECT id, first_step, started_at, heartbeat, finished_at FROM segment ORDER BY id"
     return tuple(
-        Segment(first, started, heartbeat, finished, tuple(parsed(Finding, hidden.get(number, ()))))
+        Segment(
+            int(first),
+            instant(started),
+            instant(heartbeat),
+            None if finished is None else instant(finished),
+            tuple(parsed(Finding, hidden.get(number, ()))),
+        )
         for number, first, started, heartbeat, finished in db.execute(query).fetchall()
     )
+
+
+def instant(value: object) -> float:
+    """A time in seconds since the epoch, as it stands in a file that anybody may have written.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, int | float) or not abs(value) < LAST_INSTANT:
+        raise TypeError(f"a time is {str(value)[:80]!r}; expected seconds since the epoch")
+    return float(value)
 
 
 def parsed(record: type[Record], texts: Iterable[str]) -> list[Record]:

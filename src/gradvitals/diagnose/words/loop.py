@@ -19,4 +19,15 @@ WORDS: dict[str, Words] = {
         },
         fine="gradients are zeroed between steps",
     ),
+    "frozen_weights": Words(
+        name="Frozen weights",
+        pattern="Tensors that the optimizer holds do not require a gradient, and stay as they are (advice).",
+        title="{frozen} of {tensors} tensors are frozen and stay as they are: {where}",
+        causes={"frozen": "requires_grad is False for {first}: it was frozen, as for fine-tuning, or by mistake"},
+        cures={
+            "meant": "nothing, if {first} is meant to stay as it is",
+            "thaw": "if not, call requires_grad_(True) on it before training",
+        },
+        fine="no tensor is frozen",
+    ),
 }

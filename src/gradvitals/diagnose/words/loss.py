@@ -50,6 +50,7 @@ WORDS: dict[str, Words] = {
             "data": "the data changed around step {at}: other labels, another source, another order",
             "high_lr": "the learning rate of {lr} is too high for where the run is now",
             "decay": "weight decay of {weight_decay} takes more from the weights than the gradient gives",
+            "stale": "gradients are not zeroed between steps, so that steps become ever longer: see stale_gradients",
         },
         cures={
             "data": "compare batches before and after step {at}: inputs and targets must still be as they were",
@@ -57,14 +58,16 @@ WORDS: dict[str, Words] = {
             "update": "go back to before step {pushed} and reset the optimizer's state",
             "high_lr": "go back to about step {best_step} and lower the learning rate from {lr} to {lr_proposed}",
             "decay": "lower the weight decay of {weight_decay}",
+            "stale": "call optimizer.zero_grad() once a step, and go back to about step {best_step}",
         },
         fine="the loss never rose far above its best",
     ),
     "loss_plateau": Words(
         name="Loss plateau",
         pattern=(
-            "The loss has hardly fallen since the start of the run and is flat (a warning), or has stopped falling "
-            "later on (advice). Both are judged by a line through the losses and its standard error."
+            "The loss has hardly fallen since the start of the run and is flat (advice at first, then a warning), or "
+            "has stopped falling later on (advice). Both are judged by a line through the losses and its standard "
+            "error."
         ),
         title="the loss {kind}: {loss} after {steps} steps",
         causes={

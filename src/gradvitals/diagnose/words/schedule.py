@@ -18,15 +18,37 @@ WORDS: dict[str, Words] = {
                 "the first gradients were far larger than all that follow, and at the full learning rate they throw "
                 "the weights far from where they began"
             ),
+            "too_high": "the learning rate of {lr} is too high for this model, with or without a warmup",
             "moments": "an adaptive optimizer knows little of the size of gradients in its first steps",
         },
         cures={
             "warmup": "start again with a warmup over about {warmup} steps, from {lr_first} to {lr}",
+            "lower": "start again with a learning rate of {lr_tenth} or less, and raise it from there",
             "clip": "clip the gradient norm, so that the first gradients do not count for more than others",
             "pre_ln": "in a transformer, normalise before each layer (pre-LN), which makes warmup less needed",
         },
         fine="the start was smooth",
         reference="arXiv 1706.02677, arXiv 2002.04745",
+    ),
+    "lr_too_high": Words(
+        name="Learning rate too high",
+        pattern=(
+            "Within the first steps, at the full learning rate, the loss rises to ten times the first one or more, the "
+            "gradient with it, and the weights change by a large part of their size. It is over when the loss is back "
+            "under the first one."
+        ),
+        title=(
+            "the learning rate of {lr} is too high: within {steps} steps the loss went from {first_loss} to {loss} and"
+            " the gradient norm from {first_norm} to {norm}"
+        ),
+        causes={
+            "too_far": "one step changed the weights by {ratio} of their size, and what they began with is lost",
+        },
+        cures={
+            "lower": "start again and lower the learning rate from {lr} to about {lr_proposed}",
+            "warmup": "if that is slow, raise it step by step, with a warmup and clipped gradients",
+        },
+        fine="the first steps did not throw the weights away",
     ),
     "decay_due": Words(
         name="Decay due",

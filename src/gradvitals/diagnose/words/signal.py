@@ -18,14 +18,14 @@ WORDS: dict[str, Words] = {
             ),
             "init": "weights began too large or too small, so that what comes out has little to do with what goes in",
             "no_warmup": (
-                "the learning rate was {lr} from the first step: it may have broken the weights before they had "
+                "the learning rate was {lr_first} from the first step: it may have broken the weights before they had "
                 "learnt anything"
             ),
             "batch": "the batch of {batch_size} is so small that the signal cannot be seen in {readings} readings",
         },
         cures={
             "labels": "look at ten samples of a batch with their targets, as the model gets them",
-            "warmup": "start again with a warmup: from {lr_proposed} to {lr} over the first few hundred steps",
+            "warmup": "start again with a warmup: from {lr_proposed} to {lr_first} over the first few hundred steps",
             "overfit": (
                 "train on one batch alone: if the loss does not fall to near zero there, the model or the loss is"
                 " wrong, not the data"
@@ -133,17 +133,18 @@ WORDS: dict[str, Words] = {
         name="Noisy gradients",
         pattern="The median GSNR is under 1 at the batch size in use; the share of coordinates below 1 is told.",
         title=(
-            "gradients are noisier than they are large: at a batch of {batch_size} the GSNR is {gsnr}, and "
-            "{share} are below 1"
+            "gradients are noisier than they are large: at a batch of {batch_size} the median GSNR of a tensor is "
+            "{median}, and {share} are below 1"
         ),
         causes={
             "ordinary": (
                 "this is ordinary: healthy runs are below 1 most of the time, and learn by taking many steps. The"
-                " figure 1 is a convention and moves with the batch size"
+                " figure 1 is a convention and moves with the batch size. An estimate below 0 says that no signal can"
+                " be told from the noise yet"
             ),
             "small_batch": (
-                "a larger batch has less noise: at {batch_size} samples a step the GSNR is {gsnr}, at twice as "
-                "many it is twice that"
+                "a larger batch has less noise: at {batch_size} samples a step the GSNR is {median}, at twice "
+                "as many it is twice that"
             ),
         },
         cures={

@@ -70,13 +70,15 @@ class Launch:
             self._say(f"the run could not be judged: {failure!r}")
 
     def _last_words(self) -> Iterable[str]:
-        if int(os.environ.get("RANK", "0")) != 0:
-            return ()
-        if self._watcher is not None and self._watcher.runs:
+        watcher, is_first = self._watcher, int(os.environ.get("RANK", "0")) == 0
+        runs = {} if watcher is None else watcher.runs
+        if not is_first:  # it may be on another machine than the run
+            runs = {path: model for path, model in runs.items() if path.exists()}
+        if runs:
             from gradvitals.integrations.zero_code.verdicts import verdicts
 
-            return verdicts(self._watcher.runs)
-        if self._watcher is not None and self._watcher.watches_itself:
+            return verdicts(runs)
+        if not is_first or (watcher is not None and (watcher.watches_itself or watcher.said_elsewhere)):
             return ()
         return ["no optimizer stepped in this process, so there is nothing to judge"]
 

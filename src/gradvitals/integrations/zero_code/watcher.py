@@ -36,6 +36,8 @@ class Watcher:
         self.watched: list[Watched] = []
         self.runs: dict[Path, str] = {}
         """Runs that have ended, with the name of their model."""
+        self.said_elsewhere = False
+        """Whether a run has ended of which another rank says how."""
         self.ear = Ear()
         """What was heard before a model had a Monitor that hears it itself."""
         self._num_begun = 0
@@ -197,7 +199,10 @@ class Watcher:
     def _end(self, watched: Watched, error: BaseException | None) -> None:
         watched.close(error)
         if watched.monitor.step:
-            self.runs.setdefault(watched.run_path, watched.found.name)
+            if watched.monitor.speaks:
+                self.runs.setdefault(watched.run_path, watched.found.name)
+            else:
+                self.said_elsewhere = True
 
     def _say(self, line: str) -> None:
         say(line, self.settings.quiet or not self.speaks)

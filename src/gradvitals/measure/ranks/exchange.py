@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from gradvitals.measure.ranks.wire import Kind, OutOfStepError, Wire
 ROLL_CALL_SECONDS = 5.0
 ROLL_CALL_PAUSE = 1.0
 """When ranks are lost, those that are left answer within these times: in all, and after the one before."""
+
+LOOK_SECONDS = 0.5
+"""How often a rank that waits for others looks whether it has to."""
 
 LOST_WORDS = ("connection", "peer", "socket", "gloo", "nccl", "timed out", "broken pipe")
 """What the errors of collectives speak of when a rank is gone."""
@@ -59,13 +64,13 @@ class Exchange:
 
     def explain(self, error: BaseException) -> None:
         """Training has ended with an error: if it is that other ranks are gone, find out which."""
-        if self.ended or not any(word in str(error).lower() for word in LOST_WORDS):
+        if self.ended or not speaks_of_loss(error):
             return
         self.ended = True
         self._on_lost(LostRanksError(_first_line(error)), missing_ranks(self.roster))
 
     def end(self) -> None:
-        """This rank takes no part any more: others will find out when they wait for it."""
+        """This rank takes no part any more, nor waits for others: these find out when they wait for it."""
         self.ended = True
 
     def leave(self) -> None:
@@ -78,8 +83,8 @@ class Exchange:
             try:
                 return self._share(steps)
             except Exception as error:
-                self.ended = True
-                if dist.is_initialized():  # else the training has ended, and with it the ranks
+                known, self.ended = self.ended, True
+                if not known and dist.is_initialized():  # else the training has ended, and with it the ranks
                     self._on_lost(error, missing_ranks(self.roster))
         return [self._alone(step) for step in steps] if self.roster.is_replicated else []
 
@@ -166,13 +171,32 @@ class Exchange:
         self.collectives += 1
         self.bytes_sent += tensor.numel() * tensor.element_size()
         try:
-            dist.all_reduce(tensor, how, group=self.roster.group)
+            work = dist.all_reduce(tensor, how, group=self.roster.group, async_op=True)
+            while not self._is_done(work):
+                pass
         except RuntimeError as error:
             span = f"steps {steps[0].step} to {steps[-1].step}"
             raise LostRanksError(
                 f"gradvitals' all-reduce of {what} ({span}, {self.roster.world} ranks) failed: {_first_line(error)}"
             ) from error
         return tensor.numpy()
+
+    def _is_done(self, work: Any) -> bool:
+        """Wait a little for the others. Raises where the exchange has ended meanwhile, or where it has failed."""
+        try:
+            work.wait(timedelta(seconds=LOOK_SECONDS))
+        except RuntimeError as error:
+            if work.is_completed():
+                raise
+            if self.ended:
+                raise LostRanksError("this rank waits for others no more") from error
+            return False
+        return True
+
+
+def speaks_of_loss(error: BaseException) -> bool:
+    """Whether an error is what a rank gets to see when others are gone."""
+    return not isinstance(error, OSError) and any(word in str(error).lower() for word in LOST_WORDS)
 
 
 def missing_ranks(roster: Roster) -> list[int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gradvitals.errors import ConfigError, GradvitalsError, RunNotFoundError, expect
+from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
 from gradvitals.show.web import overview as words
 from gradvitals.show.web.heatmap import MAX_COLUMNS, PICTURES, Picture, Rows, heatmap_bytes
 from gradvitals.show.web.judging import Judge
@@ -25,7 +27,9 @@ from gradvitals.store.frames import KINDS, Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import json_ready
 
+LOG = logging.getLogger(__name__)
 BINARY = "application/octet-stream"
+JSON = "application/json"
 Work = Callable[[Place, Run], Any]
 
 LIST_SECONDS = 0.4
@@ -68,25 +72,21 @@ class Api:
         def work(place: Place, run: Run) -> Any:
             return words.line_of_run(place, run, self.judge.judged(place.id, run, begin=False))
 
-        lines: dict[str, Any] = {}
+        lines: dict[str, bytes] = {}
         read, end = 0, time.monotonic() + LIST_SECONDS
         for place in sorted(places, key=lambda place: stamp(place.file)[1:2], reverse=True):  # what was written last
             if not self.memo.has(*self._key(place, "line")):
                 if read and time.monotonic() > end:
-                    lines[place.id] = words.line_unread(place)
+                    lines[place.id] = _encoded(words.line_unread(place))
                     continue
                 read += 1
             try:
                 lines[place.id] = self._about(place, "line", work)
-            except GradvitalsError as error:
-                lines[place.id] = words.line_of_trouble(place, error, folder)
-        return _json(
-            {
-                "folder": short(self.shelf.folder.name),
-                "runs": [lines[place.id] for place in places],
-                "metrics": words.metric_texts(),
-            }
-        )
+            except Exception as error:  # one file that is not what it should be leaves the others to be seen
+                lines[place.id] = _encoded(words.line_of_trouble(place, _told(error), folder))
+        about = _encoded({"folder": short(self.shelf.folder.name), "metrics": words.metric_texts()})
+        body = about[:-1] + b',"runs":[' + b",".join(lines[place.id] for place in places) + b"]}"
+        return Response(body, media_type=JSON)
 
     def overview(self, request: Request) -> Response:
         """One run in words."""
@@ -158,12 +158,13 @@ class Api:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
 
-    def _about(self, place: Place, what: str, work: Work) -> Any:
-        """Something about a run, worked out again only where the run was written to since, or is being judged."""
+    def _about(self, place: Place, what: str, work: Work) -> bytes:
+        """Something about a run as it is sent, made again where the run was written to since, or is being judged."""
 
-        def make() -> Any:
+        def make() -> bytes:
             with self.shelf.opened(place.id) as run:
-                return work(place, run)
+                made = work(place, run)
+            return made if isinstance(made, bytes) else _encoded(made)
 
         return self.memo.get(*self._key(place, what), make)
 
@@ -173,7 +174,11 @@ class Api:
         return (place.id, what), (stamp(place.file), lives, self.judge.version(place.id))
 
     def _json_about(self, request: Request, what: str, work: Work) -> Response:
-        return self._answered(lambda: _json(self._about(self.shelf.place(request.path_params["run_id"]), what, work)))
+        def answer() -> Response:
+            place = self.shelf.place(request.path_params["run_id"])
+            return Response(self._about(place, what, work), media_type=JSON)
+
+        return self._answered(answer)
 
     def _answered(self, answer: Callable[[], Response]) -> Response:
         try:
@@ -182,8 +187,8 @@ class Api:
             return self._trouble(error, 404)
         except ConfigError as error:
             return self._trouble(error, 400)
-        except GradvitalsError as error:
-            return self._trouble(error, 422)
+        except Exception as error:
+            return self._trouble(_told(error), 422)
 
     def _trouble(self, error: GradvitalsError, status: int) -> Response:
         text = str(error).replace(f"{self.shelf.folder}/", "").replace(str(self.shelf.folder), "the served folder")
@@ -191,7 +196,19 @@ class Api:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return JSONResponse(json_ready(content), status_code=status)
+    return Response(_encoded(content), status_code=status, media_type=JSON)
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _told(error: Exception) -> GradvitalsError:
+    """The error as it is shown: one that nobody foresaw means a file that is not what a run holds."""
+    if isinstance(error, GradvitalsError):
+        return error
+    LOG.debug("a run cannot be shown", exc_info=error)
+    return RunFormatError(f"This run cannot be read: its content is not that of a run ({type(error).__name__}).")
 
 
 def _one_of(request: Request, name: str, known: tuple[str, ...], usual: str) -> str:

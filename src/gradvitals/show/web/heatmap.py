@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.errors import RunError
+from gradvitals.show.heatmap import is_averaged
 from gradvitals.show.web.limits import MAX_NUMBERS
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
@@ -20,12 +21,8 @@ Picture = Literal["norm", "gsnr", "update"]
 Rows = Literal["layers", "tensors", "heads"]
 Floats = NDArray[np.float64]
 
-PICTURES: dict[Picture, tuple[str, np.ufunc]] = {
-    "norm": ("grad/norm", np.fmax),
-    "gsnr": ("gsnr", np.fmin),
-    "update": ("update/ratio", np.fmax),
-}
-"""Metric of each picture, and which of the numbers of a stretch is shown: the one to worry about."""
+PICTURES: dict[Picture, str] = {"norm": "grad/norm", "gsnr": "gsnr", "update": "update/ratio"}
+"""Metric of each picture. Which of the numbers of a stretch is shown is as in the report: see `is_averaged`."""
 
 MAX_COLUMNS = 800
 NUMBERS_AT_A_TIME = 1 << 20
@@ -42,12 +39,14 @@ class Table:
     metrics: tuple[str, ...]
     kind: Kind
     combine: Callable[..., Floats]
+    rows: NDArray[np.int64] | None = None
+    """The rows of the picture that the columns made are for, where it is not all of them."""
 
 
 def available(run: Run) -> list[Picture]:
     """The pictures that the run has numbers for."""
     tensors, layers = run.metrics("tensors"), run.metrics("layers")
-    return [name for name, (metric, _) in PICTURES.items() if metric in tensors or metric in layers]
+    return [name for name, metric in PICTURES.items() if metric in tensors or metric in layers]
 
 
 def heatmap_bytes(
@@ -74,7 +73,7 @@ def heatmap_bytes(
         steps, _ = run.times(table.metrics[0], kind=table.kind)
         steps = steps[(steps > (-np.inf if since is None else since)) & (steps <= (np.inf if until is None else until))]
         columns = max(1, min(columns, MAX_COLUMNS, MAX_NUMBERS // num_rows, steps.size))
-        cells = _fill(run, table, PICTURES[picture][1], steps, num_rows, columns)
+        cells = _fill(run, table, steps, num_rows, columns, averaged=is_averaged(PICTURES[picture]))
     if not steps.size:
         return HEADER.pack(num_rows, 0, 0.0, float("nan"))
     starts = steps[np.arange(columns) * steps.size // columns]
@@ -84,11 +83,15 @@ def heatmap_bytes(
 
 
 def _fill(
-    run: Run, table: Table, worst: np.ufunc, steps: NDArray[np.int64], num_rows: int, columns: int
+    run: Run, table: Table, steps: NDArray[np.int64], num_rows: int, columns: int, *, averaged: bool
 ) -> NDArray[np.float32]:
-    cells = np.full((num_rows, columns), np.nan, dtype=np.float32)
+    """The largest, or the mean, of each cell. An infinite number, which marks a gradient as broken, is the largest."""
+    reduce = np.add if averaged else np.fmax
+    cells = np.full((num_rows, columns), 0.0 if averaged else np.nan, dtype=np.float64 if averaged else np.float32)
+    counts = np.zeros((num_rows, columns), dtype=np.int32)
     if not steps.size:
         return cells
+    rows = np.arange(num_rows) if table.rows is None else table.rows
     column_of = np.searchsorted(np.arange(columns) * steps.size // columns, np.arange(steps.size), "right") - 1
     for first, last in _windows(steps.size, len(run.names(table.kind)) * len(table.metrics)):
         since, until = int(steps[first]) - 1, int(steps[last - 1])
@@ -103,9 +106,14 @@ def _fill(
         if not into.size:
             continue
         cuts = np.flatnonzero(np.diff(into, prepend=-1))
-        reduced = worst.reduceat(made, cuts, axis=0).T
-        cells[:, into[cuts]] = worst(cells[:, into[cuts]], reduced)
-    return cells
+        where = np.ix_(rows, into[cuts])
+        if averaged:
+            known = np.isfinite(made)
+            made = np.where(known, made, 0.0)
+            counts[where] += np.add.reduceat(known, cuts, axis=0, dtype=np.int32).T
+        cells[where] = reduce(cells[where], reduce.reduceat(made, cuts, axis=0).T)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (cells / counts).astype(np.float32) if averaged else cells
 
 
 def _windows(count: int, numbers: int) -> Iterator[tuple[int, int]]:
@@ -126,27 +134,29 @@ def _at_steps(wanted: NDArray[np.int64], steps: NDArray[np.int64], rows: Floats)
 
 def _table(run: Run, picture: Picture, rows: Rows) -> Table | None:
     """How to make the picture; None where the run lacks what it needs."""
-    metric, worst = PICTURES[picture]
+    metric = PICTURES[picture]
     tensors = run.metrics("tensors")
     if picture == "norm" and metric in tensors and rows != "heads":
         metrics = (metric, "grad/nonfinite") if "grad/nonfinite" in tensors else (metric,)
         if rows == "tensors":
             return Table(metrics, "tensors", _marked)
-        groups = _members(run)
-        return Table(metrics, "tensors", lambda *values: _root_sum_square(_marked(*values), groups))
+        layers, groups = _members(run)
+        return Table(metrics, "tensors", lambda *values: _root_sum_square(_marked(*values), groups), layers)
     if metric in run.metrics(rows):
         return Table((metric,), rows, lambda values: values)
     if rows != "layers":
         return None
-    groups = _members(run)
+    layers, groups = _members(run)
     if picture == "update" and {"update/norm", "weight/norm"} <= set(tensors):
         return Table(
             ("update/norm", "weight/norm"),
             "tensors",
             lambda updates, weights: _root_sum_square(updates, groups) / _root_sum_square(weights, groups),
+            layers,
         )
     if metric in tensors:
-        return Table((metric,), "tensors", lambda values: _reduced(values, groups, worst))
+        worst = np.fmin if picture == "gsnr" else np.fmax
+        return Table((metric,), "tensors", lambda values: _reduced(values, groups, worst), layers)
     return None
 
 
@@ -155,14 +165,14 @@ def _marked(norms: Floats, nonfinite: Floats | None = None) -> Floats:
     return norms if nonfinite is None else np.where(nonfinite > 0, np.inf, norms)
 
 
-def _members(run: Run) -> list[NDArray[np.int64]]:
-    """The tensors of each layer."""
+def _members(run: Run) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """The layers that have tensors, and the tensors of each."""
     layers = {name: at for at, name in enumerate(run.names("layers"))}
-    members: list[list[int]] = [[] for _ in layers]
+    members: dict[int, list[int]] = {}
     for row, info in enumerate(run.tensors):
         if info.layer in layers:
-            members[layers[info.layer]].append(row)
-    return [np.array(rows, dtype=np.int64) for rows in members]
+            members.setdefault(layers[info.layer], []).append(row)
+    return np.array(list(members), dtype=np.int64), [np.array(rows, dtype=np.int64) for rows in members.values()]
 
 
 def _root_sum_square(values: Floats, groups: list[NDArray[np.int64]]) -> Floats:
@@ -173,11 +183,10 @@ def _root_sum_square(values: Floats, groups: list[NDArray[np.int64]]) -> Floats:
 def _reduced(values: Floats, groups: list[NDArray[np.int64]], how: np.ufunc | None) -> Floats:
     out = np.full((len(values), len(groups)), np.nan)
     for at, rows in enumerate(groups):
-        if rows.size:
-            part = values[:, rows]
-            if how is not None:
-                out[:, at] = how.reduce(part, axis=1)
-            else:
-                known = ~np.isnan(part)
-                out[:, at] = np.where(known.any(axis=1), np.where(known, part, 0.0).sum(axis=1), np.nan)
+        part = values[:, rows]
+        if how is not None:
+            out[:, at] = how.reduce(part, axis=1)
+        else:
+            known = ~np.isnan(part)
+            out[:, at] = np.where(known.any(axis=1), np.where(known, part, 0.0).sum(axis=1), np.nan)
     return out

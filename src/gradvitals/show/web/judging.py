@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from gradvitals.errors import GradvitalsError
 from gradvitals.show.again import diagnose_again, was_diagnosed
 from gradvitals.show.checkup import judge_run
 from gradvitals.show.verdict import Verdict
@@ -19,6 +18,10 @@ LONGEST = 30_000
 """Steps of a run recorded without diagnosis up to which the page judges it unasked: that takes a while."""
 GROWTH = 1.25
 """A live run of that kind is judged again when it has grown by so much."""
+
+
+class _Stopped(Exception):
+    """The page is closed, and nobody waits for the verdict."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Judge:
         self._lock = threading.Lock()
         self._done: dict[str, tuple[int, Sequence[Finding]]] = {}
         self._busy: set[str] = set()
+        self._failed: set[str] = set()
+        self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradvitals-judge")
 
     def judged(self, run_id: str, run: Run, *, begin: bool = True) -> Judged:
@@ -70,6 +75,8 @@ class Judge:
             return Judged(judge_run(run, kept), kept, "Not judged yet: open it.")
         if done is None:
             return Judged(judge_run(run, kept), kept, "Being judged by the rules of today.", pending=True)
+        if run_id in self._failed:
+            return Judged(judge_run(run, kept), kept, "Not judged: the rules could not read it to its end.")
         found = (*kept, *done)
         note = "Judged by the rules of today: it was recorded without diagnosis."
         return Judged(judge_run(run, found), found, note)
@@ -80,7 +87,8 @@ class Judge:
             return self._done[run_id][0] if run_id in self._done else -1
 
     def close(self) -> None:
-        """Begin no further judging."""
+        """Begin no further judging, and break off what is under way."""
+        self._stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _diagnosed(self, run_id: str, last_step: int, *, begin: bool) -> Sequence[Finding] | None:
@@ -93,14 +101,20 @@ class Judge:
                 self._thread.submit(self._diagnose, run_id, last_step)
         return found
 
+    def _go_on(self, step: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
     def _diagnose(self, run_id: str, last_step: int) -> None:
         found: Sequence[Finding] = ()
+        failed = False
         try:
             with self._shelf.opened(run_id) as run:
-                found = diagnose_again(run).findings
-        except GradvitalsError:
-            pass  # the run is gone or damaged, and whoever opens it is told so
+                found = diagnose_again(run, on_step=self._go_on).findings
+        except Exception:  # the run is gone or damaged, or the page is closed
+            failed = True
         finally:
             with self._lock:
                 self._done[run_id] = (last_step, found)
+                (self._failed.add if failed else self._failed.discard)(run_id)
                 self._busy.discard(run_id)

@@ -12,6 +12,10 @@ MAX_RECORD_BYTES = 16 << 20
 MAX_LAYOUT_BYTES = 16 << 20
 MAX_META_BYTES = 4 << 20
 MAX_GROUPS = 20_000
+MAX_GROUP_BYTES = 16 << 20
+MAX_SEGMENTS = 5_000
+MAX_SEGMENT_BYTES = 4 << 20
+MAX_TAIL_BYTES = 64 << 20
 MAX_READINGS = 5_000_000
 """Readings of one kind: a series is read whole before it is cut into buckets."""
 MAX_NUMBERS = 4_000_000
@@ -38,6 +42,10 @@ def check_size(run: Run) -> None:
         ("layout_bytes", MAX_LAYOUT_BYTES),
         ("meta_bytes", MAX_META_BYTES),
         ("groups", MAX_GROUPS),
+        ("group_bytes", MAX_GROUP_BYTES),
+        ("segments", MAX_SEGMENTS),
+        ("segment_bytes", MAX_SEGMENT_BYTES),
+        ("tail_bytes", MAX_TAIL_BYTES),
         ("readings", MAX_READINGS),
     ):
         found = census[name]

@@ -24,6 +24,8 @@ from gradvitals.types import METRICS, Action, Finding
 MOST_FINDINGS = 200
 MOST_TENSORS = 50
 MOST_ACTIONS = 400
+MOST_LEVELS = 64
+"""Modules inside one another up to which the layer of an attention head is looked for."""
 
 VITALS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss",)),
@@ -116,14 +118,18 @@ def layout(run: Run) -> dict[str, Any]:
             layers[at[info.layer]]["tensors"].append(row)
     heads = run.names("heads")
     for row, name in enumerate(heads):
-        module = name.rpartition("/")[0]
-        home = max(
-            (layer for layer in names if module == layer or module.startswith(f"{layer}.")), key=len, default=None
-        )
+        home = _home(name.rpartition("/")[0], at)
         if home is not None:
-            layers[at[home]]["heads"].append(row)
+            layers[home]["heads"].append(row)
     shapes = ["×".join(map(str, info.shape[:8])) or "scalar" for info in infos]
     return {"layers": layers, "tensors": tensors, "shapes": shapes, "heads": [short(name) for name in heads]}
+
+
+def _home(module: str, at: Mapping[str, int]) -> int | None:
+    """The layer that a module is in: the one of its own name, or the innermost that it is below."""
+    parts = module.split(".", MOST_LEVELS)
+    outer = (".".join(parts[:level]) for level in range(min(len(parts), MOST_LEVELS), 0, -1))
+    return next((at[name] for name in (module, *outer) if name in at), None)
 
 
 def standouts(run: Run) -> dict[str, Any]:

@@ -19,7 +19,8 @@ MAX_METRICS = 4
 """Metrics of one answer: a value and the two ends of its interval."""
 
 HEADER = struct.Struct("<IIdd")
-"""Points, metrics, how many readings they stand for, and the last step of these."""
+"""Points, metrics, how many readings they stand for, and the last step of these. Then float64 the last reading of each
+metric, which the mean of the last bucket is not."""
 
 Floats = NDArray[np.float64]
 
@@ -61,7 +62,8 @@ def series_bytes(
     """One or more metrics of one row over steps, in at most `buckets` points.
 
     The first metric says which steps there are. Layout, little-endian: `HEADER`, float64 steps, float64 times in
-    seconds since the epoch, then for each metric float32 lowest, highest and mean of each bucket.
+    seconds since the epoch, then for each metric float32 lowest, highest and mean of each bucket, and how many of its
+    readings are NaN or infinite.
     """
     where = row_of(kind, name_of_row(run, kind, row), row)
     where["source"] = source or next(iter(run.sources(metrics[0], kind)), None)
@@ -71,19 +73,20 @@ def series_bytes(
     parts = [_bucket(steps, column, buckets) for column in columns]
     starts = np.arange(buckets) * steps.size // buckets if steps.size > buckets else np.arange(steps.size)
     body = [HEADER.pack(starts.size, len(columns), float(steps.size), last)]
+    body += [(columns[:, -1] if steps.size else np.full(len(columns), np.nan)).astype("<f8").tobytes()]
     body += [steps[starts].astype("<f8").tobytes(), times[starts].astype("<f8").tobytes()]
     with np.errstate(over="ignore"):
         body += [array.astype("<f4").tobytes() for part in parts for array in part]
     return b"".join(body)
 
 
-def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats]:
+def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats, Floats]:
     _, low, high = min_max_buckets(steps, values, buckets)
-    if steps.size <= buckets:
-        return low, high, low
-    starts = np.arange(buckets) * steps.size // buckets
     known = np.isfinite(values)
+    if steps.size <= buckets:
+        return low, high, low, (~known).astype(np.float64)
+    starts = np.arange(buckets) * steps.size // buckets
     counts = np.add.reduceat(known.astype(np.float64), starts)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.add.reduceat(np.where(known, values, 0.0), starts) / counts
-    return low, high, mean
+    return low, high, mean, np.diff(starts, append=steps.size) - counts

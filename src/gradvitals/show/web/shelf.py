@@ -55,6 +55,7 @@ class Shelf:
         self._looked = 0.0
         self._look_took = 0.0
         self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._is_closed = False
 
     def places(self, *, most_age: float = LOOK_AGAIN_SECONDS) -> list[Place]:
         """Every run there is, by name; looked for again where the last look is older than `most_age` seconds."""
@@ -90,11 +91,12 @@ class Shelf:
             self._give_back(handle)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Let go of all files; of those in use as soon as they are given back."""
         with self._lock:
+            self._is_closed = True
             handles, self._open = list(self._open.values()), OrderedDict()
-        for handle in handles:
-            handle.run.close()
+            for handle in handles:
+                _retire(handle)
 
     @property
     def num_open(self) -> int:
@@ -117,13 +119,14 @@ class Shelf:
             raise
         fresh = _Handle(run, identity)
         with self._lock:
+            if self._is_closed:
+                fresh.retired = True
+                return fresh
             replaced = self._open.pop(place.id, None)
             self._open[place.id] = fresh
             for stale in [replaced, *self._beyond()]:
                 if stale is not None:
-                    stale.retired = True
-                    if not stale.users:
-                        stale.run.close()
+                    _retire(stale)
         return fresh
 
     def _beyond(self) -> Iterator[_Handle]:
@@ -144,6 +147,12 @@ class _Handle:
     users: int = 1
     retired: bool = False
     """Whether it is to be closed when the last user gives it back."""
+
+
+def _retire(handle: _Handle) -> None:
+    handle.retired = True
+    if not handle.users:
+        handle.run.close()
 
 
 def stamp(file: Path) -> Stamp:

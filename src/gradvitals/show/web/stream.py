@@ -7,13 +7,12 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
-from gradvitals.errors import GradvitalsError
 from gradvitals.show.web.shelf import Place, Shelf, Stamp, stamp
 
 LOOK_SECONDS = 0.2
@@ -40,6 +39,8 @@ class Watcher:
         self._shelf = shelf
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
+        self._shown: Mapping[str, tuple[int, dict[str, Any]]] = {}
+        self._looker: CapacityLimiter | None = None
         self._revision = 0
         self._epoch = secrets.token_hex(4)  # a cursor of another server, or of this one before a restart, means nothing
         self._readers = 0
@@ -79,16 +80,16 @@ class Watcher:
 
     def is_live(self, run_id: str) -> bool:
         """Whether a run was live when last looked at."""
-        state = self._states.get(run_id)
-        return state is not None and bool(state.news["live"])
+        shown = self._shown.get(run_id)
+        return shown is not None and bool(shown[1]["live"])
 
     def stop(self) -> None:
         """End all streams."""
         self.stopped = True
 
     def _after(self, seen: int) -> list[tuple[int, dict[str, Any]]]:
-        with self._lock:
-            fresh = [(state.revision, state.news) for state in self._states.values() if state.revision > seen]
+        # What the last look left, which nobody changes: the loop must not wait for the look that is under way.
+        fresh = [(revision, news) for revision, news in self._shown.values() if revision > seen]
         return sorted(fresh, key=lambda pair: pair[0])
 
     def _revision_of(self, cursor: str | None) -> int:
@@ -101,13 +102,18 @@ class Watcher:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:
-        if await to_thread.run_sync(self._look_now):
+        if self._looker is None:
+            self._looker = CapacityLimiter(1)  # of its own: news do not wait behind requests, nor these behind news
+        if await to_thread.run_sync(self._look_now, limiter=self._looker):
             self._changed.set()
             self._changed = asyncio.Event()
 
     def _look_now(self) -> bool:
         with self._lock:  # a reader who has just come looks at once, beside the look that is due
-            return self._look_at_all(time.monotonic())
+            changed = self._look_at_all(time.monotonic())
+            if changed:
+                self._shown = {run: (state.revision, state.news) for run, state in self._states.items()}
+            return changed
 
     def _look_at_all(self, now: float) -> bool:
         places = self._shelf.places(most_age=SLOW_SECONDS)
@@ -151,5 +157,5 @@ class Watcher:
                     "segments": census["segments"],
                     "live": run.is_live,
                 }
-        except (GradvitalsError, OSError):
+        except Exception:  # whatever is wrong with one file, the others still have news; the list says what it is
             return {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}

@@ -43,13 +43,13 @@ export async function overview(run) { return (await get(about(run))).json(); }
 export async function layout(run) { return (await get(`${about(run)}/layout`)).json(); }
 export async function worst(run) { return (await get(`${about(run)}/worst`)).json(); }
 
-// A series: steps, times, and for each metric the lowest, highest and mean value of each bucket.
+// A series: steps, times, and for each metric the lowest, highest and mean value of each bucket, and how many are no numbers.
 export async function series(run, asked) {
   const body = await (await get(`${about(run)}/series?${query(asked)}`)).arrayBuffer();
   const head = new DataView(body);
   const points = head.getUint32(0, true);
   const metrics = head.getUint32(4, true);
-  let at = 24;
+  let at = 24 + 8 * metrics;
   const take = (kind, size) => {
     const array = new kind(body, at, points);
     at += points * size;
@@ -57,10 +57,11 @@ export async function series(run, asked) {
   };
   const found = {
     readings: head.getFloat64(8, true), last: head.getFloat64(16, true),
+    now: Array.from(new Float64Array(body, 24, metrics)), // the last reading of each metric
     steps: take(Float64Array, 8), times: take(Float64Array, 8), lines: [],
   };
   for (let i = 0; i < metrics; i++) {
-    found.lines.push({ low: take(Float32Array, 4), high: take(Float32Array, 4), mean: take(Float32Array, 4) });
+    found.lines.push({ low: take(Float32Array, 4), high: take(Float32Array, 4), mean: take(Float32Array, 4), bad: take(Float32Array, 4) });
   }
   return found;
 }

@@ -1,5 +1,5 @@
 // What opens at the side: a finding in words, actions, one tensor in charts, the keys.
-import { el } from "./dom.js";
+import { css, el } from "./dom.js";
 import { openDrawer } from "./drawer.js";
 import { step } from "./format.js";
 import { SIGNS } from "./palette.js";
@@ -52,7 +52,7 @@ export function showActions(actions) {
 }
 
 // One tensor, layer or head over the whole run, in charts of its own.
-export function showTensor(run, kind, row, { name, about, charts, texts, range, live }) {
+export function showTensor(run, kind, row, { name, about, charts, texts, range, live, at = null }) {
   const axis = new SharedAxis();
   const host = el("div", { class: "strips narrow" });
   const strips = charts.map((chart, i) => {
@@ -61,6 +61,7 @@ export function showTensor(run, kind, row, { name, about, charts, texts, range, 
       oncursor: (x) => strips.forEach((each) => each.showValue(x)),
     });
     strip.setRuns([run], new Map([[run, chart]]));
+    if (at !== null) strip.chart.setMarks([{ x: at, colour: css("--ink"), strong: true }], null);
     host.append(strip.element);
     return strip;
   });
@@ -70,7 +71,8 @@ export function showTensor(run, kind, row, { name, about, charts, texts, range, 
     if (ends.length) axis.setFull(Math.min(...ends.map((data) => data.steps[0])), Math.max(...ends.map((data) => data.last)));
     strips.forEach((strip) => strip.chart.setRange());
   }).catch((trouble) => { host.append(el("p", { class: "dim", text: trouble.message })); });
-  openDrawer(name, [el("p", { class: "dim", text: about }), charts.length ? host : el("p", { text: "Nothing was read of it on its own." }),
+  const pointed = at === null ? "" : ` · the dashed line is step ${step(at)}`;
+  openDrawer(name, [el("p", { class: "dim", text: `${about}${pointed}` }), charts.length ? host : el("p", { text: "Nothing was read of it on its own." }),
     el("p", { class: "dim", text: "Drag to zoom, double-click for everything." })], {
     kind: "wide", closed: () => { live.delete(load); strips.forEach((strip) => strip.destroy()); },
   });

@@ -10,12 +10,12 @@ export function el(name, properties = {}, ...children) {
     else if (key.startsWith("--")) made.style.setProperty(key, value);
     else made.setAttribute(key, value === true ? "" : String(value));
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 
 export function fill(host, ...children) {
-  host.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  host.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return host;
 }
 

@@ -1,14 +1,14 @@
 // Layer × step: every layer in depth order, one colour a stretch of steps. A layer opens into its tensors and heads.
 import * as api from "./api.js";
 import { choice, css, el, fill, say } from "./dom.js";
-import { number, step } from "./format.js";
+import { duration, number, step } from "./format.js";
 import { columnAt, extent, fitted, rgba, shortened, span } from "./heat_table.js";
 import { HEAT, heat } from "./palette.js";
 
 const ROW = 16;
 const MOST_HEIGHT = 420;
 const COLUMNS = 600;
-const PICTURES = { norm: ["norm", "Gradient norm: the largest in each stretch"], gsnr: ["GSNR", "GSNR: the lowest in each stretch"], update: ["update", "Update over weight: the largest in each stretch"] };
+const PICTURES = { norm: ["norm", "Gradient norm: the largest in each stretch"], gsnr: ["GSNR", "GSNR: the mean of each stretch"], update: ["update", "Update over weight: the largest in each stretch"] };
 
 export class Heatmap {
   constructor({ axis, onopen }) {
@@ -115,9 +115,11 @@ export class Heatmap {
     return rows;
   }
 
-  value(row, column) {
+  // The value of a row at a step, and the steps that it stands for. Tensors may be read at other steps than layers are.
+  value(row, at) {
     const table = this.tables.get(row.kind);
-    return table && column >= 0 && column < table.columns ? table.values[row.row * table.columns + column] : NaN;
+    const column = table?.columns ? columnAt(table, at) : -1;
+    return column < 0 ? { value: NaN, steps: [at, at + 1] } : { value: table.values[row.row * table.columns + column], steps: span(table, column) };
   }
 
   measure() {
@@ -245,10 +247,10 @@ export class Heatmap {
     context.fillStyle = css("--dim");
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "top";
-    const from = Math.round(this.axis.step(this.run, low));
-    const to = Math.round(this.axis.step(this.run, high));
-    context.fillText(`step ${step(from)}`, left, height + 6);
-    const text = `step ${step(to)}`;
+    // On the axis of time the picture may reach beyond the last step of this run, to the end of a longer one.
+    const name = (x) => (this.axis.mode === "time" ? duration(x) : `step ${step(Math.round(x))}`);
+    context.fillText(name(low), left, height + 6);
+    const text = name(high);
     context.fillText(text, left + plot - context.measureText(text).width, height + 6);
   }
 
@@ -259,9 +261,8 @@ export class Heatmap {
       if (x >= left && x <= left + plot) { context.fillStyle = css("--ink"); context.globalAlpha = 0.5; context.fillRect(x, 0, 1, height); context.globalAlpha = 1; }
     }
     if (!this.cell) return;
-    const table = this.tables.get("layers");
-    if (!table?.columns) return;
-    const [from, to] = span(table, this.cell.column);
+    if (!rows[this.cell.index] || !this.tables.get("layers")?.columns) return;
+    const [from, to] = this.value(rows[this.cell.index], this.cell.at).steps;
     const x0 = left + Math.max(0, (plot * (this.axis.x(this.run, from) - low)) / (high - low));
     const x1 = left + Math.min(plot, (plot * (this.axis.x(this.run, to) - low)) / (high - low));
     const y = this.cell.index * ROW - top;
@@ -289,7 +290,9 @@ export class Heatmap {
     if (x < left || !table?.columns) return { index, column: -1, label: x < left };
     const [low, high] = this.axis.shown();
     const place = low + ((x - left) / plot) * (high - low);
-    return { index, column: columnAt(table, this.axis.step(this.run, place)), place, label: false };
+    const at = this.axis.step(this.run, place);
+    const beyond = this.axis.mode === "time" && place > this.axis.x(this.run, table.end);
+    return { index, column: beyond ? -1 : columnAt(table, at), at, place, label: false };
   }
 
   hover(event) {
@@ -309,10 +312,8 @@ export class Heatmap {
 
   text(found) {
     const row = this.shown[found.index];
-    const table = this.tables.get("layers");
-    const [from, to] = span(table, found.column);
+    const { value, steps: [from, to] } = this.value(row, found.at);
     const steps = to - from > 1 ? `steps ${step(from)} to ${step(to - 1)}` : `step ${step(from)}`;
-    const value = this.value(row, found.column);
     const shown = value === Infinity ? "NaN or Inf" : Number.isNaN(value) ? "not read" : number(value);
     return [row.full || row.name, `${PICTURES[this.picture][0]} ${shown}`, steps];
   }
@@ -336,15 +337,15 @@ export class Heatmap {
     const row = this.shown[found.index];
     if (row.kind === "layers" && found.label) { this.toggle(row.layer); return; }
     if (found.column < 0 && !found.label) return;
-    const table = this.tables.get("layers");
-    const [from] = found.column >= 0 ? span(table, found.column) : [null];
+    const from = found.column >= 0 ? Math.floor(this.value(row, found.at).steps[0]) : null;
     if (row.kind !== "layers") { this.onopen(row.kind, row.row, from); return; }
     const layer = this.layout.layers[row.layer];
     if (!this.expanded.has(row.layer) && layer.tensors.length > 1) await this.toggle(row.layer);
     const within = this.tables.get("tensors");
+    const column = within?.columns ? columnAt(within, found.at) : -1;
     let best = layer.tensors[0];
-    for (const each of within && found.column < within.columns ? layer.tensors : []) {
-      const [value, known] = [each, best].map((one) => within.values[one * within.columns + found.column]);
+    for (const each of column >= 0 ? layer.tensors : []) {
+      const [value, known] = [each, best].map((one) => within.values[one * within.columns + column]);
       if (Number.isNaN(known) || (this.picture === "gsnr" ? value < known : value > known)) best = each;
     }
     if (best === undefined) this.onopen("layers", row.row, from); else this.onopen("tensors", best, from);
@@ -358,13 +359,14 @@ export class Heatmap {
   async key(event) {
     const table = this.tables.get("layers");
     if (!table?.columns || event.ctrlKey || event.metaKey || event.altKey) return;
-    const cell = this.cell || { index: 0, column: table.columns - 1 };
+    const cell = this.cell || { index: 0, column: table.columns - 1, at: table.starts[table.columns - 1] };
     const far = event.shiftKey ? Math.max(1, Math.round(table.columns / 20)) : 1;
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -far], ArrowRight: [0, far], Home: [0, -table.columns], End: [0, table.columns] };
     const row = this.shown[cell.index];
     if (event.key in moves) {
       const [down, along] = this.cell ? moves[event.key] : [0, 0];
-      this.cell = { index: Math.max(0, Math.min(this.shown.length - 1, cell.index + down)), column: Math.max(0, Math.min(table.columns - 1, cell.column + along)) };
+      const column = Math.max(0, Math.min(table.columns - 1, cell.column + along));
+      this.cell = { index: Math.max(0, Math.min(this.shown.length - 1, cell.index + down)), column, at: table.starts[column] };
     } else if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       event.stopPropagation();

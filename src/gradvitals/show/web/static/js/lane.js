@@ -34,11 +34,6 @@ export class Lane {
     this.draw();
   }
 
-  choose(finding) {
-    this.chosen = finding;
-    this.draw();
-  }
-
   pointAt(x) {
     const [low, high] = this.axis.shown();
     const share = (x - low) / (high - low);

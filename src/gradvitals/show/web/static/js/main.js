@@ -158,8 +158,8 @@ function start() {
       const known = runs.find((run) => run.id === news.run);
       if (!known || news.gone || (known.state === "running") !== news.live) refreshSoon();
       else if (news.live) refreshSoon(5000);
-      list.news(news);
-      view?.news(news);
+      // The list names a step once it is drawn, so that no two places of the page name different ones.
+      Promise.resolve(view?.news(news)).catch(() => {}).then(() => list.news(news));
     },
     onstate: (found) => {
       const back = link === "lost" && found === "open";

@@ -14,6 +14,7 @@ export const NAMES = {
 const UNITS = { noise_scale: "samples" };
 const LOG = new Set(["grad/norm", "gsnr", "noise_scale", "update/ratio"]);
 const BROKEN = new Set(["loss", "grad/norm"]); // where NaN is news; elsewhere it only means that nothing can be told
+const ESTIMATED = new Set(["gsnr", "noise_scale"]);
 
 export class Strip {
   // runs: ids in order, the first is the one looked at. where: {kind, row}.
@@ -25,9 +26,7 @@ export class Strip {
     this.all = new Map();
     this.stretch = new Map();
     this.busy = new Map();
-    this.metrics = [metric];
-    this.source = null;
-    this.sources = new Map(); // run -> {metrics, source} of further runs
+    this.sources = new Map(); // run -> {metrics, source}
     this.starts = new Map();
     this.log = LOG.has(metric);
     this.value = el("div", { class: "value" });
@@ -68,24 +67,30 @@ export class Strip {
     this.show();
   }
 
-  // Fetch what came after the last step that is there. One request at a time; news that come meanwhile wait for it.
+  // Fetch what came after the last step that is there. One request at a time; news that come meanwhile wait for it, and
+  // whoever told them until it is drawn.
   async extend(run) {
     const have = this.all.get(run);
     if (!have || !this.has(run)) return this.has(run) ? this.load(run) : undefined;
-    if (this.busy.get(run)) { this.busy.set(run, "again"); return undefined; }
-    this.busy.set(run, "busy");
-    try {
-      const got = await this.ask(run, { since: Number.isFinite(have.last) ? have.last : undefined });
-      if (got.steps.length && this.all.get(run) === have) {
-        if (have.steps.length + got.steps.length > MOST_POINTS) await this.load(run);
-        else { this.all.set(run, joined(have, got)); this.show(); }
-      }
-    } finally {
-      const again = this.busy.get(run) === "again";
-      this.busy.delete(run);
-      if (again) this.extend(run);
-    }
-    return undefined;
+    const busy = this.busy.get(run);
+    if (busy) { busy.again = true; return busy.done; }
+    const work = { again: true };
+    this.busy.set(run, work);
+    work.done = (async () => {
+      try {
+        while (work.again) { work.again = false; await this.fetchMore(run); }
+      } finally { this.busy.delete(run); }
+    })();
+    return work.done;
+  }
+
+  async fetchMore(run) {
+    const have = this.all.get(run);
+    if (!have || !this.has(run)) return;
+    const got = await this.ask(run, { since: Number.isFinite(have.last) ? have.last : undefined });
+    if (!got.steps.length || this.all.get(run) !== have) return;
+    if (have.steps.length + got.steps.length > MOST_POINTS) await this.load(run);
+    else { this.all.set(run, joined(have, got)); this.show(); }
   }
 
   // Fetch the stretch that is looked at, in finer buckets; keep what is there until it comes.
@@ -118,10 +123,10 @@ export class Strip {
       if (!data || !data.steps.length) continue;
       const [value, low, high] = data.lines;
       const x = this.xOf(run, data);
-      const line = { run, x, mean: value.mean, colour: lineColour(i), dash: i };
+      const line = { run, x, mean: value.mean, colour: lineColour(i), dash: i, now: nowOf(this.all.get(run) || data) };
       if (i === 0 && low && high) Object.assign(line, { low: low.mean, high: high.mean, band: true });
-      else if (data.readings > data.steps.length && this.runs.length === 1) Object.assign(line, { low: value.low, high: value.high });
-      if (BROKEN.has(this.metric)) line.broken = x.filter((_, at) => !Number.isFinite(value.mean[at]) || !Number.isFinite(value.high[at]));
+      else if (data.readings > data.steps.length && !low) Object.assign(line, { low: value.low, high: value.high });
+      if (BROKEN.has(this.metric)) line.broken = x.filter((_, at) => value.bad[at] > 0);
       lines.push(line);
     }
     if (this.metric === "loss" && !this.isChosen) this.suit(lines);
@@ -132,7 +137,13 @@ export class Strip {
     }
     this.chart.setLines(lines);
     this.showValue(null);
-    this.describe(lines[0]);
+    this.describe(lines.find((line) => line.run === this.runs[0]));
+  }
+
+  // A value in words where it is no number: what is estimated may not be told from the readings.
+  worded(value) {
+    if (!Number.isNaN(value)) return number(value);
+    return ESTIMATED.has(this.metric) ? "not identifiable" : BROKEN.has(this.metric) ? "NaN" : "–";
   }
 
   // A loss that jumped is drawn on a log axis, where the rest of it can still be seen.
@@ -149,14 +160,16 @@ export class Strip {
   showValue(x) {
     const lines = this.chart.lines;
     if (!lines.length) { fill(this.value, "–"); fill(this.more); return; }
-    const at = x === null ? lines.map((line) => last(line)) : this.chart.valuesAt(x);
-    const first = at[0];
-    fill(this.value, first ? number(first.mean) : "–");
+    const at = x === null ? lines.map((line) => line.now) : this.chart.valuesAt(x);
+    const own = lines.findIndex((line) => line.run === this.runs[0]); // it may have no such reading, and the others have
+    const first = at[own];
+    fill(this.value, first ? this.worded(first.mean) : "–");
+    this.value.classList.toggle("words", this.value.textContent.length > 9);
     const parts = [];
-    if (first && lines[0].band && Number.isFinite(first.low)) parts.push(el("span", { text: `${number(first.low)} to ${number(first.high)}`, title: "95 % interval" }));
+    if (first && lines[own].band && Number.isFinite(first.low)) parts.push(el("span", { text: `${number(first.low)} to ${number(first.high)}`, title: "95 % interval" }));
     if (UNITS[this.metric] && lines.length === 1) parts.push(el("span", { text: UNITS[this.metric] }));
     for (const [i, found] of at.entries()) {
-      if (i && found) parts.push(el("span", { class: "other", "--c": lines[i].colour, text: number(found.mean) }));
+      if (i !== own && found) parts.push(el("span", { class: "other", "--c": lines[i].colour, text: this.worded(found.mean) }));
     }
     const source = this.sources.get(this.runs[0])?.source;
     if (x !== null && first) parts.unshift(el("span", { class: "at", text: this.axis.mode === "step" ? `step ${step(first.x)}` : duration(first.x) }));
@@ -169,20 +182,16 @@ export class Strip {
     let low = Infinity;
     let high = -Infinity;
     for (const value of line.mean) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
-    const now = last(line);
-    this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric} over ${this.axis.mode === "step" ? "steps" : "time"}: now ${number(now?.mean)}, between ${number(low)} and ${number(high)}`);
+    this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric} over ${this.axis.mode === "step" ? "steps" : "time"}: now ${this.worded(line.now.mean)}, between ${number(low)} and ${number(high)}`);
   }
 
   destroy() { this.chart.destroy(); }
 }
 
-function last(line) {
-  for (let at = line.x.length - 1; at >= 0; at--) {
-    if (Number.isFinite(line.mean[at]) || at === line.x.length - 1 && !line.band) {
-      return { x: line.x[at], mean: line.mean[at], low: line.low?.[at], high: line.high?.[at] };
-    }
-  }
-  return null;
+// The last reading, which is neither the mean of the last bucket nor the last one that could be told.
+function nowOf(data) {
+  const [mean, low, high] = data.now;
+  return { mean, low, high };
 }
 
 function joined(before, after) {
@@ -195,12 +204,14 @@ function joined(before, after) {
   return {
     readings: before.readings + after.readings,
     last: after.last,
+    now: after.now,
     steps: both(Float64Array, before.steps, after.steps),
     times: both(Float64Array, before.times, after.times),
     lines: before.lines.map((line, i) => ({
       low: both(Float32Array, line.low, after.lines[i].low),
       high: both(Float32Array, line.high, after.lines[i].high),
       mean: both(Float32Array, line.mean, after.lines[i].mean),
+      bad: both(Float32Array, line.bad, after.lines[i].bad),
     })),
   };
 }

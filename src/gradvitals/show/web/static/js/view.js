@@ -27,12 +27,13 @@ export class RunView {
     this.done = { heatmap: 0, worst: 0, overview: 0 };
     this.chosen = null;
     this.verdict = el("section", { class: "verdict", "aria-label": "Verdict", "aria-live": "polite" });
+    this.judged = el("p", { class: "dim judged", "aria-live": "off" });
     this.legend = el("div", { class: "legend" });
     this.zoomed = el("button", { type: "button", class: "small", text: "Show everything", title: "Esc or 0", hidden: true, onclick: () => this.axis.reset() });
     this.modes = choice("Along the axis", [["step", "Steps", "Runs side by side at the same step (x)"], ["time", "Time", "Runs side by side at the same time since their start (x)"]], "step", (mode) => this.setMode(mode));
     this.lane = new Lane({ axis: this.axis, onfinding: (finding) => this.openFinding(finding), onaction: showActions });
     this.strips = VITALS.map((metric, i) => new Strip({ metric, axis: this.axis, texts, showX: i === VITALS.length - 1, oncursor: (x) => this.axis.pointAt(x) }));
-    this.heatmap = new Heatmap({ axis: this.axis, onopen: (kind, row) => this.openTensor(kind, row) });
+    this.heatmap = new Heatmap({ axis: this.axis, onopen: (kind, row, at) => this.openTensor(kind, row, at) });
     this.findings = el("section", { class: "card", "aria-label": "Findings" });
     this.worst = el("section", { class: "card", "aria-label": "Worst tensors" });
     this.facts = el("section", { class: "card facts", "aria-label": "About the run" });
@@ -69,7 +70,7 @@ export class RunView {
     const found = await Promise.all(missing.map((id) => api.overview(id).catch((trouble) => trouble)));
     if (run !== this.run) return;
     for (const [i, id] of missing.entries()) {
-      if (found[i] instanceof Error) { if (id === run) throw found[i]; } else this.overviews.set(id, found[i]);
+      if (found[i] instanceof Error) { if (id === run) throw found[i]; } else this.keep(id, found[i]);
     }
     this.drawWords();
     await charts;
@@ -77,6 +78,12 @@ export class RunView {
     if (run !== this.run) return;
     this.heatmap.set(run, this.overviews.get(run), this.layout);
     this.loadWorst();
+  }
+
+  // What a run says of itself, and the step up to which it was judged then; news tell of later steps.
+  keep(id, overview) {
+    overview.judged_step = overview.last_step;
+    this.overviews.set(id, overview);
   }
 
   ids() { return [this.run, ...this.others.filter((id) => id !== this.run)]; }
@@ -176,7 +183,10 @@ export class RunView {
     ];
     // A live region is only touched when its words change: screen readers say what is put into it.
     const text = made.map((part) => part?.textContent).join("\n");
-    if (this.verdict.dataset.text !== text) { this.verdict.dataset.text = text; this.verdict.className = `verdict ${overview.level}`; fill(this.verdict, made); }
+    if (this.verdict.dataset.text !== text || !this.judged.isConnected) { this.verdict.dataset.text = text; this.verdict.className = `verdict ${overview.level}`; fill(this.verdict, made, this.judged); }
+    const counts = overview.state === "running" && overview.level !== "pending" && overview.judged_step !== null;
+    this.judged.textContent = counts ? `Judged up to step ${step(overview.judged_step)}` : "";
+    this.judged.hidden = !counts;
     this.drawFindings(overview);
     this.drawFacts(overview);
     clearTimeout(this.waiting);
@@ -257,14 +267,15 @@ export class RunView {
     this.axis.setRange(...ends);
   }
 
-  openTensor(kind, row) {
+  // at: the step that was pointed at, if any
+  openTensor(kind, row, at = null) {
     const overview = this.overviews.get(this.run);
     const name = this.layout[kind === "layers" ? "layers" : kind][row];
     showTensor(this.run, kind, row, {
       name: kind === "layers" ? name.name : name,
       about: kind === "tensors" ? `${this.layout.shapes[row] ?? ""} · every reading of this tensor` : kind === "heads" ? "attention head" : "layer",
       charts: overview[{ tensors: "tensor_charts", layers: "layer_charts", heads: "head_charts" }[kind]],
-      texts: this.texts, live: this.opened,
+      texts: this.texts, live: this.opened, at,
       range: this.axis.range && this.axis.mode === "step" ? this.axis.range : null,
     });
   }
@@ -278,11 +289,14 @@ export class RunView {
     if (!again && !told && news.last_step === before.last_step) return;
     Object.assign(before, { segments: news.segments, last_step: news.last_step, told: news.findings });
     const now = Date.now();
-    if (news.run === this.run && (told || again || now - this.done.overview > OVERVIEW_EVERY)) this.refreshWords();
+    const due = told || again ? 0 : this.done.overview + OVERVIEW_EVERY - now;
+    if (news.run === this.run && due <= 0) this.refreshWords();
+    else if (news.run === this.run) this.refreshLater(due); // these may be the last news for a long time
     if (again) await this.loadStrips([news.run]);
     else await Promise.all(this.strips.map((strip) => strip.extend(news.run).catch(() => {})));
     this.measure();
     this.strips.forEach((strip) => strip.chart.setRange());
+    if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
     requestAnimationFrame(() => window.dispatchEvent(new CustomEvent("drawn", { detail: { run: news.run, last: Math.max(...this.strips.map((strip) => strip.all.get(news.run)?.last ?? -1)) } })));
     if (news.run !== this.run) return;
     for (const [load, run] of this.opened) if (run === news.run) load(true);
@@ -290,19 +304,27 @@ export class RunView {
     if (now - this.done.worst > WORST_EVERY) this.loadWorst();
   }
 
+  refreshLater(after) {
+    if (this.later === undefined) this.later = setTimeout(() => this.refreshWords(), after);
+  }
+
   async refreshWords() {
+    clearTimeout(this.later);
+    this.later = undefined;
     this.done.overview = Date.now();
     const run = this.run;
     try {
       const found = await api.overview(run);
       if (run !== this.run) return;
       const before = this.overviews.get(run);
-      const known = before.charts.length + before.pictures.length;
-      this.overviews.set(run, found);
-      if (found.charts.length + found.pictures.length !== known || (!this.layout.layers.length && found.num_tensors)) {
+      const shown = (overview) => JSON.stringify([overview.charts, overview.pictures]); // a source may give way to another
+      this.keep(run, found);
+      if (shown(found) !== shown(before) || (!this.layout.layers.length && found.num_tensors)) {
         this.layout = await api.layout(run);
         this.setStrips();
         this.heatmap.set(run, found, this.layout);
+        await this.loadStrips([run]);
+        if (run !== this.run) return;
       }
       this.drawWords();
     } catch { /* the next news will ask again; a lost connection is told at the top */ }

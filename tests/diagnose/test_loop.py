@@ -1,0 +1,51 @@
+"""Mistakes in the training loop itself, in runs where it is known which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from by_hand import Run, healthy_run, only
+
+
+def never_zeroed(steps: int = 200) -> Run:
+    run = healthy_run(steps)
+    run.values["grad/carried"] = np.append(0.0, np.ones(steps - 1))
+    return run
+
+
+def test_gradients_that_are_never_zeroed_are_a_warning_while_the_loss_falls() -> None:
+    finding = only(never_zeroed().findings("stale_gradients"))
+    assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 1, 5)
+
+
+def test_gradients_that_are_never_zeroed_are_critical_once_the_loss_rises_and_are_named_as_its_cause() -> None:
+    run = never_zeroed()
+    run.values["loss"] = 2.3 * np.maximum(1.0, np.exp((np.arange(200) - 60) / 40))
+    stale, rising = run.findings("stale_gradients", "loss_rising")
+    assert (stale.id, stale.severity, stale.first_step) == ("stale_gradients", "critical", 1)
+    assert (rising.id, rising.severity) == ("loss_rising", "critical")
+    assert stale.first_step < rising.first_step  # of two as severe, what began first is told first
+    assert "not zeroed" in rising.causes[0]
+    assert "zero_grad()" in rising.cures[0]
+
+
+def test_swings_of_gradients_that_are_never_zeroed_are_not_laid_to_the_batch() -> None:
+    run = never_zeroed()
+    run.values["loss"] = 2.3 * np.where(np.arange(200) % 2, 1.3, 0.8)
+    assert run.findings("oscillation") == []
+    run.values["grad/carried"][:] = 0
+    finding = only(run.findings("oscillation"))
+    assert "noise_scale" not in finding.evidence["seen"]  # it is not known here
+
+
+def test_frozen_tensors_that_the_optimizer_holds_are_noted() -> None:
+    run = healthy_run(60)
+    assert run.findings("frozen_weights") == []
+    frozen = (2, 3)
+    tensors = tuple(replace(info, frozen=info.index in frozen) for info in run.layout.tensors)
+    run.layout = replace(run.layout, tensors=tensors)
+    finding = only(run.findings("frozen_weights"))
+    assert (finding.severity, finding.first_step, finding.last_step) == ("info", 0, None)
+    assert finding.title.startswith("2 of 8 tensors are frozen")
+    assert finding.tensors == ("layers.1.weight", "layers.1.bias")
