@@ -32,8 +32,8 @@ def gsnr_streamed(streams: Sequence[Sums]) -> list[Estimate]:
 
     Effective dimension, alignment and heaviness of the noise, which `gsnr_interval` asks for, are those of the
     coordinates that were kept. Fewer coordinates have a lower effective dimension than all of them, so the interval is
-    too wide rather than too narrow, unless most of the noise is in coordinates that were not kept: the caller has to leave
-    the kept ones out then. With all of them it is that of `gsnr`.
+    too wide rather than too narrow, unless most of the noise is in coordinates that were not kept: the caller has to
+    leave the kept ones out then. With all of them it is that of `gsnr`.
 
     Args:
         streams: One for each answer that is wanted; their intervals are searched for together, which is much quicker.
