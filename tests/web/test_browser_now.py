@@ -121,8 +121,13 @@ def test_a_cell_of_the_map_is_looked_up_by_its_step_in_every_table(
     assert page.locator("#drawer h2").inner_text() == "first.b"
     assert "the dashed line is step 74" in page.locator("#drawer").inner_text()
     page.keyboard.press("Escape")
+    wait(page, "document.getElementById('drawer').hidden")
+    page.mouse.move(0, 0)
+    box = canvas.bounding_box()
     page.mouse.move(box["x"] + left + 0.7525 * plot, box["y"] + 16 + 16 + 8)  # its second tensor
-    assert page.locator(".heat-tip").inner_text().split("\n") == ["first.b", "GSNR 0.25", "steps 50 to 99"]
+    wait(page, "!document.querySelector('.heat-tip').hidden")
+    told = page.locator(".heat-tip > *").all_inner_texts()
+    assert told == ["first.b", "GSNR 0.25", "steps 50 to 99"]
 
 
 def test_on_the_axis_of_time_the_map_names_the_time_and_ends_with_its_run(
