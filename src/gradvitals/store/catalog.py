@@ -190,8 +190,8 @@ class Catalog:
 
         def ended(source: Any) -> bool:
             extents = seen.get(source)
-            if not extents:
-                return True
+            if source is None or not extents:
+                return source is not None  # what needs no source cannot be asked for by name, so it stays first
             begin, last = min(extent[0] for extent in extents), max(extent[1] for extent in extents)
             apart = (last - begin) / max(1, sum(extent[2] for extent in extents) - 1)
             return latest - last > max(MISSED_READINGS * apart, ENDED_SHARE * (latest - first))
