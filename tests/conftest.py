@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,10 @@ from gradvitals.types import Finding, Layout, Reading, TensorInfo
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a worker, set before torch is loaded: more would only make the workers wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if shutil.which("nvidia-smi") is None:
+    # Without a GPU, Triton interprets kernels. It asks when they are defined, and any test file may import them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TENSOR_NAMES = ("embed.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.weight", "head.weight")
 LAYER_NAMES = ("embed", "blocks.0", "head")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from gradvitals import kernels
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, so before anything imports them
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
