@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,10 @@ from gradvitals.types import Finding, Layout, Reading, TensorInfo
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a worker, set before torch is loaded: more would only make the workers wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells start what runs in the background. Processes of tests would inherit it, and not hear Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if shutil.which("nvidia-smi") is None:
     # Without a GPU, Triton interprets kernels. It asks when they are defined, and any test file may import them.

@@ -16,6 +16,8 @@ from gradvitals.integrations.zero_code.settings import Settings
 from gradvitals.integrations.zero_code.watcher import Watcher
 
 sys.path.insert(0, str(Path(__file__).parent))
+collect_ignore_glob = ["scripts/*"]
+"""Run by tests, in processes of their own."""
 
 
 @pytest.fixture

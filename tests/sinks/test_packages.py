@@ -54,6 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+        wandb.teardown()  # what a test before this one made it read of the environment
         reader = InMemoryMetricReader()
         provider = MeterProvider(metric_readers=[reader])
         their_wandb = wandb.init(project="theirs")
