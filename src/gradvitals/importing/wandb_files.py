@@ -80,6 +80,8 @@ def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
                 elif kind in (FULL, LAST):
                     yield b"".join(parts)
                     parts = None
+        if place < len(block) < BLOCK and len(block) - place < HEADER:  # the beginning of a piece, and no more
+            notes.cut_off = True
     notes.cut_off = notes.cut_off or parts is not None
 
 
