@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from gradvitals.importing.source import ImportSourceError, Notes, Row, Source
+from gradvitals.importing.source import ImportSourceError, Notes, Row, Source, decoded
 
 MAX_EVENT = 16 << 20
 """Bytes of one event; images and graphs may be larger, and are passed over."""
@@ -23,17 +23,10 @@ def event_source(path: Path, files: list[Path]) -> Source:
 
 
 def _rows(files: list[Path], notes: Notes) -> Iterator[Row]:
-    from google.protobuf.message import DecodeError
-
     event_class = _event_class()
     for path in files:
         with path.open("rb") as file:
-            for content in _frames(file, notes):
-                try:
-                    event = event_class.FromString(content)
-                except DecodeError:
-                    notes.unreadable += 1
-                    continue
+            for event in decoded(_frames(file, notes), event_class, notes):
                 if event.step < 0:
                     continue
                 for value in event.summary.value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,3 +78,14 @@ def whole(cell: Any) -> int | None:
     if value is None or not math.isfinite(value) or value != int(value) or not 0 <= value < 1 << 53:
         return None
     return int(value)
+
+
+def decoded(contents: Iterable[bytes], message_class: Any, notes: Notes) -> Iterator[Any]:
+    """Messages of protobuf; what is none is counted."""
+    from google.protobuf.message import DecodeError
+
+    for content in contents:
+        try:
+            yield message_class.FromString(content)
+        except DecodeError:
+            notes.unreadable += 1

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from gradvitals.importing.source import ImportSourceError, Notes, Row, Source
+from gradvitals.importing.source import ImportSourceError, Notes, Row, Source, decoded
 
 MAGIC = b":W&B"
 BLOCK = 32768
@@ -30,16 +30,8 @@ def wandb_source(path: Path) -> Source:
 
 
 def _rows(path: Path, notes: Notes) -> Iterator[Row]:
-    from google.protobuf.message import DecodeError
-
-    record_class = _record_class()
     with path.open("rb") as file:
-        for content in _records(file, notes):
-            try:
-                record = record_class.FromString(content)
-            except DecodeError:
-                notes.unreadable += 1
-                continue
+        for record in decoded(_records(file, notes), _record_class(), notes):
             if record.WhichOneof("record_type") == "history":
                 yield Row(dict(_cells(record.history.item)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradvitals.integrations.zero_code.verdicts import verdicts
+from gradvitals.integrations.verdicts import verdicts
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import observe_part
 from gradvitals.integrations.last_words import say_last_words
+from gradvitals.integrations.logged import newest
 from gradvitals.integrations.sharded import show_shards
 from gradvitals.monitor import Monitor
 from gradvitals.sinks import Sink
@@ -27,9 +27,6 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:  # the same under its older name
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
-
-LOGGED = ("grad/norm", "gsnr", "noise_scale", "update/rms")
-"""What is put into the Trainer's own logs, where asked for."""
 
 
 class GradvitalsCallback(Callback):
@@ -127,8 +124,7 @@ class GradvitalsCallback(Callback):
     ) -> None:
         """Put the newest values into the Trainer's logs."""
         if self._log and self.monitor is not None:
-            latest = self.monitor.latest
-            found = {f"gradvitals/{name}": latest[name] for name in LOGGED if math.isfinite(latest.get(name, math.nan))}
+            found = newest(self.monitor)
             pl_module.log_dict(found, on_step=True, on_epoch=False, rank_zero_only=True, batch_size=1)
 
     # -- checkpoints --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Backwards, observe_part
 from gradvitals.integrations.last_words import say_last_words
+from gradvitals.integrations.logged import newest
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
 from gradvitals.sinks import Sink
 from gradvitals.watching import watch
-
-LOGGED = ("grad/norm", "gsnr", "noise_scale", "update/rms")
-"""What is put into the Trainer's own logs, where asked for."""
 
 
 class GradvitalsCallback(TrainerCallback):
@@ -93,8 +90,7 @@ class GradvitalsCallback(TrainerCallback):
     ) -> None:
         """Add the newest values to what the Trainer logs."""
         if self._log and self.monitor is not None and logs is not None and "loss" in logs:
-            latest = self.monitor.latest
-            found = {f"gradvitals/{name}": latest[name] for name in LOGGED if math.isfinite(latest.get(name, math.nan))}
+            found = newest(self.monitor)
             logs |= found
             if state.log_history:
                 state.log_history[-1] |= found
