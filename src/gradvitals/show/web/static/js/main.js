@@ -68,6 +68,7 @@ async function refreshRuns() {
     const latest = (live.length ? live : runs).reduce((a, b) => ((b.heard_at ?? 0) > (a.heard_at ?? 0) ? b : a));
     await open(known.has(asked.run) ? asked.run : latest.id, asked.others.filter((id) => known.has(id)));
   }
+  await view?.catchUp(runs);
   list.set(runs, current, compared);
   if (runs.some((run) => run.state === "unread")) refreshSoon(50);
   else if (runs.some((run) => run.level === "pending")) refreshSoon(2000);

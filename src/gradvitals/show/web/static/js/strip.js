@@ -25,7 +25,8 @@ export class Strip {
     this.runs = [];
     this.all = new Map();
     this.stretch = new Map();
-    this.busy = new Map();
+    this.turns = new Map(); // run -> the last of its requests
+    this.coming = new Map(); // run -> an extension that has not begun
     this.sources = new Map(); // run -> {metrics, source}
     this.starts = new Map();
     this.log = LOG.has(metric);
@@ -59,7 +60,23 @@ export class Strip {
     return api.series(run, { metric: metrics, source, kind: this.where.kind, row: this.where.row, ...more });
   }
 
-  async load(run) {
+  // Requests for one run wait for each other, so that an answer that was long on its way never replaces a newer one.
+  inTurn(run, work) {
+    const turn = (this.turns.get(run) ?? Promise.resolve()).then(work, work);
+    this.turns.set(run, turn);
+    return turn;
+  }
+
+  load(run) { return this.inTurn(run, () => this.fetchAll(run)); }
+
+  // Fetch what came after the last step that is there. Whoever asks before it has begun is served by the same request,
+  // and all wait until it is drawn.
+  extend(run) {
+    if (!this.coming.has(run)) this.coming.set(run, this.inTurn(run, () => { this.coming.delete(run); return this.fetchMore(run); }));
+    return this.coming.get(run);
+  }
+
+  async fetchAll(run) {
     if (!this.has(run)) return;
     const got = await this.ask(run, { buckets: 2000 });
     if (!this.runs.includes(run)) return;
@@ -67,29 +84,13 @@ export class Strip {
     this.show();
   }
 
-  // Fetch what came after the last step that is there. One request at a time; news that come meanwhile wait for it, and
-  // whoever told them until it is drawn.
-  async extend(run) {
-    const have = this.all.get(run);
-    if (!have || !this.has(run)) return this.has(run) ? this.load(run) : undefined;
-    const busy = this.busy.get(run);
-    if (busy) { busy.again = true; return busy.done; }
-    const work = { again: true };
-    this.busy.set(run, work);
-    work.done = (async () => {
-      try {
-        while (work.again) { work.again = false; await this.fetchMore(run); }
-      } finally { this.busy.delete(run); }
-    })();
-    return work.done;
-  }
-
   async fetchMore(run) {
     const have = this.all.get(run);
-    if (!have || !this.has(run)) return;
+    if (!have) return this.fetchAll(run);
+    if (!this.has(run)) return;
     const got = await this.ask(run, { since: Number.isFinite(have.last) ? have.last : undefined });
     if (!got.steps.length || this.all.get(run) !== have) return;
-    if (have.steps.length + got.steps.length > MOST_POINTS) await this.load(run);
+    if (have.steps.length + got.steps.length > MOST_POINTS) await this.fetchAll(run);
     else { this.all.set(run, joined(have, got)); this.show(); }
   }
 

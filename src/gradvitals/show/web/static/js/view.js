@@ -286,22 +286,32 @@ export class RunView {
     if (!before || !this.ids().includes(news.run) || news.gone) return;
     const again = news.segments !== before.segments || (news.last_step ?? 0) < (before.last_step ?? 0);
     const told = news.findings !== before.told || news.live !== (before.state === "running") || before.last_step === null;
-    if (!again && !told && news.last_step === before.last_step) return;
+    if (!again && !told && news.last_step === before.last_step) return this.extend(news.run); // the words may have come first
     Object.assign(before, { segments: news.segments, last_step: news.last_step, told: news.findings });
     const now = Date.now();
     const due = told || again ? 0 : this.done.overview + OVERVIEW_EVERY - now;
     if (news.run === this.run && due <= 0) this.refreshWords();
     else if (news.run === this.run) this.refreshLater(due); // these may be the last news for a long time
     if (again) await this.loadStrips([news.run]);
-    else await Promise.all(this.strips.map((strip) => strip.extend(news.run).catch(() => {})));
-    this.measure();
-    this.strips.forEach((strip) => strip.chart.setRange());
+    else await this.extend(news.run);
     if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
     requestAnimationFrame(() => window.dispatchEvent(new CustomEvent("drawn", { detail: { run: news.run, last: Math.max(...this.strips.map((strip) => strip.all.get(news.run)?.last ?? -1)) } })));
     if (news.run !== this.run) return;
     for (const [load, run] of this.opened) if (run === news.run) load(true);
     if (now - this.done.heatmap > HEATMAP_EVERY) { this.done.heatmap = now; this.heatmap.refresh(); }
     if (now - this.done.worst > WORST_EVERY) this.loadWorst();
+  }
+
+  // What was written since the charts were drawn. Whoever is about to name a step waits for it.
+  async extend(run) {
+    await Promise.all(this.strips.map((strip) => strip.extend(run).catch(() => {})));
+    this.measure();
+  }
+
+  // The list of runs was asked anew, and may know of later steps than the charts.
+  async catchUp(lines) {
+    const going = lines.filter((line) => line.state === "running" && this.ids().includes(line.id));
+    await Promise.all(going.map((line) => this.extend(line.id)));
   }
 
   refreshLater(after) {
@@ -324,8 +334,8 @@ export class RunView {
         this.setStrips();
         this.heatmap.set(run, found, this.layout);
         await this.loadStrips([run]);
-        if (run !== this.run) return;
-      }
+      } else if (found.last_step !== before.last_step) await this.extend(run);
+      if (run !== this.run) return;
       this.drawWords();
     } catch { /* the next news will ask again; a lost connection is told at the top */ }
   }
