@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if shutil.which("nvidia-smi") is None:
     # Without a GPU, Triton interprets kernels. It asks when they are defined, and any test file may import them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+sys.path.insert(0, str(Path(__file__).parent / "warm"))  # for `warm_process`, which many tests use
+collect_ignore = ["warm"]
 
 TENSOR_NAMES = ("embed.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.weight", "head.weight")
 LAYER_NAMES = ("embed", "blocks.0", "head")
@@ -52,6 +56,7 @@ def spawned_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list
 
     def run(name: str, work: Callable[[int, str], None], world: int) -> list[dict[str, Any]]:
         import torch
+        import warm_process
         from torch import multiprocessing
 
         shared = tmp_path_factory.getbasetemp()
@@ -65,7 +70,8 @@ def spawned_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list
                 time.sleep(0.1)
         else:
             try:
-                multiprocessing.spawn(work, args=(str(folder),), nprocs=world)
+                warm_process.context()
+                multiprocessing.start_processes(work, (str(folder),), world, start_method="forkserver")
             finally:
                 ended.touch()
         return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from started import results_of
 
 SCRIPT = Path(__file__).parent / "guarded_ranks.py"
 SKIPPED = [["skip", 35, True]]
@@ -16,15 +17,7 @@ SKIPPED = [["skip", 35, True]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=110)
-        assert process.returncode == 0, errors
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return results_of(SCRIPT, tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from guarded import NAN, Run
 from guarded_process import run
+from warm_process import WarmProcess
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
@@ -24,13 +24,14 @@ SCRIPT = Path(__file__).parent / "guarded_process.py"
 
 
 def in_a_process(folder: Path, steps: int, decide: str, kill_after: int | None = None) -> dict[str, Any] | None:
-    arguments = [str(folder), str(steps), decide, *([str(kill_after)] if kill_after is not None else [])]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
+    arguments = [folder, steps, decide, *([kill_after] if kill_after is not None else [])]
+    done = WarmProcess(SCRIPT, *arguments, log=folder.with_suffix(f".{kill_after}.log"))
+    status = done.wait(100)
     if kill_after is not None:
-        assert done.returncode == -9, done.stderr
+        assert status == -9, done.output
         return None
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
+    assert status == 0, done.output
+    told: dict[str, Any] = json.loads(done.output.splitlines()[-1])
     return told
 
 

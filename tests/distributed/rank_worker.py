@@ -1,14 +1,13 @@
 """One of the processes: runs scenarios one after the other and leaves what it saw in files.
 
-    python rank_worker.py FOLDER RANK WORLD ATTEMPT
-
-The folder has `todo.json`: the jobs by number. Of job 3, rank 1 leaves `3.1.pkl`. When a job fails on any rank, all end
-with status 3 after it, so that no half-finished collective meets the next; `rank_launch` starts them anew.
+Of job 3, rank 1 leaves `3.1.pkl`. When a job fails on any rank, all end with status 3 after it, so that no
+half-finished collective meets the next; `rank_launch` starts them anew.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -200,25 +199,31 @@ def meet(file: Path, rank: int, world: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(file.read_text("utf-8")), world, is_master=False)
 
 
-def main() -> None:
-    folder, rank, world, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def prepare() -> None:
+    """What the ranks need of this process before they are forks of it."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a process with threads is not to be forked"
+    gc.freeze()  # a fork that collected what is here would copy it first
+
+
+def work(folder: Path, rank: int, world: int, attempt: int, todo: dict[int, str]) -> None:
+    """All jobs by their number, as one of the ranks."""
     timeout = timedelta(seconds=20)
     store = meet(folder / f"meet{attempt}", rank, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     done = dist.PrefixStore("done", store)
     seen = Seen()
-    todo = json.loads((folder / "todo.json").read_text("utf-8"))
-    for number in sorted(map(int, todo)):
+    for number, name in todo.items():
         faulthandler.dump_traceback_later(PATIENCE - 5)
         begun = time.monotonic()
         try:
-            result = run(todo[str(number)], rank, folder, seen)
+            result = run(name, rank, folder, seen)
         except BaseException:
             result = {"error": traceback.format_exc()}
-        took, work = time.monotonic() - begun, time.process_time()
-        print(f"{number} {took:.2f} s, {work:.1f} s of work so far: {todo[str(number)]}", flush=True)
+        took, used = time.monotonic() - begun, time.process_time()
+        print(f"{number} {took:.2f} s, {used:.1f} s of work so far: {name}", flush=True)
         faulthandler.cancel_dump_traceback_later()
         part = folder / f"{number}.{rank}.part"
         part.write_bytes(pickle.dumps(result))
@@ -233,7 +238,3 @@ def main() -> None:
             os._exit(FAILED)
     dist.barrier()
     os._exit(0)  # threads of groups that nobody needs any more would take their time
-
-
-if __name__ == "__main__":
-    main()

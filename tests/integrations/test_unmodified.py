@@ -118,21 +118,21 @@ def test_a_learning_rate_far_too_high_is_found(tmp_path: Path, zero_code: Callab
     assert json.loads(result.output)["verdict"]["level"] != "healthy"
 
 
-def torchrun(script: Path, *args: str, cwd: Path) -> Ended:
-    return python("-m", "torch.distributed.run", "--nproc_per_node=2", *args, str(script), cwd=cwd)
+def torchrun(script: Path, *args: str, ours: tuple[str, ...], cwd: Path) -> Ended:
+    return python("-m", "torch.distributed.run", "--nproc_per_node=2", *ours, str(script), *args, cwd=cwd)
 
 
 @pytest.mark.slow
 def test_under_torchrun_two_ranks_make_one_run(tmp_path: Path) -> None:
     ours = ("-m", "gradvitals", "run", "--out", "run")
-    done = torchrun(SCRIPTS / "nanogpt_style.py", *ours, cwd=tmp_path)
+    done = torchrun(SCRIPTS / "nanogpt_style.py", "--max_iters=20", ours=ours, cwd=tmp_path)
     assert done.status == 0, done.err
     assert done.err.count("gradvitals: see: gradvitals doctor run") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     found = gv.open_run(tmp_path / "run")
     assert found.meta["ranks"] == 2
     assert names(found)[:2] == ["wte.weight", "wpe.weight"]
-    assert found.series("loss")[0].tolist() == list(range(60))
+    assert found.series("loss")[0].tolist() == list(range(20))
     assert found.batch_sizes("grad/norm")[1][-1] == 32
     assert found.series("gsnr", source="ranks")[0].size
 
@@ -142,9 +142,7 @@ def test_under_torchrun_two_ranks_make_one_run(tmp_path: Path) -> None:
 def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(rank: int, tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "one_rank_raises.py"
     ours = ("-m", "gradvitals", "run", "--out", "run")
-    done = python(
-        "-m", "torch.distributed.run", "--nproc_per_node=2", *ours, str(script), str(rank), cwd=tmp_path
-    )  # fmt: skip
+    done = torchrun(script, str(rank), ours=ours, cwd=tmp_path)
     assert done.status != 0
     found = gv.open_run(tmp_path / "run")
     assert found.series("grad/norm")[0].tolist() == list(range(21))
@@ -162,7 +160,8 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
 @pytest.mark.slow
 def test_a_sharded_model_is_found_as_it_is_stepped(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "sharded.py"
-    done = torchrun(script, "-m", "gradvitals", "run", "--out", "run", "--every", "1", cwd=tmp_path)
+    ours = ("-m", "gradvitals", "run", "--out", "run", "--every", "1")
+    done = torchrun(script, ours=ours, cwd=tmp_path)
     assert done.status == 0, done.err
     found = gv.open_run(tmp_path / "run")
     assert found.meta["extra"]["model"] == "Net"
