@@ -56,7 +56,7 @@ class Completion:
         self._layout: Layout | None = None
         share = config.overhead_budget if exchange is None else None
         self._budget = Budget(share, config.tensor_every) if share is not None else None
-        self._single_batch_readings = 0
+        self._single_batch_readings = self._without_examples = 0
         self._errors_told: set[int] = set()
         self._clean_steps = CLEAN_STEPS
 
@@ -117,6 +117,7 @@ class Completion:
             self.latest[reading.source] = {**self.latest.get(reading.source, {}), **reading.values}
             self._show(reading)
         self._note_single_batches(step)
+        self._note_examples(step)
         self._note_errors_elsewhere(step)
         layout = step.table.layout
         records: list[Record] = []
@@ -178,4 +179,12 @@ class Completion:
         self._single_batch_readings += 1
         if self._single_batch_readings == 2:
             reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
+            if "examples" not in self._config.sources:
+                reason += ", or norm layers and Config(sources=gv.types.SOURCES)"
             self._report(notices.source_unavailable("micro-batches", reason, step.step))
+
+    def _note_examples(self, step: StepSums) -> None:
+        """Say once why there are no examples, where the first readings have none."""
+        self._without_examples += bool(step.no_examples)
+        if step.no_examples and self._without_examples == 3 and "examples" not in self.latest:
+            self._report(notices.source_unavailable("single examples", step.no_examples, step.step))

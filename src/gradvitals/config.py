@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gradvitals.errors import ConfigError, expect
+from gradvitals.types import SOURCES
 
 TENSOR_METRICS: tuple[str, ...] = (
     "grad/norm",
@@ -16,6 +17,7 @@ TENSOR_METRICS: tuple[str, ...] = (
     "grad/nonfinite",
     "gsnr",
     "gsnr/below_one_fraction",
+    "gsnr/median",
     "weight/norm",
     "update/norm",
     "radial_gsnr",
@@ -23,10 +25,17 @@ TENSOR_METRICS: tuple[str, ...] = (
 )
 """What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
 
-DETAIL_METRICS: tuple[str, ...] = ("grad/max", "grad/zero_fraction", "gsnr/below_one_fraction", "radial_gsnr")
+DETAIL_METRICS: tuple[str, ...] = (
+    "grad/max",
+    "grad/zero_fraction",
+    "gsnr/below_one_fraction",
+    "gsnr/median",
+    "radial_gsnr",
+)
 """Those of them that cost most and change least."""
 
 LIVE_SOURCES: tuple[str, ...] = ("microbatch", "ranks", "adam", "window")
+"""GSNR sources that are used unless told otherwise; `types.SOURCES` has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,14 @@ class Config:
     """Which per-tensor metrics to take. Fewer cost less; see `TENSOR_METRICS`."""
 
     sources: tuple[str, ...] = LIVE_SOURCES
-    """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps."""
+    """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps.
+
+    "examples" is there to be asked for: single examples, as the weights of norm layers show them.
+    `gv.types.SOURCES` has all five.
+    """
+
+    example_dim: int | None = None
+    """Dimension of a norm layer's input that runs over examples. None: the first, or that of torch's own attention."""
 
     overhead_budget: float | None = None
     """Largest share of the step's time monitoring may take, e.g. 0.01. Over it, `tensor_every` grows."""
@@ -125,6 +141,8 @@ class Config:
         expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
         audit = self.audit_every
         expect(audit is None or audit >= 1, "audit_every", audit, "a whole number of steps, 1 or more, or None")
+        along = self.example_dim
+        expect(along is None or along >= 0, "example_dim", along, "the number of a dimension, 0 or more, or None")
         expect(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "a number of seconds above 0")
         expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
         expect(
@@ -137,7 +155,7 @@ class Config:
         expect(
             budget is None or 0 < budget < 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
         )
-        for name, known in (("metrics", TENSOR_METRICS), ("sources", LIVE_SOURCES)):
+        for name, known in (("metrics", TENSOR_METRICS), ("sources", SOURCES)):
             unknown = sorted(set(getattr(self, name)) - set(known))
             expect(not unknown, name, unknown, f"names out of {', '.join(known)}")
         for name in ("include", "exclude"):

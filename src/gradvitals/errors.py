@@ -29,3 +29,7 @@ def expect(fine: bool, name: str, given: object, expected: str) -> None:
     """Raise a `ConfigError` that names the setting, unless it is fine."""
     if not fine:
         raise ConfigError(f"{name} is {given!r}; expected {expected}")
+
+
+class ObserveError(GradvitalsError, TypeError):
+    """What `Monitor.observe` was given cannot be used. It is told as a finding, and never raised into training."""

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradvitals.errors import RunError
+from gradvitals.errors import ObserveError, RunError
 from gradvitals.types import Finding
 
 
@@ -39,6 +39,8 @@ def readings_thinned(step: int, *, spent: float, budget: float, before: int, aft
 
 def monitor_error(part: str, error: BaseException, step: int) -> Finding:
     """An error of ours; what it concerns stays silent from here on."""
+    if isinstance(error, ObserveError):
+        return observe_ignored(error, step)
     trace = "".join(traceback.format_exception(error))
     return Finding(
         id="monitor_error",
@@ -48,6 +50,20 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
         evidence={"about": part, "error": repr(error), "traceback": trace[-4000:]},
         causes=("a bug in gradvitals or a model it does not know; training is not affected",),
         cures=("please report it with the traceback that `gradvitals report --json` shows",),
+    )
+
+
+def observe_ignored(error: ObserveError, step: int) -> Finding:
+    """The loop has told what is no loss, or no number of samples."""
+    return Finding(
+        id="observe_ignored",
+        severity="warning",
+        title=f"{error}",
+        first_step=step,
+        last_step=step,
+        evidence={"about": "observe"},
+        causes=("monitor.observe was called with something else than the loss of the batch; that call is left aside",),
+        cures=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs)): later calls are heard",),
     )
 
 

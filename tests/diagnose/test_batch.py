@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from made_up import Run, alarms, diagnose, diagnose_with_breaks, make_run, same_findings, words_of
 
 from gradvitals.diagnose import Rule
-from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable, IdenticalMicrobatches
+from gradvitals.diagnose.batch import (
+    BatchTooLarge,
+    BatchTooSmall,
+    EstimatorUnreliable,
+    IdenticalMicrobatches,
+    MixedPasses,
+)
+from gradvitals.diagnose.schedule import DecayDue
+from gradvitals.diagnose.signal import NearZeroInitialGsnr
 from gradvitals.types import Reading
 
-RULES: tuple[type[Rule], ...] = (BatchTooLarge, BatchTooSmall, EstimatorUnreliable, IdenticalMicrobatches)
+RULES: tuple[type[Rule], ...] = (BatchTooLarge, BatchTooSmall, EstimatorUnreliable, IdenticalMicrobatches, MixedPasses)
 
 
 def at_noise_scale(noise_scale: float, *, spread: float = 0.1, **options: object) -> Run:
@@ -153,6 +162,53 @@ def test_one_reading_without_noise_is_not_enough() -> None:
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
+
+
+# -- mixed_passes ----------------------------------------------------------------------------------------------------
+
+
+def opposed(**options: object) -> Run:
+    """Two passes whose gradients point against each other, so that the GSNR between them is near -1/2."""
+    return make_run(gsnr=lambda step: -0.45, spread=0.05, micro_batches=2, loss=lambda step: 1.3, **options)  # type: ignore[arg-type]
+
+
+def in_turn(run: Run) -> Run:
+    return [[replace(first, values={**first.values, "step/in_turn": 1.0}), *others] for first, *others in run]
+
+
+def test_passes_that_point_against_each_other_are_no_samples_of_one_thing() -> None:
+    [finding] = diagnose(opposed(), MixedPasses())
+    assert (finding.severity, finding.first_step, finding.last_step) == ("info", 2, None)
+    assert finding.found_step == 220  # the 25th reading in a row
+    assert "GSNR and noise scale from them mean nothing" in finding.title
+
+
+def test_a_game_needs_fewer_readings_and_is_named() -> None:
+    [finding] = diagnose(in_turn(opposed()), MixedPasses())
+    assert finding.found_step == 10  # readings 2, 4, 8 and 10
+    assert "GAN" in finding.causes[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_signal_at_all_is_not_a_signal_below_0(seed: int) -> None:
+    assert diagnose(make_run(gsnr=lambda step: 0.0, steps=2000, spread=0.1, seed=seed), MixedPasses()) == []
+
+
+def test_nobody_judges_by_a_gsnr_that_means_nothing() -> None:
+    rules = (BatchTooSmall(), BatchTooLarge(), EstimatorUnreliable(), NearZeroInitialGsnr(), DecayDue())
+    assert diagnose(opposed(steps=800), *rules) == []
+    [before] = diagnose(make_run(gsnr=lambda step: 0.0, spread=0.02, loss=lambda step: 1.3), NearZeroInitialGsnr())
+    assert before.severity == "warning"
+
+
+def test_where_passes_are_mixed_the_next_best_source_is_followed() -> None:
+    below = opposed(steps=400)
+    moments = make_run(gsnr=lambda step: 4.0, spread=0.1, source="adam", steps=400)
+    both = [[*first, *second[1:]] for first, second in zip(below, moments, strict=True)]
+    assert [finding.id for finding in diagnose(both, MixedPasses(), BatchTooLarge(far=100.0))] == [
+        "mixed_passes",
+        "batch_too_large",
+    ]
 
 
 @pytest.mark.parametrize("rule", RULES)

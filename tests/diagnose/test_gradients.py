@@ -158,6 +158,17 @@ def test_a_handful_of_weights_says_little_about_the_start() -> None:
     assert run.findings("explosion") == []
 
 
+@pytest.mark.parametrize("loss", [-0.02, 0.02])
+def test_a_loss_that_can_have_either_sign_is_no_measure_of_the_start(loss: float) -> None:
+    """As that of a generator in a Wasserstein GAN, which begins near 0."""
+    run = healthy_run()
+    run.values["loss"][:] = 2.3
+    run.scale_gradient(slice(None), np.full(len(run), 0.4))
+    assert run.findings("explosion") == []
+    run.values["loss"][:] = loss
+    assert run.findings("explosion") == []
+
+
 def test_a_loss_on_the_wrong_scale() -> None:
     run = healthy_run()
     run.values["loss"] *= 1e6
@@ -188,6 +199,33 @@ def test_vanishing_names_the_depth_at_which_the_signal_dies() -> None:
     assert "dies at layers.1" in finding.title
     run.values["loss"] = np.append(np.full(10, 2.3), np.full(len(run) - 10, 0.5))
     assert only(run.findings("vanishing")).severity == "info"
+
+
+def test_frozen_layers_under_a_new_head_have_no_gradient_to_vanish() -> None:
+    run = healthy_run()
+    run.values["loss"] = np.full(len(run), 2.3)
+    run.tensors["grad/norm"][:, :6] = np.nan
+    run.add_up()
+    assert only(run.findings("vanishing")).severity == "warning"  # not known to be frozen: they should have one
+    freeze(run, 6)
+    assert run.findings("vanishing") == []
+
+
+def test_a_signal_that_dies_behind_a_frozen_layer_is_found() -> None:
+    run = healthy_run()
+    run.values["loss"] = np.full(len(run), 2.3)
+    run.tensors["grad/norm"][:, :2] = np.nan
+    run.tensors["grad/norm"][:, 2:6] *= 1e-9
+    run.add_up()
+    freeze(run, 2)
+    assert set(only(run.findings("vanishing")).tensors) == {
+        f"layers.{i}.{k}" for i in (1, 2) for k in ("weight", "bias")
+    }
+
+
+def freeze(run: Run, count: int) -> None:
+    tensors = tuple(replace(info, frozen=info.index < count) for info in run.layout.tensors)
+    run.layout = replace(run.layout, tensors=tensors)
 
 
 def test_gradients_that_grow_from_nothing_by_themselves_do_not_vanish() -> None:

@@ -49,3 +49,34 @@ def test_frozen_tensors_that_the_optimizer_holds_are_noted() -> None:
     assert (finding.severity, finding.first_step, finding.last_step) == ("info", 0, None)
     assert finding.title.startswith("2 of 8 tensors are frozen")
     assert finding.tensors == ("layers.1.weight", "layers.1.bias")
+
+
+def one_side(steps: int = 200) -> Run:
+    run = healthy_run(steps)
+    run.values["loss"] = 0.7 * np.exp(np.arange(steps) / 60)
+    return run
+
+
+def test_the_loss_of_one_side_of_a_game_is_not_judged_for_rising() -> None:
+    run = one_side()
+    assert only(run.findings("loss_rising")).severity == "critical"
+    run.values["step/in_turn"] = np.ones(len(run))
+    found = {finding.id: finding for finding in run.findings()}
+    assert {finding.id for finding in found.values() if finding.severity != "info"} == set()
+    assert found["trained_in_turn"].severity == "info"
+    assert "GAN" in found["trained_in_turn"].title
+
+
+def test_what_was_found_before_a_game_was_known_closes() -> None:
+    run = one_side(400)
+    run.values["step/in_turn"] = np.where(np.arange(400) < 150, np.nan, 1.0)
+    rising = only(run.findings("loss_rising"))
+    assert rising.last_step is not None
+    assert rising.last_step < 150
+
+
+def test_nan_is_told_of_a_game_too() -> None:
+    run = one_side(60)
+    run.values["step/in_turn"] = np.ones(60)
+    run.values["loss"][50] = np.nan
+    assert only(run.findings("loss_nonfinite")).severity == "critical"

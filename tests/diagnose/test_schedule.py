@@ -51,6 +51,10 @@ def test_first_gradients_far_over_all_that_follow() -> None:
         pytest.param(
             make_run(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0), id="there was a warmup"
         ),
+        pytest.param(
+            cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 4.0 if step < 9 else 0.01),
+            id="a simple model that has learnt all there is",
+        ),
         pytest.param(cold(loss=lambda step: 2.0 + (6.0 if step == 7 else 0.0)), id="a single bad batch"),
         pytest.param(cold(loss=lambda step: 2.0 + step / 100), id="a loss that rises later"),
         pytest.param(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from by_hand import Run, healthy_run, layout_of, only
@@ -283,4 +285,22 @@ def test_large_first_steps_with_which_the_loss_falls_are_no_fault() -> None:
     run.tensors["update/ratio"][:9] = 0.3
     assert run.findings("update_ratio") != []
     run.values["loss"][1:9] *= np.linspace(0.8, 0.3, 8)
+    assert run.findings("update_ratio") == []
+
+
+def test_the_one_matrix_of_a_linear_model_may_begin_small() -> None:
+    run = healthy_run(100)
+    run.tensors["update/ratio"][:9] = 0.3
+    run.values["loss"][:9] = run.values["loss"][0]
+    assert run.findings("update_ratio") != []
+    one = [replace(info, shape=(info.numel,)) if info.index else info for info in run.layout.tensors]
+    run.layout = replace(run.layout, tensors=tuple(one))
+    assert run.findings("update_ratio") == []
+
+
+def test_a_single_weight_may_pass_through_zero() -> None:
+    run = healthy_run(100)
+    run.tensors["update/ratio"][20:60, 0] = 0.3
+    assert run.findings("update_ratio") != []
+    run.layout = replace(run.layout, tensors=(replace(run.layout.tensors[0], shape=(1, 1)), *run.layout.tensors[1:]))
     assert run.findings("update_ratio") == []

@@ -117,7 +117,7 @@ def test_a_gan_is_two_runs_each_with_its_own_loss(zero_code: Install) -> None:
     make = torch.optim.Adam(generator.parameters(), lr=1e-3)
     judge = torch.optim.Adam(critic.parameters(), lr=1e-3)
     made, judged = [], []
-    for _ in range(5):
+    for _ in range(7):
         judge.zero_grad()
         real = nn.functional.softplus(-critic(torch.randn(6, 1))).mean()
         real.backward()
@@ -135,6 +135,8 @@ def test_a_gan_is_two_runs_each_with_its_own_loss(zero_code: Install) -> None:
     assert set(runs) == {"Net", "Critic"}
     np.testing.assert_allclose(runs["Net"].series("loss")[1], made, rtol=1e-6)
     np.testing.assert_allclose(runs["Critic"].series("loss")[1], judged, rtol=1e-6)
+    assert runs["Critic"].batch_sizes("grad/norm")[1][-1] == 12  # the samples that the generator showed it do not count
+    assert runs["Net"].batch_sizes("grad/norm")[1][-1] == 6
     assert {path.name for path in watcher.runs} == {"run", "run-Critic"}
 
 

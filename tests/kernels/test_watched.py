@@ -12,6 +12,7 @@ from torch import nn
 import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.kernels import reader
+from gradvitals.measure import moments
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -70,8 +71,9 @@ def everything(run: Path) -> dict[tuple[str, str, str | None], np.ndarray]:
 def compare(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
     assert {("heads", "gsnr", "microbatch"), ("tensors", "radial_gsnr", "microbatch")} <= found.keys()
+    assert np.isfinite(found["tensors", "gsnr/median", "adam"][-1]).all()
     for key, values in expected.items():
-        atol = 0.03 if key[1] == "gsnr/below_one_fraction" else 1e-6  # which torch counts in a sample
+        atol = 0.01 if key[1] == "gsnr/median" else 1e-6  # kernels find it in bins
         np.testing.assert_allclose(found[key], values, rtol=2e-4, atol=atol, err_msg=str(key))
 
 
@@ -86,6 +88,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, *args, **kwargs):
     """The same without kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "on_device", lambda tensor: False)
+        patch.setattr(moments, "SHARE_ELEMENTS", 10_000)  # torch looks at a sample otherwise
         return train(*args, **kwargs)
 
 
@@ -140,7 +143,7 @@ def test_kernels_that_fail_leave_the_reading_to_torch(
     monkeypatch.setattr(reader, "chunk_sums", fail)
     with pytest.warns(UserWarning, match="no compiler"):
         train(MAKERS["torch"], tmp_path / "run", device)
-    assert kernels._State.broken == "no compiler"
-    kernels._State.broken = None
+    assert kernels._State.broken == {"reader": "no compiler"}
+    kernels._State.broken.clear()
     with gv.open_run(tmp_path / "run") as kept:
         assert np.isfinite(kept.matrix("grad/norm")[1]).all()

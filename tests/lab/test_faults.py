@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from gradvitals.cli import main
+from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.faults import fault as fault_module
 from gradvitals.lab.faults import pictures
@@ -233,10 +234,41 @@ def test_pictures_depend_on_their_seed_and_have_ten_classes(draw, shape: tuple[i
 
 
 def test_there_are_enough_controls() -> None:
-    kinds = {(c.recipe.task, c.recipe.optimizer, c.recipe.schedule) for c in CONTROLS if c.recipe.task != "rnn"}
-    assert len(kinds) == 3 * 2 * 2
+    ways = {(c.recipe.task, c.recipe.optimizer, c.recipe.schedule) for c in CONTROLS}
+    assert {(task, optimizer, schedule) for task, optimizer, schedule in ways if schedule != "constant"} >= {
+        (task, optimizer, schedule)
+        for task in ("mlp", "cnn", "transformer")
+        for optimizer in ("adamw", "sgd")
+        for schedule in ("cosine", "step")
+    }
     assert sum(control.recipe.steps for control in CONTROLS) >= 3000
     assert {control.id for control in CONTROLS} >= {"dropout", "augment"}
+    labels = [(control.recipe.task, control.id) for control in CONTROLS]
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("name", ["linear.regression", "mlp.logistic", "cnn.new_head"])
+def test_a_loop_of_a_beginner_raises_no_alarm(name: str) -> None:
+    task, _, control = name.partition(".")
+    recipe = next(one.recipe for one in CONTROLS if (one.recipe.task, one.id) == (task, control))
+    recording = record(control, with_changes(recipe, stop=60), seed=2, tensor_every=10)
+    assert diagnose(recording) == ([], "healthy")
+
+
+def test_the_sides_of_a_gan_are_trained_in_turn_and_their_passes_are_known_to_be_mixed() -> None:
+    recording = record("two_sides", with_changes(RECIPES["gan"], stop=80), seed=0, tensor_every=10)
+    told = recording.series("step/in_turn")
+    assert np.isnan(told[:3]).all()
+    assert (told[3:] == 1).all()
+    assert diagnose(recording) == ([], "healthy")
+    diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
+    diagnosis.describe(recording.layout)
+    for step in recording.steps:
+        diagnosis.read(step)
+    [mixed] = [finding for finding in diagnosis.findings if finding.id == "mixed_passes"]
+    assert mixed.severity == "info"
+    assert "GAN" in mixed.causes[0]
+    assert mixed.evidence["seen"]["gsnr"] < 0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step"])

@@ -13,6 +13,7 @@ from reference import Data, Rig, assert_no_errors, close, mlp, regression
 
 import gradvitals as gv
 from gradvitals.measure.history import RatioHistory
+from gradvitals.measure.moments import _medians
 
 KINDS = ["Adam", "AdamW", "NAdam", "RAdam"]
 
@@ -68,6 +69,21 @@ def test_a_single_reading_is_adam_gsnr_itself(tmp_path: Path, kind: str) -> None
                 step=int(state["step"]),
             )
             assert share == pytest.approx(expected, abs=1e-6)
+        _, medians = run.table("gsnr/median", source="adam")
+        for parameter, median in zip(group["params"], medians, strict=True):
+            state = rig.optimizer.state[parameter]
+            m, v = state["exp_avg"].double().flatten(), state["exp_avg_sq"].double().flatten()
+            of_each = gv.functional.adam_gsnr_from_sums(
+                m[v > 0].square().numpy(),
+                v[v > 0].numpy(),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                step=int(state["step"]),
+            )
+            # It is found in m²/v, which the GSNR grows with: the same, but halfway between two coordinates.
+            of_each = np.sort(of_each)
+            middle = len(of_each) // 2
+            assert of_each[(len(of_each) - 1) // 2] - 1e-6 <= median <= of_each[middle] + 1e-6
 
 
 @pytest.mark.parametrize("options", [{"betas": (0.5, 0.9)}, {"amsgrad": True}])
@@ -139,3 +155,15 @@ def test_parameters_that_began_later_have_step_counts_of_their_own(tmp_path: Pat
     rig.model[0].requires_grad_(True)
     rig.steps(4)
     rig.check()
+
+
+def test_medians_of_segments_without_numbers_and_without_any() -> None:
+    """A rank may hold nothing of a tensor, and a tensor may have seen no gradient yet."""
+    nan = torch.nan
+    ratios = torch.tensor([3.0, 1.0, nan, 0.5, nan, nan, 1e-9, 7.0, 2e-9], dtype=torch.float64)
+    lengths, alive = torch.tensor([4, 0, 2, 3, 0]), torch.tensor([3.0, 0.0, 0.0, 3.0, 0.0])
+    found = _medians(ratios, lengths, alive)
+    expected = torch.tensor([1.0, nan, nan, 2e-9, nan], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0, equal_nan=True)
+    assert _medians(ratios[:2], torch.tensor([2]), torch.tensor([2.0])).item() == pytest.approx(2.0)
+    assert _medians(ratios[:0], torch.tensor([0]), torch.tensor([0.0])).isnan().all()

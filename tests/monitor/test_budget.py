@@ -175,7 +175,7 @@ def test_every_metric_and_source_works_alone(tmp_path: Path, metric: str, source
             optimizer.step()
             optimizer.zero_grad()
     assert_no_errors(monitor)
-    # The first two come with the gsnr they belong to, the last with a variance-reduced optimizer.
-    derived = metric in ("gsnr/below_one_fraction", "radial_gsnr", "vrgd/mean")
+    # The first three come with the gsnr they belong to, the last with a variance-reduced optimizer.
+    derived = metric in ("gsnr/below_one_fraction", "gsnr/median", "radial_gsnr", "vrgd/mean")
     with gv.open_run(monitor.run_path) as run:
         assert (metric in run.metrics("tensors")) is not derived

@@ -342,3 +342,36 @@ def test_counting_elements_ends_when_gradients_are_clean_again(tmp_path: Path) -
         counts = run.series("grad/nonfinite", tensor="0.weight")[1]
         assert counts[2] == 1  # at least one
         assert counts[3] == 2  # counted
+
+
+def test_observing_what_is_no_loss_is_told_once_and_later_losses_are_heard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = Data()
+    with gv.watch(model, optimizer, run=tmp_path, config=gv.Config(tensor_every=1)) as monitor:
+        for step in range(8):
+            loss = regression(model, data.batch(4))
+            loss.backward()
+            monitor.observe("x" if step < 3 else loss.item(), batch_size="4" if step == 3 else 4)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    told = capsys.readouterr().err
+    assert told.count("observe got a str as loss; expected a tensor or a number: pass the loss itself") == 1
+    assert told.count("observe got a str as batch_size; expected the number of samples") == 1
+    assert [finding.id for finding in monitor.findings if finding.severity != "info"] == ["observe_ignored"] * 2
+    with gv.open_run(tmp_path) as run:
+        assert run.series("loss")[0].tolist() == [4, 5, 6, 7]
+        assert run.series("grad/norm")[0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("given", [None, 1, 0.5, True, np.float32(0.5), torch.tensor(0.5), torch.ones(3)])
+def test_every_kind_of_number_is_a_loss(tmp_path: Path, given: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path, config=CONFIG) as monitor:
+        regression(model, Data().batch(4)).backward()
+        monitor.observe(given, batch_size=np.int64(4))
+        optimizer.step()
+    assert [finding.id for finding in monitor.findings if finding.severity != "info"] == []

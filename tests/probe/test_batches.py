@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.probe.batches import Subject, form_of, map_tensors, task_of
+from gradvitals.probe.batches import Subject, answers_in, form_of, logits_of, map_tensors, task_of
 from gradvitals.probe.reading import Reading
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
@@ -157,6 +157,18 @@ def test_an_output_without_logits() -> None:
 
     with pytest.raises(GradvitalsError, match=r"expected a tensor, something with \.logits"):
         subject(Odd(6, 3), nn.CrossEntropyLoss()).loss((X, Y))
+
+
+def test_the_answers_among_what_a_model_returns() -> None:
+    loss, scores, ids = torch.tensor(0.5), torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
+    for output in (scores, (loss, scores), [scores, loss], {"loss": loss, "logits": scores}, (ids, {"x": scores})):
+        assert logits_of(output) is scores
+        assert answers_in(output) is scores
+    assert answers_in({"loss": loss, "score": scores}) is scores
+    assert answers_in({"loss": loss}) is None
+    for named in ({"loss": loss, "score": scores}, (loss,), None):
+        with pytest.raises(GradvitalsError, match="expected a tensor"):
+            logits_of(named)
 
 
 def test_no_more_batches_are_read_than_asked_for() -> None:

@@ -90,7 +90,7 @@ def test_words_for_what_few_batches_cannot_tell() -> None:
     assert judge({**base, "gsnr": math.nan}, 8)[0] == "unclear"
     assert judge({**base, "gsnr": math.inf}, 8) == ("signal", "every batch has the same gradient")
     told = {**base, "gsnr": 0.5, "gsnr_low": 0.2}
-    assert judge({**told, "gsnr_high": 0.9}, 8)[0] == "noise"
+    assert judge({**told, "gsnr_high": 0.9}, 8)[0] == "weak"
     assert "2 times as strong" in judge({**told, "gsnr_high": 0.9}, 8)[1]
     assert judge({**told, "gsnr_high": 1.5}, 8)[0] == "unclear"
 

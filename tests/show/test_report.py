@@ -160,3 +160,27 @@ def test_no_line_is_wider_than_the_screen(write_run: WriteRun) -> None:
 def test_dropped_readings_are_told(write_run: WriteRun) -> None:
     summary = replace(summary_of(write_run()), dropped=1234)
     assert "1,234 readings were dropped" in shown(render_summary(summary))
+
+
+def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
+    from rich.console import Console
+
+    from gradvitals.show.standouts import LayerRow
+    from gradvitals.show.terminal import MOST_LAYERS, LayerTable
+
+    nothing = float("nan")
+    rows = [
+        LayerRow(
+            name=f"layer{at}", grad_norm=at, spike_ratio=1, gsnr=1, gsnr_low=nothing, gsnr_high=nothing, update_ratio=1
+        )
+        for at in range(MOST_LAYERS + 600)
+    ]
+    console = Console(width=100, color_system=None)
+    for many, left_out in ((MOST_LAYERS, 0), (MOST_LAYERS + 600, 600)):
+        with console.capture() as shown:
+            console.print(LayerTable(rows[:many], 5, None, None))
+        words = [line.split()[0] for line in shown.get().splitlines() if line.strip()]
+        names = [word for word in words if word[5:].isdigit()]
+        assert len(names) == MOST_LAYERS
+        assert (names[0], names[-1]) == ("layer0", f"layer{many - 1}")
+        assert (f"{left_out:,} more; gradvitals export has all" in shown.get()) == (left_out > 0)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradvitals import notices
+from gradvitals.errors import ObserveError
 from gradvitals.show.verdict import ABOUT_ITSELF, Verdict, about_itself, judge, when
 from gradvitals.types import Finding, Severity
 
@@ -121,6 +122,7 @@ def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
         notices.source_unavailable("adam", "no averages", 0),
         notices.readings_thinned(5, spent=0.1, budget=0.01, before=1, after=2),
         notices.monitor_error("stats", error, 7),
+        notices.monitor_error("observe", ObserveError("observe got a str as loss"), 7),
         notices.store_error(OSError("full"), Path("run"), 8),
         notices.guard_error(error, 9),
         notices.snapshot_error("the disk is full", 10),

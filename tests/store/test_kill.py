@@ -85,3 +85,23 @@ def test_a_killed_run_opens_and_misses_less_than_a_second(tmp_path, number):
     with open_run(folder) as run:
         assert sum(1 for _ in run.readings()) == first_step
         np.testing.assert_array_equal(run.matrix("metric/9", since=first_step - 300)[1][:, 5] - 5, steps[-299:])
+
+
+def test_a_writer_that_was_killed_is_known_to_be_gone_at_once(tmp_path, monkeypatch):
+    """Even while its parent has not asked for it yet; by its silence alone it would count as live for seconds more."""
+    monkeypatch.setattr("gradvitals.store.reader.LIVE_SECONDS", 1e9)
+    marks = tmp_path / "marks"
+    process = multiprocessing.get_context("fork").Process(target=train, args=(tmp_path / "run", marks, 0))
+    process.start()
+    while not marks.exists() or marks.stat().st_size < MARK.size:
+        time.sleep(0.002)
+        assert process.is_alive()
+    with open_run(tmp_path / "run") as run:
+        assert run.is_live
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        assert not run.is_live
+        process.join()
+        assert not run.is_live
+        monkeypatch.setattr("gradvitals.store.reader.pid_space", lambda: "another machine, or another container")
+        assert run.is_live

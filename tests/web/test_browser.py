@@ -294,6 +294,11 @@ def test_a_lost_connection_is_told_and_found_again(tmp_path: Path, serve: Any, o
         port = int(page_server.url.rstrip("/").rpartition(":")[2])
         page_server.stop()
         page.get_by_text("Connection lost").wait_for()
+        assert page.locator("#link").inner_text() == "Connection lost, trying again"
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.locator("#link").inner_text() == "Connection lost"
+        helps = page.locator("#help-button").bounding_box()
+        assert helps["x"] + helps["width"] <= 390
         write(40)
         page_server.start(port)
         page.get_by_text("Connected").wait_for()

@@ -165,7 +165,7 @@ def test_a_live_page_names_one_step_everywhere(
     with writing(tmp_path / "live") as write:
         page = open_page(serve(tmp_path).url)
         wait(page, DRAWN)
-        wait(page, "document.querySelector('.judged').textContent === 'Judged up to step 59'")
+        wait(page, "document.querySelector('.judged')?.textContent === 'Judged up to step 59'")
         # As soon as the list names a step, it is drawn and named everywhere else.
         page.evaluate(
             "() => new MutationObserver(() => {"
@@ -187,4 +187,4 @@ def test_a_live_page_names_one_step_everywhere(
         drawn, facts = page.evaluate("window.seen")
         assert drawn == 79
         assert "Last step79" in facts
-        wait(page, "document.querySelector('.judged').textContent === 'Judged up to step 79'")
+        wait(page, "document.querySelector('.judged')?.textContent === 'Judged up to step 79'")

@@ -101,6 +101,32 @@ def test_what_nobody_foresaw_in_one_run_is_told_of_that_run_alone(
     assert "cannot be read" in lines["evil"]["line"]
 
 
+def test_files_that_take_long_to_refuse_leave_time_for_the_others(
+    both: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("evil2", "evil3"):
+        (both / name).mkdir()
+        (both / name / "run.db").write_bytes((both / "evil" / "run.db").read_bytes())
+    for name in ("evil", "evil2", "evil3"):
+        db = sqlite3.connect(both / name / "run.db")
+        db.execute("DROP TABLE action")
+        db.commit()
+        db.close()
+    monkeypatch.setattr("gradvitals.show.web.api.LIST_SECONDS", -1.0)  # time for one at a time
+    client = client_of(both)
+    listed = [{run["name"]: run["state"] for run in client.get("/api/runs").json()["runs"]} for _ in range(4)]
+    assert [sum(state == "unread" for state in states.values()) for states in listed] == [3, 2, 1, 0]
+    assert listed[-1] == {"good": "finished", "evil": "error", "evil2": "error", "evil3": "error"}
+    watcher = client.app.state.api.watcher  # type: ignore[attr-defined]
+    watcher._look_now()
+    asked: list[str] = []
+    taken = watcher._take_in
+    monkeypatch.setattr(watcher, "_take_in", lambda place, *rest: asked.append(place.name) or taken(place, *rest))
+    monkeypatch.setattr("gradvitals.show.web.stream.SLOW_SECONDS", 0.0)
+    watcher._look_now()
+    assert asked == ["good"]  # the others have not changed since
+
+
 def test_news_of_the_others_come_beside_a_run_that_raises_anything(
     both: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +141,10 @@ def test_news_of_the_others_come_beside_a_run_that_raises_anything(
 @pytest.mark.parametrize(
     ("limit", "statement", "value"),
     [
-        ("finding_bytes", "INSERT INTO finding VALUES (NULL, 'k', 1, 0, ?)", "\0" + "x" * (20 << 20)),
+        ("finding_bytes", "INSERT INTO finding VALUES (NULL, 'k', 1, 0, ?)", "\0" + "x" * (10 << 20)),
         ("segment_bytes", "INSERT INTO segment VALUES (NULL, 0, 1, 1, 1, 1, ?, 1, 0)", "h" * (5 << 20)),
         ("segment_bytes", "UPDATE segment SET dropped = ?", "\0" + "9" * (5 << 20)),
-        ("group_bytes", "UPDATE frame_group SET source = ?", "s" * (17 << 20)),
+        ("group_bytes", "UPDATE frame_group SET source = ? WHERE id = 1", "s" * (17 << 20)),
         ("meta_bytes", "INSERT INTO meta VALUES (?, '1')", "\0" + "k" * (5 << 20)),
         (
             "readings",

@@ -20,6 +20,12 @@ SAME_SIZE = 1.25
 ODD_SIZES = 3
 """Readings in a row at another batch size after which it is the new one. The last batch of an epoch is a single one."""
 
+SURE = 25
+"""Readings in a row below 0 that are no chance: the last average shares none with the first."""
+
+SURE_IN_TURN = 4
+"""The same where the model is known to be one side of a game."""
+
 
 @dataclass(frozen=True)
 class Average:
@@ -55,6 +61,32 @@ class Average:
 
 
 @dataclass
+class Parts:
+    """Whether the passes that a step is made of are samples of one thing.
+
+    A debiased GSNR of such samples is below 0 by chance alone. Where it stays there, their gradients point against
+    each other, as those of real and generated samples in a GAN do, and it says nothing about signal and noise.
+    """
+
+    below: int = 0
+    """Readings in a row whose interval was below 0."""
+    since: int = -1
+    """Step of the first of them, or of those that decided."""
+    mixed: bool = False
+    """Whether they are not samples of one thing, beyond doubt, and nothing has spoken for it since."""
+
+    def see(self, reading: Reading, in_turn: bool) -> None:
+        """Take in the next reading; a run that is one side of a game needs fewer of them to be sure."""
+        low, high = (reading.values.get(name, math.nan) for name in ("gsnr_low", "gsnr_high"))
+        if low > 0:
+            self.mixed = False
+        self.below = self.below + 1 if high < 0 else 0
+        if self.below == 1 and not self.mixed:
+            self.since = reading.step
+        self.mixed |= self.below >= (SURE_IN_TURN if in_turn else SURE)
+
+
+@dataclass
 class Averages:
     """The averages of one source at one batch size.
 
@@ -87,7 +119,7 @@ class Averages:
             reading: The reading of the source.
             general: The reading of the same step that has no source.
         """
-        if reading.source is None or reading.source == "window":
+        if reading.source in (None, "window", "examples"):  # the last two do not stand for the whole model
             return None
         if self.source and SOURCES.index(reading.source) > SOURCES.index(self.source):
             return None

@@ -21,6 +21,7 @@ class BatchTooLarge(Rule):
     """The batch is far over the noise scale: most of its samples say what the others said."""
 
     id = "batch_too_large"
+    expects_fall = True
     judges_after = 60
     every_step = False
     needs = ("noise_scale",)
@@ -83,6 +84,7 @@ class BatchTooSmall(Rule):
     """The batch is far below the noise scale: a step goes where its few samples happen to point."""
 
     id = "batch_too_small"
+    expects_fall = True
     judges_after = 60
     needs = ("noise_scale",)
     closes_after = 200
@@ -188,6 +190,31 @@ class EstimatorUnreliable(Rule):
             since=self.since,
             causes=("few",) if count < self.few else ("weak",),
             cures=("split",) if count > 1 else ("accumulate",),
+        )
+
+
+@register
+@dataclass
+class MixedPasses(Rule):
+    """The backward passes of a step are not samples of one thing: their gradients point against each other."""
+
+    id = "mixed_passes"
+    judges_after = 250
+    every_step = False
+    needs = ("microbatch:gsnr",)
+    closes_after = 500
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires while a GSNR between them, which cannot be below 0 but by chance, has stayed there."""
+        reading = step.reading("microbatch") or step.reading("ranks")
+        if reading is None or step.parts is not None or not step.history.parts.mixed:
+            return None
+        return Sign(
+            severity="info",
+            seen={"gsnr": reading.values.get("gsnr", math.nan), "loss": step.value("loss")},
+            expected={"gsnr": "0 or above, but for chance"},
+            since=step.history.parts.since,
+            causes=("game",) if step.in_turn else (),
         )
 
 

@@ -110,7 +110,8 @@ class Diagnosis:
                 if seen < rule.min_steps or not (rule.every_step or is_full):
                     continue
                 try:
-                    changed += self._note(rule, rule.look(step), step.number)
+                    passed_over = rule.expects_fall and step.in_turn
+                    changed += self._note(rule, None if passed_over else rule.look(step), step.number)
                 except Exception as error:
                     self.rules.remove(rule)
                     changed += [self._close(rule.id)] if rule.id in self._open else []

@@ -49,6 +49,8 @@ class Explosion(Rule):
     sensitivity: float = 1.0
     """At the start there is nothing to compare with. If every weight changed at random by its own size, the loss would
     change by |g| |W| / sqrt(number of weights), to first order. Healthy models begin under 0.2 of their loss."""
+    least_loss: float = 0.1
+    """A loss counts as this large at least, for that: one that may be of either sign can begin near 0."""
     fewest: int = 100
     """A tensor counts as having this many weights at least, for that."""
     scale: float = 1e4
@@ -140,7 +142,8 @@ class Explosion(Rule):
         if level < self.lowest:
             self.lowest, self.lowest_loss = level, loss
         ratio = level / self.lowest
-        if not (ratio > self.growth and loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)):
+        harms = loss > self.lowest_loss + 0.1 * abs(self.lowest_loss) and not step.in_turn
+        if not (ratio > self.growth and harms):
             return None
         seen = _numbers(step, ratio, f"the gradient norm has grown to {ratio:.3g}× what it was")
         expected = {"ratio": f"under {self.growth:g}", "norm": self.lowest}
@@ -156,8 +159,10 @@ class Explosion(Rule):
         sizes = np.array([info.numel for info in step.layout.tensors], dtype=np.float64)
         # Of few weights the gradient points along them by chance, and one batch in some has next to no loss.
         sizes = np.maximum(sizes, self.fewest)
-        own = np.nan_to_num(norms * weights / np.sqrt(sizes) / abs(loss)) if loss else np.zeros(1)
-        share = max(norm * whole / math.sqrt(sizes.sum()) / abs(loss) if loss else 0.0, float(own.max()))
+        # A loss below 0 has no size that a change of it could be compared with.
+        size = max(loss, self.least_loss) if loss >= 0 else math.inf if loss < 0 else math.nan
+        own = np.nan_to_num(norms * weights / np.sqrt(sizes) / size)
+        share = max(norm * whole / math.sqrt(sizes.sum()) / size, float(own.max()))
         what = f"the gradient norm is {norm:.3g} from the start"
         # Weights of a layer begin near 1 / sqrt(inputs), so that each row of them has a norm near 1.
         rows = [
@@ -216,7 +221,8 @@ class Explosion(Rule):
         if len(losses) < 10 or not math.isfinite(loss):
             return "warning" if extreme else "info"
         middle = float(np.median(losses))
-        harm = loss > middle + 3 * MEAN_ABS_TO_STD * float(np.mean(np.abs(losses - middle)))
+        usual = middle + 3 * MEAN_ABS_TO_STD * float(np.mean(np.abs(losses - middle)))
+        harm = loss > usual and not step.in_turn
         lasts = self.times >= 3 and self.last - self.since < 2 * self.times
         clipped = step.value("grad/norm") > step.value("clip/max_norm")
         return "warning" if harm or ((extreme or lasts) and not clipped) else "info"
@@ -291,11 +297,12 @@ class Vanishing(Rule):
             return None
         limit = max(self.scale * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
         gone, shares = norm < limit, self._shares(step)
-        weak = np.zeros(1, dtype=bool) if shares is None or gone else shares < self.scale
-        below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak
+        weak = np.zeros(1, dtype=bool) if shares is None or gone else ~(shares >= self.scale)
+        below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak, or frozen
         known = shares[: below or None] if shares is not None else np.zeros(0)
-        weakest = float(np.min(known[known >= 0], initial=math.inf))
-        if not gone and below < self.layers:
+        known = known[known >= 0]
+        weakest = float(np.min(known, initial=math.inf))
+        if not gone and (below == 0 or len(known) < self.layers):
             self.low_for = 0
             return None
         self.low_for += 1
@@ -306,7 +313,7 @@ class Vanishing(Rule):
     def _sign(self, step: Step, gone: bool, below: int, weakest: float) -> Sign:
         recent, start = step.history["loss"].last(10), float(np.mean(self.first_losses or [math.nan]))
         loss = float(np.median(recent)) if len(recent) else math.nan
-        names = () if gone else tuple(info.name for info in step.layout.tensors if info.depth < below)
+        names = [info.name for info in step.layout.tensors if info.depth < below and not info.frozen and not gone]
         norm = step.value("grad/norm")
         what = f"the gradient is gone: its norm is {norm:.2g}"
         if not gone:
@@ -323,14 +330,17 @@ class Vanishing(Rule):
             severity="info" if loss < self.fallen * start else "warning",
             seen=seen,
             expected={"norm": self.highest, "share": f"over {self.scale:g}", "loss": self.fallen * start},
-            tensors=names[:NAMED],
+            tensors=tuple(names[:NAMED]),
             since=step.number - self.low_for + 1,
             causes=(cause,),
             cures=(cause,),
         )
 
     def _shares(self, step: Step) -> Floats | None:
-        """Root mean square gradient of each layer over that of the largest; None where it cannot be told."""
+        """Root mean square gradient of each layer over that of the largest; nan for one that is all frozen.
+
+        None where it cannot be told.
+        """
         norms = step.tensors("grad/norm")
         if norms is None or not step.layout.layers:
             return None
@@ -338,8 +348,10 @@ class Vanishing(Rule):
             self._layout = step.layout
             self._depths = np.array([info.depth for info in step.layout.tensors])
             self._sizes = np.array([float(info.numel) for info in step.layout.tensors])
+            trained = np.bincount(self._depths, [not info.frozen for info in step.layout.tensors])
+            self._nothing = np.where(trained > 0, 0.0, math.nan)
         known, count = np.isfinite(norms), len(step.layout.layers)
         total = np.bincount(self._depths, np.where(known, norms, 0.0) ** 2, minlength=count)
         size = np.bincount(self._depths, np.where(known, self._sizes, 0.0), minlength=count)
         rms = np.sqrt(total / np.maximum(size, 1.0))
-        return rms / rms.max() if rms.max() > 0 else None
+        return rms / rms.max() + self._nothing if rms.max() > 0 else None

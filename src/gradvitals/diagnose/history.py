@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.averages import Averages
+from gradvitals.diagnose.averages import Averages, Parts
 from gradvitals.diagnose.baseline import Baseline
 
 Floats = NDArray[np.float64]
@@ -62,6 +62,8 @@ class History:
     """What is usual for the change of every tensor in one step, `update/rms`; the whole model comes first."""
     averages: Averages = field(default_factory=Averages)
     """The GSNR of the whole model, from the best source that the run has."""
+    parts: Parts = field(default_factory=Parts)
+    """Whether micro-batches, or workers, are samples of one thing."""
     steps_seen: int = 0
 
     def __getitem__(self, metric: str) -> Series:

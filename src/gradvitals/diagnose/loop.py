@@ -48,6 +48,20 @@ class StaleGradients(Rule):
 
 @register
 @dataclass
+class TrainedInTurn(Rule):
+    """The model is one side of a game, as in a GAN: rules that expect the loss to fall do not look at it."""
+
+    id = "trained_in_turn"
+    judges_after = 0
+    closes_after = 500
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires while it is so."""
+        return Sign(severity="info", seen={"loss": step.value("loss")}, since=0) if step.in_turn else None
+
+
+@register
+@dataclass
 class FrozenWeights(Rule):
     """The optimizer holds tensors that are not to be trained."""
 

@@ -120,6 +120,7 @@ class LossSpike(Rule):
     """One loss far above those before it."""
 
     id = "loss_spike"
+    expects_fall = True
     needs = ("loss",)
 
     z: float = 7.0
@@ -165,6 +166,7 @@ class LossRising(Rule):
     """The loss stays well above the best level it had reached."""
 
     id = "loss_rising"
+    expects_fall = True
     judges_after = 40
     needs = ("loss",)
 
@@ -258,6 +260,7 @@ class LossPlateau(Rule):
     """The loss does not move: never since the start, or no longer."""
 
     id = "loss_plateau"
+    expects_fall = True
     judges_after = 100
     needs = ("loss",)
     closes_after = 150

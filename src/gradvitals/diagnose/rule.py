@@ -70,6 +70,8 @@ class Rule:
     """Whether it looks at what every step has. If not, it is only shown steps that were read in full."""
     closes_after: ClassVar[int] = 50
     """Steps without a sign after which its finding is closed."""
+    expects_fall: ClassVar[bool] = False
+    """Whether it takes for granted that training brings one loss down: it does not look at one side of a game."""
     default: ClassVar[bool] = True
     """Whether every Diagnosis has it, or only one whose settings name it."""
 

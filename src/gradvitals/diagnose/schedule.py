@@ -21,6 +21,7 @@ class WarmupNeeded(Rule):
     """The learning rate was at its full height from the first step, and the first steps were a shock."""
 
     id = "warmup_needed"
+    expects_fall = True
     judges_after = 30
     needs = ("lr", "loss", "grad/norm")
     closes_after = 200
@@ -37,6 +38,8 @@ class WarmupNeeded(Rule):
     """Largest of the first three gradient norms over the median from the tenth step on."""
     after: int = 20
     """Steps before the first norms are compared with those that follow."""
+    learned: float = 0.5
+    """Share of the first loss below which the run has learnt, whatever its first gradients were."""
     wild: float = 10.0
     """Loss over the first one from which a warmup alone is not what helps."""
 
@@ -62,6 +65,8 @@ class WarmupNeeded(Rule):
         if fell > 2 * error:
             return None  # the run has got over it
         loss = float(recent.mean())
+        if loss < self.learned * losses[0]:
+            return None  # it stays where it is because there is little left to learn
         harm = f"the first gradients were {first / usual:.0f} times the usual, and the loss stays at {loss:.3g}"
         seen = {"loss": loss, "norm": first, "usual_norm": usual, "harm": harm}
         return self._sign(step, "shock", seen, losses[0])
@@ -82,6 +87,7 @@ class LrTooHigh(Rule):
     """The first steps, at the full learning rate, threw the weights so far that the run has not come back."""
 
     id = "lr_too_high"
+    expects_fall = True
     needs = ("lr", "loss", "grad/norm", "update/ratio")
 
     within: int = 20
@@ -152,6 +158,7 @@ class DecayDue(Rule):
     """The signal has faded and the loss has levelled out, while the learning rate is still what it was."""
 
     id = "decay_due"
+    expects_fall = True
     judges_after = 300
     every_step = False
     needs = ("lr", "loss", "gsnr")

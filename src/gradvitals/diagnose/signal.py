@@ -14,16 +14,10 @@ from gradvitals.diagnose.averages import Average
 from gradvitals.diagnose.loss import fall, losses_since, median_of
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
-from gradvitals.types import Reading
 
 Floats = NDArray[np.float64]
 
 INTERVAL = ("gsnr", "gsnr_low", "gsnr_high")
-
-
-def at_one_point(step: Step) -> Reading | None:
-    """The step's reading of samples that were all taken with the same weights: micro-batches or workers."""
-    return step.reading("microbatch") or step.reading("ranks")
 
 
 @register
@@ -32,6 +26,7 @@ class NearZeroInitialGsnr(Rule):
     """A young run has no signal in its gradients, and its loss stays where it began."""
 
     id = "near_zero_initial_gsnr"
+    expects_fall = True
     judges_after = 60
     every_step = False
     needs = ("microbatch:gsnr", "loss")
@@ -122,7 +117,7 @@ class DeepLayerCollapse(Rule):
 
     def look(self, step: Step) -> Sign | None:
         """Fires when it is so at readings that share no sample."""
-        average, reading = step.average, at_one_point(step)
+        average, reading = step.average, step.parts
         if average is None or reading is None or not reading.layers.keys() >= set(INTERVAL):
             return None
         value, low, high = (np.asarray(reading.layers[name], dtype=np.float64) for name in INTERVAL)
@@ -242,7 +237,7 @@ class SparseFeatureNoise(Rule):
     id = "sparse_feature_noise"
     judges_after = 40
     every_step = False
-    needs = ("microbatch:gsnr",)
+    needs = ("heads:gsnr",)
     closes_after = 500
 
     factor: float = 10.0
@@ -257,7 +252,7 @@ class SparseFeatureNoise(Rule):
 
     def look(self, step: Step) -> Sign | None:
         """Fires while a head stays far below the others of its layer."""
-        reading = at_one_point(step)
+        reading = step.parts
         if reading is None or not reading.heads.keys() >= set(INTERVAL):
             return None
         value, low, high = (np.asarray(reading.heads[name]) for name in INTERVAL)
@@ -304,6 +299,7 @@ class HighEffortLowProgress(Rule):
     """The gradient is large for this run, mostly noise, and the loss is not getting better."""
 
     id = "high_effort_low_progress"
+    expects_fall = True
     judges_after = 200
     every_step = False
     needs = ("gsnr", "loss", "grad/norm")

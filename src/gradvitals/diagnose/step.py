@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.averages import Average, Averages
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.history import History
 from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source
@@ -71,11 +71,32 @@ class Step:
         """The reading of one GSNR source, where this step has one."""
         return next((reading for reading in self.readings if reading.source == source), None)
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the model is one side of a game, whose loss need not fall."""
+        return self.value("step/in_turn") == 1
+
+    @cached_property
+    def parts(self) -> Reading | None:
+        """The reading of samples that were taken with the same weights, micro-batches or workers.
+
+        None where there is none, or where they are not samples of one thing, so that it tells nothing: their gradients
+        point against each other, or the model is one side of a game, whose passes are of real and of generated samples.
+        """
+        reading = self.reading("microbatch") or self.reading("ranks")
+        if reading is None:
+            return None
+        parts = self.history.parts
+        parts.see(reading, self.in_turn)
+        if (parts.mixed or self.in_turn) and self.history.averages.at_one_point:
+            self.history.averages = Averages()  # of the next best source
+        return None if parts.mixed or parts.below or self.in_turn else reading
+
     @cached_property
     def gsnr(self) -> Reading | None:
         """The reading of the most trustworthy GSNR source of this step that has a global value."""
         for source in SOURCES:
-            reading = self.reading(source)
+            reading = self.parts if source in ("microbatch", "ranks") else self.reading(source)
             if reading is not None and math.isfinite(reading.values.get("gsnr", math.nan)):
                 return reading
         return None

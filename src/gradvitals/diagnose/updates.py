@@ -224,10 +224,11 @@ class UpdateRatio(Rule):
         if len(step.negligible) == len(ratios):
             too_little &= ~step.negligible
         most = False
-        if too_much.any():  # a bias or a gain has no size of its own to be compared with
-            matrix = np.array([len(info.shape) >= 2 for info in step.layout.tensors], dtype=bool)
+        if too_much.any():  # a bias, a gain or a few weights have no size of their own to be compared with
+            matrix = np.array([len(info.shape) >= 2 and info.numel >= 16 for info in step.layout.tensors], dtype=bool)
             too_much &= matrix
-            most = bool(too_much.sum() > 0.5 * matrix.sum())
+            # One matrix alone, as in linear regression, has no depth to pass a signal through: it may begin small.
+            most = bool(too_much.sum() > max(1, 0.5 * matrix.sum()))
         self.most_since = -1 if not most else step.number if self.most_since < 0 else self.most_since
         recent = step.history["loss"].last(3)
         first = self.first_losses[0] if self.first_losses else math.nan

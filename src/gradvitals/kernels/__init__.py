@@ -21,13 +21,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class _State:
     interpreted = False
     """Set by tests: tensors in the host's memory go through Triton's interpreter."""
-    broken: str | None = None
-    """Why kernels could not be compiled or launched; from then on nobody tries again."""
+    broken: dict[str, str] = {}  # noqa: RUF012  # of the process
+    """By module, why its kernels could not be compiled or launched; from then on nobody tries again."""
 
 
 def ready(name: str) -> ModuleType | None:
     """The module of kernels of this name; None where there is no Triton, or it has failed before."""
-    return None if _State.broken is not None else _import(name)
+    return None if name in _State.broken else _import(name)
 
 
 @cache
@@ -38,11 +38,11 @@ def _import(name: str) -> ModuleType | None:
         return None
 
 
-def give_up(error: Exception, instead: str) -> None:
-    """Kernels have failed: no compiler, a device too old. Say so once, and do without from now on."""
-    if _State.broken is None:
+def give_up(name: str, error: Exception, instead: str) -> None:
+    """Kernels of a module have failed: no compiler, a device too old. Say so once, and do without from now on."""
+    if str(error) not in _State.broken.values():
         warnings.warn(f"{instead}, without kernels, which failed: {error}", stacklevel=3)
-    _State.broken = str(error)
+    _State.broken[name] = str(error)
 
 
 def on_device(tensor: Tensor) -> bool:

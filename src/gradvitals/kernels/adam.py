@@ -1,12 +1,11 @@
 """AdamW's update of many tensors in one pass, with the vitals of gradients, weights and moments out of the registers.
 
 `prepare` is one small launch before it: it counts the steps, and turns them, the norm to clip to and the loss scale
-into the few numbers each tensor needs, on the device.
+into the few numbers each tensor needs, on the device. Variance-reduced updates scale the gradient on the way.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gradvitals.kernels.cut import Cut
-from gradvitals.kernels.sums import KINDS, absolute_bits, load, pointer
+from gradvitals.kernels.paper import factor_of, taken_in
+from gradvitals.kernels.preparing import Prepared, Ratios, Rule, prepare
+from gradvitals.kernels.sums import KINDS, absolute_bits, load, pointer, put
+
+__all__ = ["MAXIMA", "ROOTS", "SPAN", "VITALS", "Ratios", "Reduction", "Rule", "Tables", "prepare", "update"]
 
 VITALS = (
     "square", "largest", "nonzero", "nonfinite", "along_weight", "along_momentum", "momentum_before", "weight_before",
@@ -31,66 +34,6 @@ SPAN = 8192
 """Below 2¹⁵: counts share 32 bits."""
 NUM_WARPS = 4
 STAGES = 3
-NUM_COEFFICIENTS = 8
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a parameter group says."""
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
-    steps, squares, num_squares, lr_at, scale_at, found_at, coefficients, common, told, norm_at,
-    lr, log_beta1, log_beta2, spread, weight_decay, max_norm,
-    CLIP: tl.constexpr, SCALED: tl.constexpr, FOUND: tl.constexpr, LR_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    tensor = tl.program_id(0)
-    factor = 1.0
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scale_at).to(tl.float32)
-        factor = 1.0 / scale
-    skip = 0.0
-    if FOUND:
-        skip = tl.load(found_at).to(tl.float32)
-    if tensor == 0:
-        if CLIP:
-            total = tl.zeros((BLOCK,), dtype=tl.float64)
-            for at in range(0, num_squares, BLOCK):
-                offsets = at + tl.arange(0, BLOCK)
-                total += tl.load(squares + offsets, mask=offsets < num_squares, other=0.0)
-            norm = (tl.sqrt(tl.sum(total, axis=0)) / scale).to(tl.float32)
-            share = max_norm / (norm + 1e-6)
-            factor *= tl.where(share >= 1.0, 1.0, share)  # nan stays
-            tl.store(norm_at, norm)
-        tl.store(common, factor)
-        tl.store(common + 1, skip)
-    step_at = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
-    step = tl.load(step_at) + tl.where(skip != 0.0, 0.0, 1.0)
-    tl.store(step_at, step)
-    tl.store(told + tensor, step.to(tl.float64))
-    if LR_ON_DEVICE:
-        lr = tl.load(lr_at).to(tl.float32)
-    many = step.to(tl.float64)
-    power1 = tl.exp2(many * log_beta1)
-    power2 = tl.exp2(many * log_beta2)
-    debias1 = 1.0 - power1
-    debias2 = 1.0 - power2
-    limit = (1.0 + spread * (1.0 + power1) / debias1) / 2.0 * debias1 * debias1 / debias2
-    mine = coefficients + tensor * 8
-    tl.store(mine, 1.0 - lr * weight_decay)
-    tl.store(mine + 1, (lr / debias1).to(tl.float32))
-    tl.store(mine + 2, (1.0 / tl.sqrt(debias2)).to(tl.float32))
-    tl.store(mine + 3, limit.to(tl.float32))
-    tl.store(mine + 4, step)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,19 +48,12 @@ def _rounded(x, seed, offsets, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):  #
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _put(at, offsets, end, x, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if WHOLE:
-        tl.store(at + offsets, x)
-    else:
-        tl.store(at + offsets, x, mask=offsets < end)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _update_chunk(  # type: ignore[no-untyped-def]
-    weight_at, grad_at, first_at, second_at, start, end, sums, num_chunks, seed, number,
-    factor, scale, skip, decay, size, root, limit, beta1, beta2, rest1, rest2, eps,
+    weight_at, grad_at, first_at, second_at, noise_at, average_at, factor_at, start, end, sums, num_chunks, seed,
+    number, factor, scale, skip, decay, size, root, limit, inverse, share, beta1, beta2, rest1, rest2, eps, gamma,
     KIND: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, VITALS: tl.constexpr, SCALED: tl.constexpr,
-    FOUND: tl.constexpr, MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    FOUND: tl.constexpr, MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, REDUCED: tl.constexpr,
+    AVERAGED: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     square = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -139,7 +75,17 @@ def _update_chunk(  # type: ignore[no-untyped-def]
         old = load(weight_at, offsets, end, WHOLE)
         m_old = load(first_at, offsets, end, WHOLE)
         v_old = load(second_at, offsets, end, WHOLE)
-        grad = raw * factor
+        grad = raw
+        if REDUCED:
+            reduced = factor_of(raw, load(noise_at, offsets, end, WHOLE), inverse, gamma)
+            if KEEP:
+                put(factor_at, offsets, end, reduced, WHOLE)
+            if AVERAGED:
+                average = taken_in(load(average_at, offsets, end, WHOLE), reduced, share, GRAD)
+                put(average_at, offsets, end, average, WHOLE)
+                reduced = average.to(tl.float32)
+            grad = (raw * reduced).to(GRAD).to(tl.float32)
+        grad = grad * factor
         if MAXIMIZE:
             grad = -grad
         # Spelt out, so that the step is the same, bit for bit, whatever is summed up beside it.
@@ -151,11 +97,11 @@ def _update_chunk(  # type: ignore[no-untyped-def]
             v = tl.where(skip != 0.0, v_old, v)
             new = tl.where(skip != 0.0, old, new)
         kept = _rounded(new, seed, number * SPAN + i + tl.arange(0, BLOCK), KIND, STOCHASTIC)
-        _put(weight_at, offsets, end, kept, WHOLE)
-        _put(first_at, offsets, end, m.to(MOMENT), WHOLE)
-        _put(second_at, offsets, end, v.to(MOMENT), WHOLE)
+        put(weight_at, offsets, end, kept, WHOLE)
+        put(first_at, offsets, end, m.to(MOMENT), WHOLE)
+        put(second_at, offsets, end, v.to(MOMENT), WHOLE)
         if SCALED:  # torch's fused optimizers leave gradients unscaled too
-            _put(grad_at, offsets, end, (raw * scale).to(GRAD), WHOLE)
+            put(grad_at, offsets, end, (raw * scale).to(GRAD), WHOLE)
         if VITALS:
             found = absolute_bits(raw)
             square += raw * raw
@@ -192,10 +138,11 @@ def _update_chunk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["seed"])  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
-    chunks, weights, grads, firsts, seconds, coefficients, common, scale_at, sums, num_chunks, seed,
-    beta1, beta2, rest1, rest2, eps,
+    chunks, weights, grads, firsts, seconds, noises, averages, factors, coefficients, common, scale_at, sums,
+    num_chunks, seed, beta1, beta2, rest1, rest2, eps, gamma,
     KIND: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, VITALS: tl.constexpr, SCALED: tl.constexpr,
-    FOUND: tl.constexpr, MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    FOUND: tl.constexpr, MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, REDUCED: tl.constexpr,
+    AVERAGED: tl.constexpr, KEEP: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
@@ -208,8 +155,13 @@ def _update(  # type: ignore[no-untyped-def]
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     first_at = pointer(firsts, tensor, MOMENT, ALIGNED)
     second_at = pointer(seconds, tensor, MOMENT, ALIGNED)
+    # What is not asked for is never read: its tables are those of the weights.
+    noise_at = pointer(noises, tensor, NOISE, ALIGNED)
+    average_at = pointer(averages, tensor, GRAD, ALIGNED)
+    factor_at = pointer(factors, tensor, tl.float32, ALIGNED)
     mine = coefficients + tensor * 8
     decay, size, root, limit = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
+    inverse, share = tl.load(mine + 5), tl.load(mine + 6)
     factor, skip = tl.load(common), tl.load(common + 1)
     scale = 1.0
     if SCALED:
@@ -218,84 +170,20 @@ def _update(  # type: ignore[no-untyped-def]
         seed += tl.load(mine + 4).to(tl.int32)
     if end - start == SPAN:
         _update_chunk(
-            weight_at, grad_at, first_at, second_at, start, end, sums + number, num_chunks, seed, number,
-            factor, scale, skip, decay, size, root, limit, beta1, beta2, rest1, rest2, eps,
-            KIND, GRAD, MOMENT, VITALS, SCALED, FOUND, MAXIMIZE, STOCHASTIC, True, BLOCK, SPAN, STAGES,
+            weight_at, grad_at, first_at, second_at, noise_at, average_at, factor_at, start, end, sums + number,
+            num_chunks, seed, number, factor, scale, skip, decay, size, root, limit, inverse, share,
+            beta1, beta2, rest1, rest2, eps, gamma,
+            KIND, GRAD, MOMENT, VITALS, SCALED, FOUND, MAXIMIZE, STOCHASTIC, REDUCED, AVERAGED, KEEP, True,
+            BLOCK, SPAN, STAGES,
         )  # fmt: skip
     else:
         _update_chunk(
-            weight_at, grad_at, first_at, second_at, start, end, sums + number, num_chunks, seed, number,
-            factor, scale, skip, decay, size, root, limit, beta1, beta2, rest1, rest2, eps,
-            KIND, GRAD, MOMENT, VITALS, SCALED, FOUND, MAXIMIZE, STOCHASTIC, False, BLOCK, SPAN, STAGES,
+            weight_at, grad_at, first_at, second_at, noise_at, average_at, factor_at, start, end, sums + number,
+            num_chunks, seed, number, factor, scale, skip, decay, size, root, limit, inverse, share,
+            beta1, beta2, rest1, rest2, eps, gamma,
+            KIND, GRAD, MOMENT, VITALS, SCALED, FOUND, MAXIMIZE, STOCHASTIC, REDUCED, AVERAGED, KEEP, False,
+            BLOCK, SPAN, STAGES,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What `update` needs of `prepare`, on the device."""
-
-    coefficients: Tensor
-    common: Tensor
-    steps: Tensor
-    """Steps made so far, of each tensor."""
-    norm: Tensor
-    """Of all gradients together, without the loss scale; meaningless where nothing is clipped."""
-
-
-def prepare(
-    steps: Tensor,
-    number: int,
-    rule: Rule,
-    *,
-    squares: Tensor | None,
-    max_norm: float | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> Prepared:
-    """Count a step of each tensor, and work out what its update takes.
-
-    Args:
-        steps: Addresses of the counts.
-        number: Of tensors.
-        rule: Of their group.
-        squares: Squared norms of all gradients that are clipped together.
-        max_norm: What to clip their norm to.
-        grad_scale: What gradients are still multiplied by.
-        found_inf: Other than 0 where the step is to be left out.
-    """
-    device = steps.device
-    numbers = torch.empty(number * NUM_COEFFICIENTS + 4, dtype=torch.float32, device=device)
-    coefficients, common, norm = numbers[:-4], numbers[-4:-2], numbers[-2:-1]
-    told = torch.empty(number, dtype=torch.float64, device=device)
-    clip = squares is not None and max_norm is not None
-    _prepare[(number,)](
-        steps,
-        squares if clip else told,
-        squares.numel() if squares is not None and clip else 0,
-        rule.lr if isinstance(rule.lr, Tensor) else numbers,
-        numbers if grad_scale is None else grad_scale,
-        numbers if found_inf is None else found_inf,
-        coefficients,
-        common,
-        told,
-        norm,
-        0.0 if isinstance(rule.lr, Tensor) else float(rule.lr),
-        _log2(rule.beta1),
-        _log2(rule.beta2),
-        (1 - rule.beta1) / (1 + rule.beta1),
-        float(rule.weight_decay),
-        float(max_norm or 0.0),
-        CLIP=clip,
-        SCALED=grad_scale is not None,
-        FOUND=found_inf is not None,
-        LR_ON_DEVICE=isinstance(rule.lr, Tensor),
-        BLOCK=1024,
-    )
-    return Prepared(coefficients, common, told, norm)
-
-
-def _log2(beta: float) -> float:
-    return math.log2(beta) if beta > 0 else -1e30
 
 
 @dataclass(frozen=True)
@@ -311,6 +199,20 @@ class Tables:
     aligned: bool
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """Where the tensors lie that a variance-reduced update needs beside the four, and its smallest factor."""
+
+    noises: Tensor
+    """Squared deviations; none where not positive."""
+    averages: Tensor | None
+    """Moving averages of the factors, of the gradients' type: these, where there are any, are multiplied by."""
+    factors: Tensor | None
+    """Take the factors in float32, where they are wanted."""
+    noise_dtype: torch.dtype
+    gamma: float
+
+
 def update(
     cut: Cut,
     tables: Tables,
@@ -321,6 +223,7 @@ def update(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     seed: int | None,
+    reduction: Reduction | None = None,
 ) -> Tensor | None:
     """Make the step. Returns the sums of every chunk, in the order of `VITALS`, where asked for.
 
@@ -333,6 +236,7 @@ def update(
         grad_scale: What gradients are still multiplied by; they are divided in memory too.
         found_inf: Other than 0 where nothing is to be changed.
         seed: Where weights are to be rounded stochastically.
+        reduction: Where gradients are to be scaled by the paper's factors on the way; ``.grad`` stays as it is.
     """
     device = tables.weights.device
     sums = torch.empty((len(VITALS), cut.num_chunks), dtype=torch.float32, device=device) if vitals else None
@@ -342,6 +246,9 @@ def update(
         tables.grads,
         tables.firsts,
         tables.seconds,
+        tables.weights if reduction is None else reduction.noises,
+        tables.weights if reduction is None or reduction.averages is None else reduction.averages,
+        tables.weights if reduction is None or reduction.factors is None else reduction.factors,
         prepared.coefficients,
         prepared.common,
         prepared.common if grad_scale is None else grad_scale,
@@ -353,6 +260,7 @@ def update(
         1 - rule.beta1,
         1 - rule.beta2,
         rule.eps,
+        0.0 if reduction is None else reduction.gamma,
         KIND=KINDS[tables.dtypes[0]],
         GRAD=KINDS[tables.dtypes[1]],
         MOMENT=KINDS[tables.dtypes[2]],
@@ -361,6 +269,10 @@ def update(
         FOUND=found_inf is not None,
         MAXIMIZE=rule.maximize,
         STOCHASTIC=seed is not None,
+        REDUCED=reduction is not None,
+        AVERAGED=reduction is not None and reduction.averages is not None,
+        KEEP=reduction is not None and reduction.factors is not None,
+        NOISE=KINDS[torch.float32 if reduction is None else reduction.noise_dtype],
         ALIGNED=tables.aligned,
         BLOCK=BLOCK,
         SPAN=SPAN,

@@ -44,6 +44,15 @@ def load(at, offsets, end, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.load(at + offsets, mask=offsets < end, other=0.0).to(tl.float32)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def put(at, offsets, end, x, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store some elements; nothing beyond the end."""
+    if WHOLE:
+        tl.store(at + offsets, x)
+    else:
+        tl.store(at + offsets, x, mask=offsets < end)
+
+
 @triton.jit
 def absolute_bits(x):  # type: ignore[no-untyped-def]
     """The bits of |x|: as whole numbers they are in order, with inf above all numbers and nan above inf."""

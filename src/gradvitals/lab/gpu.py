@@ -7,11 +7,12 @@ Bytes are the fewest that must be moved, and bandwidth is given beside that of a
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from gradvitals import kernels, optim
 from gradvitals.errors import GradvitalsError
+from gradvitals.lab import gpu_vr
 from gradvitals.lab.gpu_steps import time_training
 from gradvitals.lab.markdown import markdown_table
 
@@ -89,10 +91,16 @@ def run_gpu(
             tell(f"{name}: statistics and updates")
             result["shapes"][name] = _time_shape(gpt_tensors(name), device, rounds, bandwidth)
             torch.cuda.empty_cache()
+            tell(f"{name}: variance-reduced steps")
+            more = gpu_vr.passes(_parameters(gpt_tensors(name), device))
+            result["shapes"][name]["works"] |= _rows(more, gpu_vr.BYTES, gpt_tensors(name), rounds, bandwidth)
+            del more
+            torch.cuda.empty_cache()
         tell(f"{NUM_SMALL} small tensors")
         result["small"] = _time_small(device, rounds)
         tell("gpt-124m: VRAdamW")
-        result["vr"] = [_time_vr(gpt_tensors("gpt-124m"), device, k, rounds) for k in NUM_PARTS]
+        make = partial(_parameters, gpt_tensors("gpt-124m"), device)
+        result["vr"] = [gpu_vr.time_steps(make, k, rounds, in_turn, num_launches) for k in NUM_PARTS]
         torch.cuda.empty_cache()
     if "training" in parts:
         result["training"] = {name: time_training(name, device, tell) for name in names}
@@ -181,6 +189,9 @@ def _time_shape(
         nn.utils.clip_grad_norm_(parameters, 1.0)
         fused.step()
 
+    fused.step()
+    moments = [[fused.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq")]
+    read |= moments_works(*moments)
     updates: dict[str, Work] = {
         "torch fused AdamW": fused.step,
         "AdamW": plain.step,
@@ -188,23 +199,32 @@ def _time_shape(
         "torch clip and fused AdamW": torchs_two,
         "AdamW clipping, with vitals": clipping.step,
     }
-    sizes = {"statistics": 4, "norms": 4, "statistics and <W,g>": 8, "torch foreach norm": 4}
+    sizes: dict[str, float] = {"statistics": 4, "norms": 4, "statistics and <W,g>": 8, "torch foreach norm": 4}
+    sizes |= {"moments": 8, "medians of moments": 0.5, "torch foreach norms of moments": 8}
     sizes |= dict.fromkeys(("torch fused AdamW", "AdamW", "AdamW with vitals"), ADAM_BYTES)
     sizes |= {"torch clip and fused AdamW": ADAM_BYTES + 4, "AdamW clipping, with vitals": ADAM_BYTES + 4}
-    times = in_turn(read, rounds) | in_turn(updates, rounds)
+    works = [_rows(some, sizes, shapes, rounds, bandwidth) for some in (read, updates)]
     return {
         "parameters": numel,
         "tensors": len(parameters),
-        "works": {
-            name: {
-                "ms": ms,
-                "bytes_per_parameter": sizes[name],
-                "share_of_copy": sizes[name] * numel / (ms / 1000) / bandwidth,
-                "launches": num_launches({**read, **updates}[name]),
-            }
-            for name, ms in times.items()
-        },
+        "works": works[0] | works[1],
         "from_idle_ms": from_idle(updates, rounds),
+    }
+
+
+def _rows(
+    works: dict[str, Work], sizes: Mapping[str, float], shapes: Sequence[tuple[int, ...]], rounds: int, bandwidth: float
+) -> dict[str, Any]:
+    """What each takes, beside what its bytes would take."""
+    numel = sum(math.prod(shape) for shape in shapes)
+    return {
+        name: {
+            "ms": ms,
+            "bytes_per_parameter": sizes[name],
+            "share_of_copy": sizes[name] * numel / (ms / 1000) / bandwidth,
+            "launches": num_launches(works[name]),
+        }
+        for name, ms in in_turn(works, rounds).items()
     }
 
 
@@ -221,6 +241,21 @@ def statistics_works(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> dict
     }
 
 
+def moments_works(firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> dict[str, Work]:
+    """Readings of Adam's moments, by kernels and by torch, which has no counts in its own."""
+    module: Any = kernels.ready("moments")
+    reader = module.MomentReader([m.numel() for m in firsts], firsts[0].device)
+    limits = torch.full((len(firsts),), 0.5, device=firsts[0].device)
+    return {
+        "moments": lambda: reader.sums(firsts, seconds, limits),
+        "medians of moments": lambda: reader.medians(firsts, seconds),
+        "torch foreach norms of moments": lambda: (
+            torch._foreach_norm(list(firsts)),
+            torch._foreach_norm(list(seconds), 1),
+        ),
+    }
+
+
 def _time_small(device: torch.device, rounds: int) -> dict[str, Any]:
     parameters = _parameters([(SMALL_SIZE,)] * NUM_SMALL, device)
     works = statistics_works([p.grad for p in parameters if p.grad is not None], parameters)
@@ -230,37 +265,6 @@ def _time_small(device: torch.device, rounds: int) -> dict[str, Any]:
     works["torch fused AdamW"] = torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
     times = from_idle(works, rounds)
     return {name: {"from_idle_ms": ms, "launches": num_launches(works[name])} for name, ms in times.items()}
-
-
-def _time_vr(shapes: Sequence[tuple[int, ...]], device: torch.device, k: int, rounds: int) -> dict[str, Any]:
-    """A whole step: `k` gradients arrive and are added up, then the update; what collecting adds counts with it."""
-    fused_parameters, vr_parameters = _parameters(shapes, device), _parameters(shapes, device)
-    parts = [[1e-3 * torch.randn_like(p) for p in vr_parameters] for _ in range(2)]
-    fused = torch.optim.AdamW(fused_parameters, lr=1e-6, fused=True)
-    vr = optim.VRAdamW(vr_parameters, lr=1e-6, k=k)
-
-    def arrive(parameters: Sequence[nn.Parameter]) -> None:
-        for number in range(k):
-            torch.autograd.backward(list(parameters), list(parts[number % 2]))
-
-    def whole(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        optimizer.zero_grad()
-        arrive(parameters)
-        optimizer.step()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few parts, which are meant
-        times = in_turn(
-            {
-                "fused": fused.step,
-                "fused, whole": lambda: whole(fused, fused_parameters),
-                "vr, whole": lambda: whole(vr, vr_parameters),
-            },
-            rounds,
-            repeats=5,
-        )
-    spent = times["fused"] + times["vr, whole"] - times["fused, whole"]
-    return {"k": k, "fused_ms": times["fused"], "vr_ms": spent, "ratio": spent / times["fused"]}
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -311,7 +315,8 @@ def format_gpu(result: dict[str, Any]) -> str:
         lines += [
             "",
             f"VRAdamW, gpt-124m, {found['k']} parts: {found['vr_ms']:.2f} ms for collecting, scaling and updating, "
-            f"{found['ratio']:.2f} × torch's fused AdamW ({found['fused_ms']:.2f} ms)",
+            f"{found['ratio']:.2f} × torch's fused AdamW ({found['fused_ms']:.2f} ms); "
+            f"{found['launches']['vr']} launches, {found['launches']['fused']} with torch's",
         ]
     for name, found in result.get("training", {}).items():
         rows = [("", "ms a step", "of bare", "quartiles")]

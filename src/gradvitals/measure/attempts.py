@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradvitals.errors import ObserveError
 from gradvitals.measure.clock import Clock
 
 
@@ -24,6 +25,7 @@ class Attempts:
         self._on_error = on_error
         self._on_gpu = on_gpu
         self._broken: set[str] = set()
+        self._told: set[str] = set()
 
     def __call__(self, part: str, work: Callable[..., Any], *args: Any) -> None:
         """Do one part, unless it has failed before."""
@@ -36,6 +38,11 @@ class Attempts:
             self.fail(part, error)
 
     def fail(self, part: str, error: Exception) -> None:
-        """A part has met an error."""
-        self._broken.add(part)
+        """A part has met an error. One in what the loop has told concerns that call alone, and is told once."""
+        if not isinstance(error, ObserveError):
+            self._broken.add(part)
+        elif str(error) in self._told:
+            return
+        else:
+            self._told.add(str(error))
         self._on_error(part, error)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
-from gradvitals.measure.landed import PartSums, StepSums, is_estimable
+from gradvitals.measure.landed import StepSums, is_estimable
+from gradvitals.measure.sums import PartSums
 from gradvitals.measure.window import NUM_BLOCKS
 from gradvitals.types import Layout, Reading
 
@@ -44,6 +45,7 @@ class Interpreter:
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
         self._adam = RatioHistory(config.gsnr_window)
+        self._examples = RatioHistory(config.gsnr_window)
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
@@ -58,6 +60,7 @@ class Interpreter:
             ("microbatch", is_estimable(step), self._from_parts),
             ("adam", step.has("first_moment"), self._from_moments),
             ("window", bool(step.windows), self._window),
+            ("examples", step.examples is not None, self._from_examples),
         ):
             if not applies or part in self._broken:
                 continue
@@ -113,6 +116,8 @@ class Interpreter:
             values |= self._changes(step, tensors)
         if step.carried:
             values["grad/carried"] = 1.0
+        if step.in_turn:
+            values["step/in_turn"] = 1.0
         if step.max_norm is not None:
             values["clip/max_norm"] = step.max_norm
         if step.under_scaler:
@@ -136,7 +141,7 @@ class Interpreter:
         self._last_change = (step.step, square)
         return values
 
-    # -- the three sources of GSNR ------------------------------------------------------------------------------
+    # -- the sources of GSNR ------------------------------------------------------------------------------
 
     def _from_parts(self, step: StepSums) -> Reading:
         """From the gradients that a step's gradient is made of: micro-batches, ranks, or both at once."""
@@ -175,6 +180,21 @@ class Interpreter:
             heads=heads_out,
         )
 
+    def _from_examples(self, step: StepSums) -> Reading:
+        """From single examples, which only the weights of norm layers tell; what stands for the model is their sum."""
+        layout, parts = step.table.layout, step.examples
+        assert parts is not None
+        read = step.rows["examples"].present
+        signal, noise = _signal_and_noise(step.known("examples"), step.known("examples_sum"), parts)
+        names, all_signal, all_noise = _with_sums(layout, signal, noise, read)
+        if not step.outlier:
+            self._examples.push(names, all_signal, all_noise, step.step)
+        per_sample = self._examples.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
+        size = parts.samples / parts.count
+        values, tensors, layers, _ = _spread(layout, [size * part for part in per_sample])
+        values |= _noise_scale(*(float(part[0]) for part in per_sample))
+        return step.reading(source="examples", batch_size=size, values=values, tensors=tensors, layers=layers)
+
     def _from_moments(self, step: StepSums) -> Reading:
         layout = step.table.layout
         rows = np.flatnonzero(step.rows["beta1"].present)
@@ -198,6 +218,13 @@ class Interpreter:
         values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
+        if step.has("median_sum"):
+            tensors["gsnr/median"] = np.full(step.num_rows, np.nan)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = step.known("median_sum")[rows] / step.known("median_size")[rows]
+            tensors["gsnr/median"][rows] = functional.adam_gsnr_from_sums(
+                ratio, 1.0, beta1=beta1, beta2=beta2, step=step.known("adam_step")[rows]
+            )
         stage = step.moments_stage or step.stage
         return step.reading(source="adam", values=values, tensors=tensors, layers=layers, stage=stage)
 
@@ -226,7 +253,13 @@ class Interpreter:
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def _histories(self) -> dict[str, NormHistory | RatioHistory]:
-        return {"norms": self._norms, "micro": self._micro, "radial": self._radial, "adam": self._adam}
+        return {
+            "norms": self._norms,
+            "micro": self._micro,
+            "radial": self._radial,
+            "adam": self._adam,
+            "examples": self._examples,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """All moving averages."""
@@ -236,7 +269,8 @@ class Interpreter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved moving averages."""
         for name, history in self._histories().items():
-            history.load_state_dict(state[name])
+            if name in state:  # one saved before there was this source has none of it
+                history.load_state_dict(state[name])
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
 
 

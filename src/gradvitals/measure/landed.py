@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradvitals.config import Config
 from gradvitals.measure.clock import Lap
+from gradvitals.measure.examples_landed import land_examples
 from gradvitals.measure.packet import Arrived
 from gradvitals.measure.rawstep import RawStep
+from gradvitals.measure.sums import Flags, Floats, PartSums, RowSums
 from gradvitals.types import Layout, Reading, Stage
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
@@ -34,6 +32,8 @@ SUMMED = {
     "adam_step": "adam_step",
     "alive_count": "alive",
     "below_one_count": "below_one",
+    "median_sum": "median_sum",
+    "median_size": "median_size",
     "factor_sum": "factor_sum",
     "factor_low": "factor_low",
     "factor_one": "factor_one",
@@ -54,36 +54,6 @@ class Table:
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
         self.slots = slots
         self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
-
-
-@dataclass
-class RowSums:
-    """One number for each row, and which rows it was read of. What was read may be nan."""
-
-    values: Floats
-    present: Flags
-
-    @property
-    def known(self) -> Floats:
-        """The numbers, nan where nothing was read."""
-        return np.where(self.present, self.values, np.nan)
-
-
-@dataclass
-class PartSums:
-    """The gradients a step's gradient is made of, as `functional.signal_and_noise_of_sums` wants them."""
-
-    count: float
-    """How many there were."""
-    samples: float
-    """Samples in all of them together; their number where the loop did not tell."""
-    sizes_known: bool
-    weight: float
-    """Sum of their weights w in the step's gradient."""
-    weight_per_sample: float
-    """Sum of w / b, where b is how many samples a part has."""
-    square_per_sample: float
-    """Sum of w² / b."""
 
 
 @dataclass
@@ -118,6 +88,7 @@ class StepSums:
     under_scaler: bool = False
     skipped: bool = False
     carried: bool = False
+    in_turn: bool = False
     rows: dict[str, RowSums] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
     """For each slice of an attention head."""
@@ -126,6 +97,10 @@ class StepSums:
     parts: PartSums | None = None
     num_sources: int = 1
     """Data workers that the parts come from."""
+    examples: PartSums | None = None
+    """The single examples behind the gradients of norm layers, whose sums are in the rows `examples`."""
+    no_examples: str = ""
+    """Why there are none, where they were looked for."""
     windows: dict[int, WindowSums] = field(default_factory=dict)
     ranks: dict[str, Floats] = field(default_factory=dict)
     """One number a rank."""
@@ -221,6 +196,7 @@ class _Landing:
             under_scaler=self.under_scaler,
             skipped=raw.skipped or (found_inf is not None and bool(found_inf.values.any())),
             carried=raw.carried,
+            in_turn=raw.in_turn,
             lap=raw.lap,
             single_part=any(station.micro_batches == 1 for station in raw.stations),
             is_broken=self._is_broken(),
@@ -248,6 +224,13 @@ class _Landing:
         count = max((station.micro_batches for station in raw.stations), default=0)
         if count and {"micro0", "micro_heads0"} & self.arrived.keys():
             self._take_parts(step, count)
+        if any(station.examples is not None for station in raw.stations):
+            norms = step.rows.get("norm")
+            found = land_examples(raw, self.arrived, norms, self.part_scale, self.config.micro_batch_weights)
+            if isinstance(found, str):
+                step.no_examples = found
+            else:
+                step.rows["examples"], step.rows["examples_sum"], step.examples = found
         for name in PRINTS:
             if name in self.arrived:
                 by_row = name.startswith(("check", "state"))

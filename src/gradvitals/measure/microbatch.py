@@ -1,8 +1,9 @@
 """GSNR from the gradients a step's gradient is made of: squared norms of every incoming one, no copies kept.
 
 During backward a hook on each parameter sees the gradient before it is added to ``.grad``. The hook only
-collects; one multi-tensor norm per `FLUSH_BYTES` does the work. In one process the first micro-batch needs no hook:
-until the second arrives, ``.grad`` is its gradient, and not holding a reference lets autograd keep it without a copy.
+collects; one multi-tensor norm per `FLUSH_BYTES`, or two launches per `GPU_FLUSH_BYTES`, do the work. In one process
+the first micro-batch needs no hook: until the second arrives, ``.grad`` is its gradient, and not holding a reference
+lets autograd keep it without a copy.
 Where gradients are reduced over ranks, ``.grad`` never is the rank's own, and the first is measured like the others.
 """
 
@@ -24,6 +25,9 @@ from gradvitals.measure.views import HeadView
 
 FLUSH_BYTES = 64 * 2**20
 """Incoming gradients held back at most, while backward frees far more than that in activations."""
+
+GPU_FLUSH_BYTES = 256 * 2**20
+"""The same on a GPU, where launches count and one reads as many tensors as there are."""
 
 BEFORE = -1
 """Stands for the runs of the autograd engine before the current one."""
@@ -222,7 +226,7 @@ class MicrobatchSums:
             self._pending_run = engine_run
         self._pending.append((row, grad))
         self._pending_bytes += grad.numel() * grad.element_size()
-        if self._pending_bytes >= FLUSH_BYTES:
+        if self._pending_bytes >= (GPU_FLUSH_BYTES if grad.is_cuda else FLUSH_BYTES):
             self.flush()
 
     def _end_micro_batch(self, row: int, engine_run: int) -> None:

@@ -1,7 +1,8 @@
-"""GSNR from the optimizer's own moments: no memory, no hooks, two multi-tensor norms.
+"""GSNR from the optimizer's own moments: no memory, no hooks, one read by a kernel or two multi-tensor norms.
 
 Adam keeps m, an average of gradients, and v, an average of their squares. The sums of m² and of v over a
-tensor are all that `functional.adam_signal_and_noise` needs.
+tensor are all that `functional.adam_signal_and_noise` needs. The GSNR of a coordinate grows with m²/v, so that its
+median over coordinates follows from the median of that.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradvitals import kernels
+from gradvitals.kernels.cut import upload
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.ranks.shards import local
 
 SHARE_ELEMENTS = 2**10
-"""Coordinates of each tensor that its share below 1 is counted in: a standard error under 2 %."""
+"""Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""
+
+MOST_SETS = 16
+"""Sets of tensors that tables are kept for."""
 
 SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
@@ -57,26 +63,98 @@ class MomentSums:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = stepping(optimizer)
-        self._samplers: tuple[list[int], list[tuple[stats.Sampler, list[int]]]] | None = None
+        self._samplers: dict[tuple[int, ...], list[tuple[stats.Sampler, list[int]]]] = {}
+        self._readers: dict[tuple[Any, ...], Any] = {}
         self._state = _State([], [], [], [], {}, [], [])
 
     @torch.no_grad()
     def add(
-        self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter], *, below_one: bool
+        self,
+        packet: Packet,
+        rows: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        *,
+        below_one: bool,
+        median: bool,
     ) -> dict[int, tuple[float, float]]:
-        """Put sums, step counts and sampled shares into the packet; return the betas of every row read."""
-        if not self._holds(parameters):
-            self._state = self._look_up(rows, parameters)
-        state = self._state
+        """Put sums, step counts, shares and medians into the packet; return the betas of every row read."""
+        state = self._found(rows, parameters)
         if not state.rows:
             return {}
-        stats.add_norms(packet, "exp_avg_norm", state.rows, state.first)
-        stats.add_sums_of_positive(packet, "exp_avg_sq_sum", state.rows, state.second)
+        left, rest = self._add_by_kernels(packet, state, sums=True, below_one=below_one, median=median)
+        if left:
+            first, second = ([column[p] for p in left] for column in (state.first, state.second))
+            stats.add_norms(packet, "exp_avg_norm", [state.rows[p] for p in left], first)
+            stats.add_sums_of_positive(packet, "exp_avg_sq_sum", [state.rows[p] for p in left], second)
         for step_rows, steps in stats.by_device_and_dtype(state.rows, state.steps):
             packet.add_each("adam_step", steps, step_rows)
-        if below_one:
-            self._add_below_one(packet, state)
+        if left and below_one:
+            self._add_sampled(packet, state, left, below_one=True, median=False)
+        if rest:
+            self._add_sampled(packet, state, rest, below_one=False, median=True)
         return state.betas
+
+    @torch.no_grad()
+    def add_medians(self, packet: Packet, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Put the medians alone into the packet, where something else has told the sums."""
+        state = self._found(rows, parameters)
+        if state.rows:
+            _, rest = self._add_by_kernels(packet, state, sums=False, below_one=False, median=True)
+            if rest:
+                self._add_sampled(packet, state, rest, below_one=False, median=True)
+
+    def _found(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
+        if not self._holds(parameters):
+            self._state = self._look_up(rows, parameters)
+            self._samplers.clear()
+        return self._state
+
+    # -- by kernels ---------------------------------------------------------------------------------------------
+
+    def _add_by_kernels(
+        self, packet: Packet, state: _State, *, sums: bool, below_one: bool, median: bool
+    ) -> tuple[list[int], list[int]]:
+        """Put into the packet what kernels can read.
+
+        Returns:
+            Positions of the tensors whose sums are left to be read, and of those whose medians are: where torch takes
+            all coordinates, it finds them exactly.
+        """
+        every = list(range(len(state.rows)))
+        found: set[int] = set()
+        counted: set[int] = set()
+        if kernels.on_device(state.first[0]) and kernels.ready("moments") is not None:
+            readable = [p for p in every if _readable(state.first[p], state.second[p])]
+            large = [p for p in readable if state.first[p].numel() > SHARE_ELEMENTS] if median else []
+            for some in _alike(state, readable) if sums else ():
+                numbers = self._read("sums", state, some, _limits(state, some, torch.float32))
+                names = ["exp_avg_norm", "exp_avg_sq_sum", *(["alive_count", "below_one_count"] if below_one else [])]
+                for name, values in zip(names, () if numbers is None else numbers, strict=False):
+                    packet.add(name, values, [state.rows[p] for p in some])
+                    found.update(some)
+            for some in _alike(state, large):
+                if (medians := self._read("medians", state, some)) is not None:
+                    add_median(packet, medians, state, some)
+                    counted.update(some)
+        return [p for p in every if p not in found], [p for p in every if median and p not in counted]
+
+    def _read(self, what: str, state: _State, places: Sequence[int], *more: Tensor) -> Tensor | None:
+        """Sums or medians of moments of one device and type; None where kernels fail."""
+        firsts, seconds = ([column[p] for p in places] for column in (state.first, state.second))
+        key = (firsts[0].device, firsts[0].dtype, tuple([m.numel() for m in firsts]))
+        try:
+            if key not in self._readers:
+                if len(self._readers) >= MOST_SETS:
+                    self._readers.clear()
+                module: Any = kernels.ready("moments")
+                self._readers[key] = module.MomentReader(key[2], key[0])
+            result: Tensor = getattr(self._readers[key], what)(firsts, seconds, *more)
+        except Exception as error:
+            kernels.give_up("moments", error, "moments are read by torch")
+            return None
+        return result
+
+    # -- as they are found --------------------------------------------------------------------------------------
 
     def _holds(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the moments are still the tensors they were: a loaded checkpoint or a reset brings others."""
@@ -107,28 +185,84 @@ class MomentSums:
                 state.kept.append((parameter, kept, kept["exp_avg"], kept["step"]))
         return state
 
-    def _add_below_one(self, packet: Packet, state: _State) -> None:
-        """Count, in a sample of coordinates, those alive and those whose GSNR is below 1.
+    def _add_sampled(
+        self, packet: Packet, state: _State, left: Sequence[int], *, below_one: bool, median: bool
+    ) -> None:
+        """Look at a sample of coordinates: count those alive and those whose GSNR is below 1, and find the median."""
+        rows = [state.rows[p] for p in left]
+        if tuple(rows) not in self._samplers:
+            self._samplers[tuple(rows)] = stats.samplers(rows, [state.first[p] for p in left], SHARE_ELEMENTS)
+        for sampler, positions in self._samplers[tuple(rows)]:
+            places = [left[p] for p in positions]
+            mean = sampler.gather([state.first[p] for p in places])
+            square = sampler.gather([state.second[p] for p in places])
+            in_order = [places[p] for p in sampler.order]
+            alive = sampler.sums((square > 0).to(mean.dtype))
+            if below_one:
+                threshold = _limits(state, in_order, mean.dtype)
+                limit = torch.repeat_interleave(threshold, sampler.lengths, output_size=mean.numel())
+                below = (mean.square() < limit * square) & (square > 0)
+                packet.add("alive_count", alive, sampler.rows)
+                packet.add("below_one_count", sampler.sums(below.to(mean.dtype)), sampler.rows)
+            if median:
+                medians = _medians(mean.double().square() / square.double(), sampler.lengths, alive)
+                add_median(packet, medians, state, in_order)
 
-        With bias-corrected m and v, r < 1 where 2 m² < (1 + c1) v; c1 and both corrections depend on the step
-        count, which may live on the device, so the comparison is made there.
-        """
-        if self._samplers is None or self._samplers[0] != state.rows:
-            self._samplers = (state.rows, stats.samplers(state.rows, state.first, SHARE_ELEMENTS))
-        for sampler, positions in self._samplers[1]:
-            mean = sampler.gather([state.first[p] for p in positions])
-            square = sampler.gather([state.second[p] for p in positions])
-            kind, device = mean.dtype, mean.device
-            step = torch.stack([state.steps[positions[p]] for p in sampler.order]).to(device, kind, non_blocking=True)
-            betas = [state.betas[row] for row in sampler.rows]
-            b1, b2 = (
-                torch.tensor([pair[which] for pair in betas], dtype=kind).to(device, non_blocking=True)
-                for which in (0, 1)
-            )
-            debias1, debias2 = 1 - b1**step, 1 - b2**step
-            variance_of_mean = (1 - b1) / (1 + b1) * (1 + b1**step) / debias1
-            threshold = (1 + variance_of_mean) / 2 * debias1**2 / debias2
-            limit = torch.repeat_interleave(threshold, sampler.lengths, output_size=mean.numel())
-            below = (mean.square() < limit * square) & (square > 0)
-            packet.add("alive_count", sampler.sums((square > 0).to(kind)), sampler.rows)
-            packet.add("below_one_count", sampler.sums(below.to(kind)), sampler.rows)
+
+def add_median(packet: Packet, medians: Tensor, state: _State, places: Sequence[int]) -> None:
+    """Medians, each times the size of its tensor: where ranks hold shares of a tensor, theirs are averaged by size."""
+    rows = [state.rows[p] for p in places]
+    sizes = torch.tensor([state.first[p].numel() for p in places], dtype=torch.float64)
+    weights = upload(sizes, medians.device)
+    packet.add("median_sum", medians.nan_to_num(nan=0.0) * weights, rows)
+    packet.add("median_size", torch.where(medians.isnan(), 0.0, weights), rows)
+
+
+def _readable(first: Tensor, second: Tensor) -> bool:
+    well = kernels.usable(first) and kernels.usable(second) and bool(first.numel())
+    return well and first.stride() == second.stride() and first.dtype == second.dtype
+
+
+def _alike(state: _State, places: Sequence[int]) -> list[list[int]]:
+    """Those of one device and type together."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place in places:
+        found.setdefault((state.first[place].device, state.first[place].dtype), []).append(place)
+    return list(found.values())
+
+
+def _limits(state: _State, places: Sequence[int], kind: torch.dtype) -> Tensor:
+    """For each tensor: a coordinate's GSNR is below 1 where m² is below this times v.
+
+    With bias-corrected m and v, r < 1 where 2 m² < (1 + c1) v; c1 and both corrections depend on the step
+    count, which may live on the device, so they are worked out there.
+    """
+    device = state.first[places[0]].device
+    step = torch.stack([state.steps[p] for p in places]).to(device, kind, non_blocking=True)
+    betas = [state.betas[state.rows[p]] for p in places]
+    b1, b2 = (
+        torch.tensor([pair[which] for pair in betas], dtype=kind).to(device, non_blocking=True) for which in (0, 1)
+    )
+    debias1, debias2 = 1 - b1**step, 1 - b2**step
+    variance_of_mean = (1 - b1) / (1 + b1) * (1 + b1**step) / debias1
+    return (1 + variance_of_mean) / 2 * debias1**2 / debias2
+
+
+def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
+    """The median of each segment's numbers that are not nan; nan where there are none. Without a wait."""
+    if not ratios.numel():
+        return torch.full_like(alive, torch.nan, dtype=torch.float64)
+    segments = torch.arange(len(lengths), device=ratios.device)
+    begins = torch.cumsum(lengths, 0) - lengths
+    which = torch.repeat_interleave(segments, lengths, output_size=ratios.numel())
+    # One sort for all: the segment before the point, the ratio's place between 0 and 1 behind it, none at the end.
+    most = 1 - 2.0**-20
+    inside = torch.where(ratios.isnan(), 1.0, (ratios / (1 + ratios)).clamp(max=most))
+    inside = (which + most * inside).sort().values
+    number = alive.to(torch.int64)
+    found = torch.zeros_like(alive, dtype=torch.float64)
+    for middle in ((number - 1) // 2, number // 2):
+        place = (begins + middle.clamp(min=0)).clamp(max=ratios.numel() - 1)  # an empty segment has none
+        share = (inside[place] - segments) / most
+        found += share / (1 - share) / 2
+    return torch.where(number > 0, found, torch.nan)

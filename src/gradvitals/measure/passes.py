@@ -74,7 +74,7 @@ class Passes:
             try:
                 numbers = self._numbers(names, some, [tensors[p] for p in places], beside, views)
             except Exception as error:
-                kernels.give_up(error, "gradients are read by torch")
+                kernels.give_up("reader", error, "gradients are read by torch")
                 left += places
                 continue
             self._add(packet, names, some, numbers, views, name_of_heads, heads_instead, bool(beside))

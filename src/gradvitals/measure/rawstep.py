@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 from torch import Tensor, nn
 
+from gradvitals.errors import ObserveError
 from gradvitals.measure.clock import Lap
 from gradvitals.measure.packet import Packet, Shipment
 from gradvitals.types import Layout, Stage
+
+
+def check_observed(loss: Any, batch_size: Any) -> None:
+    """Raise an `ObserveError` that says what `observe` was given instead of numbers, and what to do."""
+    if not (loss is None or isinstance(loss, (Tensor, Real)) or hasattr(loss, "__float__")):
+        inside = " as out.loss, if that is what it holds" if hasattr(loss, "loss") else ""
+        raise ObserveError(
+            f"observe got a {type(loss).__name__} as loss; expected a tensor or a number: pass the loss itself{inside}"
+        )
+    if isinstance(loss, Tensor) and not loss.numel():
+        raise ObserveError("observe got a tensor without elements as loss; expected one number or the mean of several")
+    if batch_size is not None and not (isinstance(batch_size, Real) and float(batch_size) > 0):
+        given = repr(batch_size) if isinstance(batch_size, Real) else f"a {type(batch_size).__name__}"
+        raise ObserveError(
+            f"observe got {given} as batch_size; expected the number of samples behind the loss: pass len(inputs)"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,8 @@ class StationStep:
     """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, got."""
     micro_batches: int = 0
     """Number of micro-batches; 0 where they were not counted."""
+    examples: dict[int, tuple[int, ...]] | None = None
+    """Of each norm layer the examples in every micro-batch; None where they were not looked for."""
     divided: float = 1.0
     """What the sum of its micro-batches was divided by since, where a pipeline did so."""
 
@@ -83,6 +104,8 @@ class RawStep:
     skipped: bool = False
     carried: bool = False
     """Whether gradients were added to those of the step before."""
+    in_turn: bool = False
+    """Whether the model is one side of a game."""
     layout: Layout = field(default_factory=Layout)
     slots: list[tuple[int, int]] = field(default_factory=list)
     """Row and head that each number of the head views belongs to."""
@@ -90,7 +113,12 @@ class RawStep:
     lap: Lap = field(default_factory=Lap)
 
     def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
-        """The loop told a loss, and the samples behind it."""
+        """The loop told a loss, and the samples behind it.
+
+        Raises:
+            ObserveError: If these are not numbers; nothing of them is kept.
+        """
+        check_observed(loss, batch_size)
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
         elif loss is not None:

@@ -12,12 +12,12 @@ from gradvitals.config import Config
 from gradvitals.measure import stats
 from gradvitals.measure.changes import Changes
 from gradvitals.measure.clock import Clock
+from gradvitals.measure.collecting import Collectors
 from gradvitals.measure.factors import FactorSums
-from gradvitals.measure.microbatch import MicrobatchSums, add_heads
+from gradvitals.measure.microbatch import add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.passes import LARGEST, NONFINITE, NONZERO, NORM, Passes
-from gradvitals.measure.ranks.fsdp import parts_of
 from gradvitals.measure.rawstep import Arrival, RawStep, StationStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.sentinel import Sentinel
@@ -31,7 +31,6 @@ class Station:
 
     def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config, *, reduced: bool = False) -> None:
         self.index = index
-        self._reduced = reduced  # over ranks, after each has had its own
         self.optimizer = optimizer
         self.config = config
         self.sentinel = Sentinel(self._give_up)
@@ -42,7 +41,7 @@ class Station:
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
-        self.micro: MicrobatchSums | None = None
+        self.collectors = Collectors(config, reduced=reduced)
         self.factors: FactorSums | None = None
         self.on_given_up: Callable[[Station], None] = lambda station: None
         self.parameters: list[nn.Parameter] = []
@@ -87,20 +86,7 @@ class Station:
         dense = [row for row in self._held if row not in watched.looked_up]
         weights = [watched.weight(row) for row in dense]
         self.changes.follow(dense, [watched.parameters[row] for row in dense], weights)
-        if self.micro is not None:
-            self.micro.disarm()
-        wanted = "ranks" if self._reduced else "microbatch"
-        if "gsnr" in self.config.metrics and wanted in self.config.sources:
-            self.micro, _ = parts_of(
-                watched.model,
-                watched.parameters,
-                watched.heads,
-                rows=rows,
-                arrivals=watched.arrivals,
-                clock=clock,
-                on_error=partial(on_error, "microbatch"),
-                reduced=self._reduced,
-            )
+        self.collectors.assign(rows, watched, clock, on_error)
         self.vitals.follow(self._held, [watched.parameters[row] for row in self._held], watched.heads)
         if self.factors is None and "vrgd/mean" in self.config.metrics:
             self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
@@ -116,8 +102,7 @@ class Station:
             return
 
     def _give_up(self) -> None:
-        if self.micro is not None and self.micro.armed:
-            self.micro.restart()
+        self.collectors.restart()
         self.on_given_up(self)
 
     def _current_members(self) -> list[int]:
@@ -234,7 +219,7 @@ class Station:
         rows, grads = [row for row, _ in found], [grad for _, grad in found]
         if not rows or packet is None:
             return
-        heads = watched.heads if full and self.micro is not None and self.micro.armed else {}
+        heads = watched.heads if full and self.collectors.has_micro_batches else {}
         asked = {LARGEST: "max"} if detail and "grad/max" in wants else {}
         asked |= {NONZERO: "nonzero"} if detail and "grad/zero_fraction" in wants else {}
         asked |= {NONFINITE: "nonfinite"} if count_nonfinite and "grad/nonfinite" in wants else {}
@@ -286,13 +271,6 @@ class Station:
         if left:
             stats.add_norms(packet, name, [rows[p] for p in left], [weights[p] for p in left])
 
-    def take_micro_batches(self, packet: Packet) -> None:
-        """Put the norms of the step's micro-batches into the packet, where there were several."""
-        assert self.micro is not None
-        self.step.micro_batches, norms = self.micro.finish()
-        if self.step.micro_batches >= 2 or self._reduced:
-            packet.extend(norms)
-
     def push_windows(
         self, watched: Rows, packet: Packet, assumed: torch.amp.GradScaler | None
     ) -> dict[int, int | None]:
@@ -340,6 +318,8 @@ class Station:
             yield "vitals", lambda: told.update(self._take_vitals(draft, watched))
         if told and draft.full:
             yield "weights", lambda: self._read_other_weights(draft, watched, told)
+            if self.moments is not None and draft.detail and "gsnr/median" in self.config.metrics:
+                yield "medians", lambda: self._read_medians(draft, told)
         elif draft.full:
             if self.moments is not None:
                 yield "moments", lambda: self._read_moments(draft)
@@ -366,7 +346,14 @@ class Station:
         assert self.moments is not None
         below_one = draft.detail and "gsnr/below_one_fraction" in self.config.metrics
         parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in set(self._held)]
-        draft.betas |= self.moments.add(draft.packet, self._held, parameters, below_one=below_one)
+        median = draft.detail and "gsnr/median" in self.config.metrics
+        draft.betas |= self.moments.add(draft.packet, self._held, parameters, below_one=below_one, median=median)
+
+    def _read_medians(self, draft: RawStep, told: set[int]) -> None:
+        assert self.moments is not None
+        of = dict(zip(self.rows, self.parameters, strict=True))
+        rows = [row for row in self._held if row in told]
+        self.moments.add_medians(draft.packet, rows, [of[row] for row in rows])
 
     @torch.no_grad()
     def _read_weights(self, draft: RawStep, watched: Rows) -> None:
@@ -380,7 +367,6 @@ class Station:
         """Take all hooks away."""
         self.sentinel.unhook()
         self.vitals.stop()
-        if self.micro is not None:
-            self.micro.disarm()
+        self.collectors.stop()
         if self.factors is not None:
             self.factors.stop()

@@ -31,6 +31,7 @@ from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.rawstep import Arrival, RawStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.station import Station
+from gradvitals.measure.turns import Turns
 
 STEPS_TOGETHER = 8
 """Steps that several ranks add up at once, where none of them is due for more."""
@@ -97,6 +98,7 @@ class Tap:
         self.start(0)
         if ranks is not None:
             self._own_gradient = OwnGradient(rows, lambda: self.draft.packet)
+        self._turns = Turns(optimizers)
         self._ear = Ear(self)
         interpose.attach(self._ear)
 
@@ -123,14 +125,10 @@ class Tap:
         self.calendar.every = steps
 
     def _arm(self, station: Station, step: int) -> None:
-        """Collect micro-batches from here on if the step to come is due."""
+        """Collect what comes with backward from here on if the step to come is due."""
         due = self.calendar.due(step)
-        if station.micro is not None:
-            if due.full:
-                radial = due.detail and "radial_gsnr" in self.config.metrics
-                self.attempt("microbatch", partial(station.micro.arm, radial=radial))
-            else:
-                station.micro.disarm()
+        for name, prepare in station.collectors.prepare(full=due.full, detail=due.detail):
+            self.attempt(name, prepare)
         if self._audit is not None and due.audit and station is self.stations[0]:
             self.attempt("audit", self._audit.arm)
 
@@ -164,6 +162,7 @@ class Tap:
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
         draft.batch_size = self.batch_size if draft.batch_size is None else draft.batch_size
+        draft.in_turn = self._turns.is_game
         draft.pack_losses()
         draft.lap = self._clock.lap()
         self.step += 1
@@ -313,8 +312,8 @@ class Tap:
         if self.rows.aside:
             self.attempt("partial", self._read_sums, station)
         self.attempt("window", self.push_windows, station)
-        if station.micro is not None and station.micro.armed:
-            self.attempt("microbatch", station.take_micro_batches, self.draft.packet)
+        for name, take in station.collectors.take(station.step, self.draft.packet):
+            self.attempt(name, take)
 
     @torch.no_grad()
     def _read_sums(self, station: Station) -> None:
@@ -376,6 +375,7 @@ class Tap:
 
     def _detach(self) -> None:
         interpose.detach(self._ear)
+        self._turns.stop()
         for handle in self._handles:
             handle.remove()
         for station in self.stations:

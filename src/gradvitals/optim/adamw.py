@@ -93,10 +93,13 @@ class AdamW(torch.optim.AdamW):
         """Of all gradients in the last step, before clipping, on their device; None without `max_norm`."""
         self.tells_vitals = False
         """Whether the last step went through kernels, so that the next will call the hooks most likely."""
-        self._pass = OnePass(self)
+        self._pass = self._new_pass()
         self._vitals_hooks: OrderedDict[int, VitalsHook] = OrderedDict()
         self._slices: dict[int, Mapping[Tensor, int]] = {}
         self._clip_factor: Tensor | None = None
+
+    def _new_pass(self) -> OnePass:
+        return OnePass(self)
 
     def register_vitals_hook(self, hook: VitalsHook, slices: Mapping[Tensor, int] | None = None) -> RemovableHandle:
         """Have a function called after each step that goes through kernels, with what it saw in passing.
@@ -151,7 +154,7 @@ class AdamW(torch.optim.AdamW):
         except Exception as error:
             if self._pass.has_begun:  # what is half made cannot be made otherwise
                 raise
-            kernels.give_up(error, f"{type(self).__name__} goes on with torch's step")
+            kernels.give_up(self._pass.needs, error, f"{type(self).__name__} goes on with torch's step")
             return False
         self.total_norm = self._pass.total_norm
         for vitals in told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
-from gradvitals.optim.parts import Block, in_memory_order
+from gradvitals.optim.blocks import Block, in_memory_order
 
 Rule = Callable[[Tensor, Tensor, int, float], Tensor]
 """A factor for every element of a tensor, from the mean and biased variance of its parts, their number, and gamma."""
@@ -116,6 +116,13 @@ def averaged(share: Share, factors: list[Tensor]) -> list[Tensor]:
         alike = [i for i, other in enumerate(share.weights) if other == weight]
         torch._foreach_lerp_([used[i] for i in alike], [factors[i] for i in alike], weight)
     return used
+
+
+def weights_of(states: Sequence[Mapping[str, Any]], beta3: float) -> list[float]:
+    """Of the new factors in each parameter's moving average."""
+    steps = [state.get("factor_step", 0) + 1 for state in states]
+    by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
+    return [by_step[step] for step in steps]
 
 
 def layers_of(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from gradvitals.optim.adamw import AdamW
 from gradvitals.optim.lamb import LAMB
 from gradvitals.optim.lars import LARS
 from gradvitals.optim.options import VROptions
@@ -96,46 +95,6 @@ class VRAdam(VarianceReduced, torch.optim.Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-
-
-class VRAdamW(VarianceReduced, AdamW):
-    """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
-
-    `weight_decay` shrinks the weights directly. Arguments are those of `torch.optim.AdamW`, then those of `VROptions`.
-    """
-
-    default_beta3 = 0.9
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
         maximize: bool = False,

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradvitals import kernels
+from gradvitals.kernels.cut import ALIGNMENT, Addresses, Cut
 from gradvitals.optim.factors import Share
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels; None where there is no Triton to compile them."""
-    try:
-        from gradvitals.optim import kernels
-    except ImportError:
-        return None
-    return kernels
 
 
 def can_be_fused(share: Share) -> bool:
     """Whether the kernels know the share's rule, and all its tensors lie in memory as they need it."""
-    grad = share.grads[0]
     if share.rule != "paper" or share.granularity != "tensor" or not share.at_once or share.block is None:
         return False
-    if not grad.is_cuda or share.block.kind.odd or grad.dtype not in DTYPES or share.flat_noise.dtype not in DTYPES:
+    grad, noise, cache = share.grads[0], share.noises[0], share.block.cache
+    if not kernels.on_device(grad) or not {grad.dtype, noise.dtype} <= set(kernels.DTYPES):
         return False
-    if _broken or _kernels() is None or len(set(share.weights)) > 1:
+    if kernels.ready("paper") is None or len(set(share.weights)) > 1:
         return False
-    strides = share.block.cache.setdefault("strides", [noise.stride() for noise in share.noises])
     averages = [average for average in share.averages if average is not None]
     if len(averages) != len(share.averages):
         return False
+    strides = cache.setdefault("strides", [noise.stride() for noise in share.noises])
     return all(_lie_well(tensors, strides, grad.dtype) for tensors in (share.grads, averages) if tensors)
 
 
 def _lie_well(tensors: list[Tensor], strides: list[tuple[int, ...]], dtype: torch.dtype) -> bool:
     # In every step, for every tensor: as few calls as can be.
-    return (
-        [tensor.stride() for tensor in tensors] == strides
-        and not any([tensor.data_ptr() % 16 for tensor in tensors])
-        and all([tensor.dtype == dtype for tensor in tensors])
-    )
-
-
-_broken = False
+    return [tensor.stride() for tensor in tensors] == strides and all([tensor.dtype == dtype for tensor in tensors])
 
 
 def scale_fused(share: Share, *, keep: bool) -> list[Tensor] | None:
@@ -58,38 +40,42 @@ def scale_fused(share: Share, *, keep: bool) -> list[Tensor] | None:
     Returns:
         The factors, where they are to be kept; None where the kernels cannot be compiled, and nothing was done.
     """
-    global _broken
     try:
         return _scale_fused(share, keep)
     except Exception as error:  # no compiler, a device that is too old: whatever it is, torch can do without
-        _broken = True
-        warnings.warn(f"variance-reduced steps go on without kernels, which failed: {error}", stacklevel=2)
+        kernels.give_up("paper", error, "variance-reduced steps go on")
         return None
 
 
 def _scale_fused(share: Share, keep: bool) -> list[Tensor]:
-    kernels, block = _kernels(), share.block
-    assert block is not None
-    sizes = [grad.numel() for grad in share.grads]
-    if "stretches" not in block.cache:
-        block.cache |= {
-            "stretches": kernels.Stretches.cut(sizes, share.grads[0].device),
-            "addresses": kernels.Addresses(),
-        }
-    addresses = block.cache["addresses"]
-    factors = kernels.scale_by_the_paper(
-        addresses.table("grads", share.grads),
-        addresses.table("averages", share.averages) if share.averages else None,
-        block.flat,
-        block.cache["stretches"],
-        dtype=share.grads[0].dtype,
-        gamma=share.gamma,
-        weight=share.weights[0] if share.weights else 0.0,
-        keep=keep,
-    )
-    if factors is None:
-        return []
-    return [
-        factors.as_strided(noise.shape, noise.stride(), piece.storage_offset())
-        for piece, noise in zip(factors.split(sizes), share.noises, strict=True)
-    ]
+    paper: Any = kernels.ready("paper")
+    assert share.block is not None
+    cache, device = share.block.cache, share.grads[0].device
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        if "cut" not in cache:
+            cache["cut"] = Cut([grad.numel() for grad in share.grads], device, paper.SPAN)
+            cache |= {name: Addresses() for name in ("grads", "noises", "averages", "factors")}
+        factors = room_for_factors(share.grads) if keep else []
+        lists: dict[str, Sequence[Any]] = {"grads": share.grads, "noises": share.noises}
+        lists |= {"averages": share.averages, "factors": factors}
+        tables = {name: cache[name].table(tensors) if tensors else None for name, tensors in lists.items()}
+        paper.scale(
+            cache["cut"],
+            **tables,
+            dtype=share.grads[0].dtype,
+            noise_dtype=share.noises[0].dtype,
+            gamma=share.gamma,
+            weight=share.weights[0] if share.weights else 0.0,
+            aligned=all(cache[name].aligned for name in lists),
+        )
+    return factors
+
+
+def room_for_factors(grads: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor in float32 for each gradient, laid out like it where that has no gaps, in one piece of memory."""
+    starts, first = [], 0
+    for grad in grads:
+        starts.append(first)
+        first += -(-grad.numel() // ALIGNMENT) * ALIGNMENT
+    flat = torch.empty(first, dtype=torch.float32, device=grads[0].device)
+    return [flat.as_strided(grad.shape, grad.stride(), start) for grad, start in zip(grads, starts, strict=True)]

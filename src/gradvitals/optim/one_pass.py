@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ class Vitals:
     max_norm: float | None
 
 
-class _Batch:
+class Batch:
     """Parameters of one group, device and type, and their state."""
 
     def __init__(
         self, group: int, entries: Sequence[tuple[Tensor, dict[str, Any]]], slices: Mapping[Tensor, int]
     ) -> None:
-        adam, cut = _modules("adam", "cut")
+        adam, cut = modules("adam", "cut")
         self.group = group
         self.parameters = [parameter for parameter, _ in entries]
         self.states = [state for _, state in entries]
@@ -59,6 +59,8 @@ class _Batch:
             self.slices[self.parameters[place]] = slice(begin, begin + number)
             begin += number
         self.addresses = {name: cut.Addresses() for name in ("weights", "grads", "firsts", "seconds", "steps")}
+        self.extra: dict[str, Any] = {}
+        """What a step needs that is more than AdamW's."""
 
     def holds(self, grads: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether state and gradients are still what they were: a loaded checkpoint or a reset brings others."""
@@ -76,12 +78,15 @@ class _Batch:
 class OnePass:
     """Makes the steps of one AdamW, as far as kernels can."""
 
+    needs: ClassVar[str] = "adam"
+    """The module of kernels that is given up where a step fails."""
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.total_norm: Tensor | None = None
         self.has_begun = False
         """Whether some weights have been changed in the step in progress."""
-        self._batches: list[_Batch] = []
+        self._batches: list[Batch] = []
         self._members: list[list[int]] = []
         self._slices: Mapping[Tensor, int] = {}
         self._grads: list[list[Tensor]] = []
@@ -95,7 +100,7 @@ class OnePass:
         if self._reachable[0] != known:
             every = [p for group in groups for p in group["params"]]
             self._reachable = (known, bool(every) and all(kernels.usable(p) for p in every))
-        return self._reachable[1] and all(_is_ours(group) for group in groups) and kernels.ready("adam") is not None
+        return self._reachable[1] and all(_is_ours(group) for group in groups) and kernels.ready(self.needs) is not None
 
     def look(self, slices: Mapping[Tensor, int]) -> bool:
         """Look at the gradients. Returns whether kernels can make the step with them."""
@@ -113,8 +118,10 @@ class OnePass:
 
     def _fits(self) -> bool:
         self._grads = [[_grad(p) for p in batch.parameters] for batch in self._batches]
-        state = self.optimizer.state
-        return all(batch.holds(grads, state) for batch, grads in zip(self._batches, self._grads, strict=True))
+        return all(self._holds(batch, grads) for batch, grads in zip(self._batches, self._grads, strict=True))
+
+    def _holds(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
+        return batch.holds(grads, self.optimizer.state)
 
     def _lay_out(self, present: Sequence[Sequence[Tensor]], slices: Mapping[Tensor, int]) -> bool:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -127,10 +134,31 @@ class OnePass:
                     return False
                 if moments[0].dtype != moments[1].dtype or not parameter.numel():
                     return False
-                kind = (index, parameter.device, parameter.dtype, grad.dtype, moments[0].dtype)
+                more = self._kind(parameter, grad, state)
+                if more is None:
+                    return False
+                kind = (index, parameter.device, parameter.dtype, grad.dtype, moments[0].dtype, *more)
                 alike.setdefault(kind, []).append((parameter, state))
-        self._batches = [_Batch(kind[0], entries, slices) for kind, entries in alike.items()]
+        self._batches = [Batch(kind[0], entries, slices) for kind, entries in alike.items()]
+        for batch in self._batches:
+            self._complete(batch)
         return True
+
+    # What variance-reduced steps do besides.
+
+    def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """What else parameters must have in common to go together; None where kernels cannot make the step."""
+        return ()
+
+    def _complete(self, batch: Batch) -> None:
+        """Add what else a new batch needs."""
+
+    def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
+        """What `prepare` and `update` take to scale gradients, and whether all of it allows wide loads."""
+        return None, None, True
+
+    def _after(self, batch: Batch) -> None:
+        """The update of a batch has been made."""
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -153,7 +181,7 @@ class OnePass:
 
     def _squares(self) -> Tensor:
         """The squared norm of every gradient, in one pass over those of one device and type."""
-        (reader,) = _modules("reader")
+        (reader,) = modules("reader")
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for batch, grads in zip(self._batches, self._grads, strict=True):
             alike.setdefault((batch.device, batch.dtypes[1]), []).extend(grads)
@@ -164,7 +192,7 @@ class OnePass:
 
     def _step_batch(
         self,
-        batch: _Batch,
+        batch: Batch,
         grads: Sequence[Tensor],
         squares: Tensor | None,
         max_norm: float | None,
@@ -172,7 +200,7 @@ class OnePass:
         found: Tensor | None,
         vitals: bool,
     ) -> list[Vitals]:
-        adam, sums = _modules("adam", "sums")
+        adam, sums = modules("adam", "sums")
         group, at = self.optimizer.param_groups[batch.group], batch.addresses
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device != batch.device:
@@ -181,22 +209,27 @@ class OnePass:
         rule = adam.Rule(lr, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
         clip = {"squares": squares, "max_norm": max_norm}
         amp = {"grad_scale": scale, "found_inf": found}
-        prepared = adam.prepare(at["steps"].table(batch.steps), len(batch.steps), rule, **clip, **amp)
+        grads_at = at["grads"].table(grads)
+        ratios, reduction, well = self._reduce(batch, grads, grads_at)
+        prepared = adam.prepare(at["steps"].table(batch.steps), len(batch.steps), rule, **clip, **amp, ratios=ratios)
         lists = {
-            "weights": batch.parameters, "grads": grads, "firsts": batch.firsts, "seconds": batch.seconds
+            "weights": batch.parameters, "firsts": batch.firsts, "seconds": batch.seconds
         }  # fmt: skip
-        addresses = {name: at[name].table(tensors) for name, tensors in lists.items()}
-        aligned = all(at[name].aligned for name in lists)
+        addresses = {"grads": grads_at} | {name: at[name].table(tensors) for name, tensors in lists.items()}
+        aligned = well and all(at[name].aligned for name in addresses)
         tables = adam.Tables(**addresses, dtypes=batch.dtypes, aligned=aligned)
         stochastic = self.optimizer.stochastic_rounding and batch.dtypes[0] == torch.bfloat16
         seed = torch.initial_seed() % 2**31 + 7919 * batch.group if stochastic else None
         try:
-            of_chunks = adam.update(batch.cut, tables, rule, prepared, vitals=vitals, **amp, seed=seed)
+            of_chunks = adam.update(
+                batch.cut, tables, rule, prepared, vitals=vitals, **amp, seed=seed, reduction=reduction
+            )
         except Exception:
             if not self.has_begun:
                 torch._foreach_sub_(batch.steps, 1.0)
             raise
         self.has_begun = True
+        self._after(batch)
         if squares is not None and self.total_norm is None:
             self.total_norm = prepared.norm[0]
         if of_chunks is None:
@@ -215,7 +248,8 @@ class OnePass:
         ]
 
 
-def _modules(*names: str) -> list[Any]:
+def modules(*names: str) -> list[Any]:
+    """Modules of kernels, which are known to be there."""
     return [kernels.ready(name) for name in names]
 
 

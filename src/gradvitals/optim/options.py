@@ -94,3 +94,10 @@ def warn_of_few_parts(found: int, where: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "gradvitals.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def world_size() -> int:
+    """Processes that train together, whether or not they share gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size()

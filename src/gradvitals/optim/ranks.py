@@ -24,7 +24,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
+from gradvitals.optim.adding import rounding_of
+from gradvitals.optim.blocks import like_in_memory
+from gradvitals.optim.parts import GradientParts
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -67,7 +69,7 @@ class RankSums:
         parts.flush()
         num_parts = parts.num_parts_with_current
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        own = [(parameter, grad) for parameter, grad in pairs if parameter in parts.counts]
+        own = [(parameter, grad) for parameter, grad in pairs if parameter in parts]
         self._refuse_a_second_average([parameter for parameter, _ in own])
         parameters = [parameter for parameter, _ in own]
         buffer = bucket.buffer()
@@ -94,7 +96,7 @@ class RankSums:
 
     def _deviations_inside(self, parameter: Tensor, total: Tensor, num_parts: int) -> Tensor | None:
         """Squared deviations among this rank's own parts. Those that passed the parameter by gave it zeros."""
-        count = self.parts.counts[parameter]
+        count = self.parts.count_of(parameter)
         if num_parts == 1 or not count:
             return None
         noise = self.parts.noise_of(parameter)

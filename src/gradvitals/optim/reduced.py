@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradvitals.optim.blocks import Block, in_memory_order
 from gradvitals.optim.factors import (
     DEFAULT_GRANULARITY,
     Rule,
@@ -20,6 +21,7 @@ from gradvitals.optim.factors import (
     factors_of,
     factors_of_layers,
     layers_of,
+    weights_of,
 )
 from gradvitals.optim.fused import can_be_fused, scale_fused
 from gradvitals.optim.options import (
@@ -32,8 +34,9 @@ from gradvitals.optim.options import (
     check_group,
     too_few_parts,
     warn_of_few_parts,
+    world_size,
 )
-from gradvitals.optim.parts import Block, GradientParts, in_memory_order
+from gradvitals.optim.parts import GradientParts
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -99,9 +102,9 @@ class VarianceReduced(torch.optim.Optimizer):
         self._factors_hooks[handle.id] = hook
         return handle
 
-    def _tell(self, share: Share, factors: Sequence[Tensor]) -> None:
+    def _tell_factors(self, parameters: Sequence[Tensor], factors: Sequence[Tensor], gamma: float) -> None:
         for hook in self._factors_hooks.values():
-            hook(share.parameters, factors, share.gamma)
+            hook(parameters, factors, gamma)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its own settings where it has them."""
@@ -237,6 +240,8 @@ class VarianceReduced(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shares = self._gather(torch.compiler.is_compiling())
+        if shares is None:
+            return loss
         of_layers = factors_of_layers(shares)
         averages = [self._scale(share, of_layers.get(index)) for index, share in enumerate(shares)]
         self._base_step()
@@ -252,35 +257,45 @@ class VarianceReduced(torch.optim.Optimizer):
         function(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _gather(self, compiling: bool) -> list[Share]:
-        """Everything in a step that is not torch's arithmetic on gradients. Returns what is left to be scaled."""
+    def _gather(self, compiling: bool) -> list[Share] | None:
+        """Everything in a step that is not torch's arithmetic on gradients. Returns what is left to be scaled, if any.
+
+        None says that the whole step has been made.
+        """
+        self._parts.settle()
         for index, group in enumerate(self.param_groups):
             if index in self._schedules:
                 group["gamma"] = float(self._schedules[index](group["vr_steps"]))
             self._check(group)
-        world_size = self._num_ranks()
+        num_ranks = self._num_ranks()
         self._num_local = self._parts.num_parts
-        self.last_num_parts = self._num_local * world_size
+        self.last_num_parts = self._num_local * num_ranks
         if self.last_num_parts == 0 and self._only_zeros():
             return []
-        enough = self._has_enough_parts(world_size)
+        enough = self._has_enough_parts(num_ranks)
         for group in self.param_groups:
             group["vr_steps"] += 1
         if not enough:
             return []
         self._has_scaled = True
-        self._parts.flush()
         if self._ranks is not None:
             self._ranks.finish()
         else:
             self._parts.complete(self._num_local)
+        if self._step_at_once():
+            self._remember([], [])
+            return None
         shares = [self._share(block, compiling) for block in self._parts.blocks]
         return [share for share in shares if share is not None and not self._scale_fused(share)]
+
+    def _step_at_once(self) -> bool:
+        """Scale gradients and make the base's step in one, where that can be done; else do nothing."""
+        return False
 
     def _num_ranks(self) -> int:
         if self._ranks is not None:
             return self._ranks.world_size
-        if not self._alone and (ranks := _world_size()) > 1:
+        if not self._alone and (ranks := world_size()) > 1:
             raise RuntimeError(
                 f"torch.distributed has {ranks} ranks and the optimizer does not know how they share gradients: call "
                 "optimizer.use_ranks(model) with the DistributedDataParallel model, or optimizer.use_ranks(None) if "
@@ -288,10 +303,10 @@ class VarianceReduced(torch.optim.Optimizer):
             )
         return 1
 
-    def _has_enough_parts(self, world_size: int) -> bool:
+    def _has_enough_parts(self, num_ranks: int) -> bool:
         """Whether gradients can be scaled. If not, this step is the base's; or an error, if none ever could be."""
         found, groups = self.last_num_parts, self.param_groups
-        where = f" ({self._num_local} on each of {world_size} ranks)" if world_size > 1 else ""
+        where = f" ({self._num_local} on each of {num_ranks} ranks)" if num_ranks > 1 else ""
         check_announced(found, where, groups)
         if found >= ENOUGH_PARTS:
             return True
@@ -328,9 +343,7 @@ class VarianceReduced(torch.optim.Optimizer):
         group = self.param_groups[block.kind.group]
         beta3 = group["beta3"]
         states = [self.state.get(parameter, {}) for parameter in parameters] if beta3 else []
-        steps = [state.get("factor_step", 0) + 1 for state in states]
-        by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
-        weights = [by_step[step] for step in steps]
+        weights = weights_of(states, beta3)
         return Share(
             parameters=parameters,
             grads=[grad for grad in grads if grad is not None],
@@ -357,7 +370,7 @@ class VarianceReduced(torch.optim.Optimizer):
         factors = scale_fused(share, keep=bool(self._factors_hooks))
         if factors is None:
             return False
-        self._tell(share, factors)
+        self._tell_factors(share.parameters, factors, share.gamma)
         if share.weights:
             for parameter in share.parameters:
                 self.state[parameter]["factor_step"] += 1
@@ -366,7 +379,7 @@ class VarianceReduced(torch.optim.Optimizer):
     def _scale(self, share: Share, factors: list[Tensor] | None) -> list[Tensor]:
         """Multiply gradients by their factors, in place. Returns the factors' averages, if there are any."""
         factors = factors_of(share) if factors is None else factors
-        self._tell(share, factors)
+        self._tell_factors(share.parameters, factors, share.gamma)
         factors = [factor.to(grad.dtype) for factor, grad in zip(factors, share.grads, strict=True)]
         if share.weights:
             factors = averaged(share, factors)
@@ -385,9 +398,3 @@ class VarianceReduced(torch.optim.Optimizer):
             self.state[parameter] |= {"factor_avg": torch.zeros_like(parameter), "factor_step": 0}
         self._unmade = []
         self._forget()
-
-
-def _world_size() -> int:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    return torch.distributed.get_world_size()

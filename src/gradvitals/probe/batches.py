@@ -57,17 +57,23 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
+def parts_of(tree: Any) -> dict[Any, Any] | None:
+    """The parts of something nested by name, or by place where they have none; None for what has no parts."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return dict(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, (tuple, list)):
+        return dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    return None
+
+
 def named(batch: Any) -> dict[Any, Any]:
-    """The parts of a batch by name, or by place where they have none."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return dict(zip(batch._fields, batch, strict=True))
-    if isinstance(batch, (tuple, list)):
-        return dict(enumerate(batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {0: batch}
+    """The parts of a batch; the batch itself where it has none."""
+    parts = parts_of(batch)
+    return {0: batch} if parts is None else parts
 
 
 def target_key(batch: Any) -> Any:
@@ -236,18 +242,35 @@ def checked_loss(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def logits_of(output: Any) -> Tensor:
-    """The tensor of predictions in whatever a model returns."""
+def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
+    """The tensor of predictions in whatever a model returns: itself, its `logits`, or the first that has an axis.
+
+    Args:
+        output: of the model.
+        guess: whether to look through parts that have names other than `logits` too.
+    """
     if isinstance(output, Tensor):
         return output
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(found, Tensor):
         return found
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise GradvitalsError(
-        f"the model returned {_describe(output)}; expected a tensor, something with .logits, or a tuple of tensors"
-    )
+    if not guess and not isinstance(output, (tuple, list)):
+        return None
+    return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.dim()), None)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The same without a guess.
+
+    Raises:
+        GradvitalsError: where there is none.
+    """
+    found = answers_in(output, guess=False)
+    if found is None:
+        raise GradvitalsError(
+            f"the model returned {_describe(output)}; expected a tensor, something with .logits, or a tuple of tensors"
+        )
+    return found
 
 
 def task_of(subject: Subject, batch: Any) -> str:

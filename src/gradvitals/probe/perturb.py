@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import GradvitalsError, expect
+from gradvitals.probe.batches import answers_in, checked_loss, parts_of
 
 Where = Literal["auto", "inputs", "embeddings"]
 Path = tuple[str | int, ...]
@@ -122,7 +123,10 @@ class Opening:
                 hooks.callback(_in_turn(self._module, self._turn, values).remove)
             hooks.callback(self._model.register_forward_hook(lambda module, args, output: seen.append(output)).remove)
             loss = self._sample.loss()
-        return Outcome(loss=_one_number(loss), output=_main_output(seen[0]))
+        try:
+            return Outcome(loss=checked_loss(loss), output=answers_in(seen[0]))
+        except GradvitalsError as error:
+            raise CannotPerturb(str(error)) from error
 
     def gradient(self, values: Tensor, score: Callable[[Outcome], Tensor] | None = None) -> tuple[Tensor, Outcome]:
         """Gradient of a score with respect to the values; no parameter's `.grad` is touched.
@@ -232,20 +236,8 @@ def _tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(tree, Tensor):
         yield path, tree
     else:
-        for key, child in _children(tree):
+        for key, child in (parts_of(tree) or {}).items():
             yield from _tensors(child, (*path, key))
-
-
-def _children(tree: Any) -> list[tuple[str | int, Any]]:
-    if isinstance(tree, Mapping):
-        return list(tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return list(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, (list, tuple)):
-        return list(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    return []
 
 
 def _replaced(tree: Any, path: Path, value: Tensor) -> Any:
@@ -258,7 +250,8 @@ def _replaced(tree: Any, path: Path, value: Tensor) -> Any:
         changed[key] = _replaced(tree[key], rest, value)
         return changed
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*[_replaced(child, rest, value) if name == key else child for name, child in _children(tree)])
+        named = zip(tree._fields, tree, strict=True)
+        return type(tree)(*[_replaced(child, rest, value) if name == key else child for name, child in named])
     if isinstance(tree, (list, tuple)):
         return type(tree)(_replaced(child, rest, value) if at == key else child for at, child in enumerate(tree))
     return dataclasses.replace(tree, **{str(key): _replaced(getattr(tree, str(key)), rest, value)})
@@ -287,23 +280,6 @@ def _described(call: Any) -> str:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())
-
-
-def _main_output(output: Any) -> Tensor | None:
-    """The tensor of answers in what a model returned: itself, its `logits`, or the first that has an axis."""
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    return next((tensor for _, tensor in _tensors(output) if tensor.is_floating_point() and tensor.ndim > 0), None)
-
-
-def _one_number(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CannotPerturb(f"the loss is {given}; expected one number: take its mean or its sum")
-    return loss.reshape(())
 
 
 def class_scores(output: Tensor | None, target: Tensor | None) -> Tensor | None:

@@ -61,8 +61,9 @@ class Saliency:
     names: dict[str, list[str]]
     """By axis, what its entries are called, where that is known."""
     completeness: dict[str, float]
-    """Integrated gradients must sum to the change of the answer from the baseline: `expected`, `found`, `error` over
-    expected."""
+    """Whether integrated gradients sum to the change of the answer from the baseline, as they must: `expected` is that
+    change, `found` their sum, and `error` the distance of the two over the larger of |expected| and the sum of
+    absolute values."""
     verdict: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:

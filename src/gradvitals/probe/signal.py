@@ -119,7 +119,7 @@ def judge(row: dict[str, Any], batch_size: int) -> tuple[str, str]:
         return "noise", "no signal could be told from the noise of these batches"
     if high < 1:
         return (
-            "noise",
+            "weak",
             f"there is a signal, but the noise of a batch of {batch_size} is {1 / value:.3g} times as strong",
         )
     return "unclear", f"signal and noise of a batch of {batch_size} are of one size, as far as these batches tell"

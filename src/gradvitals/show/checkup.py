@@ -47,6 +47,8 @@ BELIES = {
     "vanishing": ("dead_tensor",),
     "dead_tensor": ("vanishing",),
     "frozen_weights": ("dead_tensor", "unchanged_weights"),
+    "mixed_passes": ("batch_too_small", "batch_too_large", "estimator_unreliable", "deep_layer_collapse"),
+    "trained_in_turn": ("mixed_passes", "deep_layer_collapse"),
 }
 """By what was found: what is not told to be fine beside it, though its own rule saw nothing. Rules are apart, and a
 reader takes them together: where the loss rose a thousandfold, "no loss stood out" only says which rule was silent."""
@@ -197,6 +199,7 @@ class _Record:
         self.steps = steps
         self._run = run
         self._several_ranks = num_ranks(run.meta) > 1
+        self.is_game = "step/in_turn" in run.metrics("values")
         self._lacks: dict[str, str] = {}
 
     def lacks(self, metric: str) -> str:
@@ -254,6 +257,8 @@ def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str
         return "turned off in Config.rules"
     if failed & {name, "diagnosis"}:
         return "ended in an error of its own"
+    if rule.expects_fall and record.is_game:
+        return "the model is trained in turn with another, as in a GAN, not to bring one loss down"
     lacking = next(filter(None, map(record.lacks, rule.needs)), "")
     if not lacking and record.steps <= max(rule.min_steps, rule.judges_after):
         return f"too early: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"

@@ -36,9 +36,11 @@ class Span:
     last: int
 
     def columns(self, steps: Steps, most: int) -> Steps:
-        """For each step the column it falls into, of at most so many."""
-        many = min(most, self.last - self.first + 1)
-        return (steps - self.first) * many // (self.last - self.first + 1)
+        """For each step the column it falls into, of at most so many; the nearest for one outside."""
+        width = float(self.last - self.first + 1)
+        many = int(min(most, width))
+        share = (steps.astype(np.float64) - self.first) * many / width  # float64 overflows for no two steps
+        return np.clip(share.astype(np.int64), 0, many - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.show.by_layer import table_of
 from gradvitals.show.curves import Floats, Span, Steps
-from gradvitals.show.scan import scan
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
 
@@ -67,16 +67,14 @@ def read_heatmap(
         return None
     rows = min(len(names), most_rows)
     grid = _Grid(span, min(COLUMNS, span.last - span.first + 1), np.arange(rows) * len(names) // rows)
-    frames = _scanned(run, metric, kind, source)
-    if kind == "layers" and metric not in run.metrics("layers"):
-        frames = {"grad/norm": _norms, "update/ratio": _updates}.get(metric, _nothing)(run)
-    averaged = is_averaged(metric)
-    values = _gathered(frames, grid, averaged=averaged)
-    if values is None:
+    table = table_of(run, metric, kind)
+    if table is None:
         return None
-    broken = np.zeros(values.shape, bool)
-    if metric == "grad/norm" and kind == "layers":
-        broken = _broken(run, grid)
+    averaged = is_averaged(metric)
+    found = _gathered(table.read(run, table.steps(run, source), source), table.rows, grid, averaged=averaged)
+    if found is None:
+        return None
+    values, broken = found
     note = f"the {'mean' if averaged else 'largest'} of each stretch of steps"
     if rows < len(names):
         note = f"{note}, and of about {len(names) / rows:.1f} {kind} in a row"
@@ -104,96 +102,40 @@ class _Grid:
         return np.searchsorted(self.starts, rows, "right") - 1
 
 
-Frames = Iterator[tuple[Steps, Steps, Floats]]
-"""Steps, the rows of the run that there are numbers for, in order, and the numbers: ``[steps, rows]``."""
-
-
-def _nothing(run: Run) -> Frames:
-    return iter(())
-
-
-def _scanned(run: Run, metric: str, kind: Kind, source: str | None) -> Frames:
-    for steps, rows in scan(run, metric, kind, source):
-        yield steps, np.arange(rows.shape[1]), rows
-
-
-def _norms(run: Run) -> Frames:
-    into = _ByLayer(run)
-    for steps, rows in scan(run, "grad/norm"):
-        yield steps, into.layers, np.sqrt(into.sums(rows**2))
-
-
-def _updates(run: Run) -> Frames:
-    if "weight/norm" not in run.metrics("tensors"):
-        return
-    into = _ByLayer(run)
-    for steps, updates in scan(run, "update/norm"):
-        also, weights = run.matrix("weight/norm", since=int(steps[0]) - 1, until=int(steps[-1]))
-        _, here, there = np.intersect1d(steps, also, assume_unique=True, return_indices=True)
-        if here.size:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = np.sqrt(into.sums(updates[here] ** 2) / into.sums(weights[there] ** 2))
-            yield steps[here], into.layers, ratio
-
+Frames = Iterable[tuple[Steps, Floats]]
+"""Steps, and the numbers: ``[steps, rows]``."""
 
 Number = TypeVar("Number", np.float64, np.bool_)
 
 
-class _ByLayer:
-    """From numbers of tensors to sums of their layers, for those layers that have tensors."""
-
-    def __init__(self, run: Run) -> None:
-        place = {name: at for at, name in enumerate(run.names("layers"))}
-        member = np.array([place.get(info.layer, -1) for info in run.tensors], dtype=np.int64)
-        self.order = np.argsort(member, kind="stable")[int((member < 0).sum()) :]
-        self.layers, self.starts = np.unique(member[self.order], return_index=True)
-
-    def sums(self, rows: Floats) -> Floats:
-        """The sum over each layer's tensors of what is known; nan where nothing is."""
-        if not self.order.size:
-            return np.zeros((len(rows), 0))
-        ordered = rows[:, self.order]
-        known = np.add.reduceat(~np.isnan(ordered), self.starts, axis=1, dtype=np.int64)
-        total = np.add.reduceat(np.nan_to_num(ordered, nan=0.0, posinf=np.inf), self.starts, axis=1)
-        return np.where(known > 0, total, np.nan)
-
-
-def _gathered(frames: Frames, grid: _Grid, *, averaged: bool) -> Floats | None:
-    """Each cell's largest, or mean, value; a reading stands until the next one."""
+def _gathered(frames: Frames, rows: Steps, grid: _Grid, *, averaged: bool) -> tuple[Floats, NDArray[np.bool_]] | None:
+    """Each cell's largest, or mean, value, and whether one of them is infinite; a reading stands until the next one."""
     reduce = np.add if averaged else np.fmax
     values = np.full(grid.shape, 0.0 if averaged else np.nan)
     counts = np.zeros(grid.shape)
+    broken = np.zeros(grid.shape, bool)
     seen = np.zeros(grid.columns, bool)
-    for steps, which, found in frames:
-        column, row = grid.column(steps), grid.row(which)
-        down, across = (np.flatnonzero(np.diff(place, prepend=-1)) for place in (column, row))
+    row = grid.row(rows)
+    across = np.flatnonzero(np.diff(row, prepend=-1))
+    for steps, found in frames:
+        column = grid.column(steps)
+        down = np.flatnonzero(np.diff(column, prepend=-1))
         seen[column] = True
-        if not which.size:
+        if not rows.size:
             continue
         into = np.ix_(column[down], row[across])
         finite = np.where(np.isfinite(found), found, np.nan)
         part = reduce.reduceat(np.nan_to_num(finite) if averaged else finite, down, axis=0)
         known = np.add.reduceat(~np.isnan(finite), down, axis=0, dtype=np.int64)
+        bad = np.logical_or.reduceat(np.isinf(found), down, axis=0)
         values[into] = reduce(values[into], reduce.reduceat(part, across, axis=1))
         counts[into] += np.add.reduceat(known, across, axis=1)
+        broken[into] |= np.logical_or.reduceat(bad, across, axis=1)
     if not counts.any():
         return None
     with np.errstate(invalid="ignore", divide="ignore"):
         whole = values / counts if averaged else values
-    return _stretched(whole, seen).T
-
-
-def _broken(run: Run, grid: _Grid) -> NDArray[np.bool_]:
-    broken = np.zeros(grid.shape, bool)
-    seen = np.zeros(grid.columns, bool)
-    into = _ByLayer(run)
-    rows = grid.row(into.layers)
-    for steps, found in scan(run, "grad/nonfinite"):
-        column = grid.column(steps)
-        seen[column] = True
-        which, layer = np.nonzero(into.sums(found) > 0)
-        broken[column[which], rows[layer]] = True
-    return _stretched(broken, seen).T if seen.any() else broken.T
+    return _stretched(whole, seen).T, _stretched(broken, seen).T
 
 
 def _stretched(values: NDArray[Number], seen: NDArray[np.bool_]) -> NDArray[Number]:

@@ -83,6 +83,16 @@ NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
         ),
         ("warning",),
     ),
+    "observe_ignored": (
+        _words(
+            "Observed what is no loss",
+            "Monitor.observe was given something else than a tensor or a number. That call is left aside, training "
+            "goes on, and later calls are heard.",
+            ("a text, a list or the whole output of a model was passed instead of its loss",),
+            ("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
+        ),
+        ("warning",),
+    ),
     "store_error": (
         _words(
             "Run cannot be kept",

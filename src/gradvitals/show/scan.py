@@ -13,9 +13,11 @@ from gradvitals.store.reader import Run
 NUMBERS_AT_A_TIME = 1 << 22
 
 
-def windows(steps: NDArray[np.int64], numbers_per_step: int) -> Iterator[NDArray[np.int64]]:
-    """Cut steps into stretches that hold about `NUMBERS_AT_A_TIME` numbers each."""
-    size = max(1, NUMBERS_AT_A_TIME // max(1, numbers_per_step))
+def windows(
+    steps: NDArray[np.int64], numbers_per_step: int, at_a_time: int | None = None
+) -> Iterator[NDArray[np.int64]]:
+    """Cut steps into stretches that hold about `at_a_time` numbers each, or `NUMBERS_AT_A_TIME`."""
+    size = max(1, (at_a_time or NUMBERS_AT_A_TIME) // max(1, numbers_per_step))
     for start in range(0, len(steps), size):
         yield steps[start : start + size]
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gradvitals.show.by_layer import ByLayer, Floats
 from gradvitals.show.scan import scan
 from gradvitals.store.frames import Kind
 from gradvitals.store.reader import Run
 
 WORST = 5
 """How many tensors each list of the worst ones names."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +47,14 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
     steps = [step for step in (norm_step, gsnr_step) if step is not None]
     if not steps or not layers:
         return None, ()
+    by = ByLayer(run)
     columns = {
-        "grad_norm": _by_layer(run, norms, _root_sum_square),
-        "spike_ratio": _by_layer(run, _latest(run, "grad/spike_ratio", "tensors")[1], _largest),
+        "grad_norm": by.whole(by.norms(norms)),
+        "spike_ratio": by.whole(by.reduced(_latest(run, "grad/spike_ratio", "tensors")[1], np.fmax)),
         "gsnr": gsnr,
         "gsnr_low": _latest(run, "gsnr_low", "layers", source)[1],
         "gsnr_high": _latest(run, "gsnr_high", "layers", source)[1],
-        "update_ratio": _update_ratios(run),
+        "update_ratio": _update_ratios(run, by),
     }
     rows = (
         LayerRow(name=name, **{column: float(values[i]) for column, values in columns.items()})
@@ -71,7 +70,8 @@ def layers_hit(run: Run, step: int, count: int = 3) -> tuple[Worst, ...]:
     steps, rows = run.matrix("grad/spike_ratio", since=step - 1, until=step)
     if not steps.size:
         return ()
-    ratios = _by_layer(run, rows[0], _largest)
+    by = ByLayer(run)
+    ratios = by.whole(by.reduced(rows[0], np.fmax))
     return _top(run.names("layers"), ratios, [step] * len(ratios), count)
 
 
@@ -117,33 +117,13 @@ def _latest(run: Run, metric: str, kind: Kind, source: str | None = None) -> tup
     return run.table(metric, kind=kind, source=source, step=int(steps[-1])) if steps.size else (None, missing)
 
 
-def _update_ratios(run: Run) -> Floats:
+def _update_ratios(run: Run, by: ByLayer) -> Floats:
     update_step, updates = _latest(run, "update/norm", "tensors")
     weight_step, weights = _latest(run, "weight/norm", "tensors")
     if update_step is None or update_step != weight_step:
         return np.full(len(run.names("layers")), np.nan)
-    total = _by_layer(run, weights, _root_sum_square)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _by_layer(run, updates, _root_sum_square) / total
-
-
-def _by_layer(run: Run, values: Floats, reduce: Callable[[Floats], float]) -> Floats:
-    members: dict[str, list[int]] = {}
-    for i, info in enumerate(run.tensors):
-        members.setdefault(info.layer, []).append(i)
-    parts = (values[members.get(layer, [])] for layer in run.names("layers"))
-    return np.array([reduce(part[~np.isnan(part)]) if (~np.isnan(part)).any() else np.nan for part in parts])
-
-
-def _root_sum_square(values: Floats) -> float:
-    largest = float(np.abs(values).max())
-    if largest == 0 or not np.isfinite(largest):
-        return largest
-    return largest * float(np.linalg.norm(values / largest))
-
-
-def _largest(values: Floats) -> float:
-    return float(values.max())
+        return by.whole(by.norms(updates) / by.norms(weights))
 
 
 def _top(

@@ -27,6 +27,8 @@ LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/me
 STATES = {"running": "still running", "finished": "finished", "stopped": "stopped without being closed"}
 WIDE = 76
 """Columns of screen from which the layer table shows intervals."""
+MOST_LAYERS = 400
+"""Rows of the layer table; of more, those in the middle are left out."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
             yield label, number(trend.latest), spark_of(metric, trend.values)
     scale = summary.noise_scale
     if scale.identifiable:
-        yield "noise scale", number(scale.value), _range("samples", scale.low, scale.high)
+        unit = "samples, of norm layers" if scale.source == "examples" else "samples"
+        yield "noise scale", number(scale.value), _range(unit, scale.low, scale.high)
     elif scale.measured:
         yield "noise scale", "-", "not identifiable from these readings"
     else:
@@ -152,8 +155,13 @@ class LayerTable:
         table.add_column("layer", overflow="ellipsis", no_wrap=True)
         for heading in headings if wide else ("norm", "spike", "GSNR", "update"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(Text(clean(row.name)), *_cells(row, wide=wide))
+        left_out = len(self.rows) - MOST_LAYERS
+        head = MOST_LAYERS // 2 if left_out > 0 else len(self.rows)
+        for at, row in enumerate(self.rows):
+            if at < head or at >= head + left_out:
+                table.add_row(Text(clean(row.name)), *_cells(row, wide=wide))
+            elif at == head:
+                table.add_row(Text(f"… {left_out:,} more; gradvitals export has all", style="dim"))
         yield self._title()
         yield table
 

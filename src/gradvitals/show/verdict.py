@@ -15,6 +15,7 @@ ABOUT_ITSELF = (
     "source_unavailable",
     "readings_thinned",
     "monitor_error",
+    "observe_ignored",
     "store_error",
     "guard_error",
     "snapshot_error",

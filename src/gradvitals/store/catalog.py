@@ -128,6 +128,7 @@ class Catalog:
         query = "SELECT layers, heads, details FROM layout WHERE id = ?"
         current = self.layout_id()
         row = self.db.execute(query, (current,)).fetchone()
+        schema.check_nesting(row or ())
         found = load_layout(*row) if row else Layout()
         if len(found.tensors) != len(self._layout_names(current, "tensors")):
             raise ValueError(f"layout {current} describes {len(found.tensors)} tensors, and names another number")
@@ -138,7 +139,11 @@ class Catalog:
             return ()
         if (layout_id, kind) not in self._names:
             row = self.db.execute(f"SELECT {kind} FROM layout WHERE id = ?", (layout_id,)).fetchone()
-            self._names[layout_id, kind] = tuple(map(str, json.loads(row[0]))) if row else ()
+            schema.check_nesting(row or ())
+            names = json.loads(row[0]) if row else []
+            if len(names) > schema.MAX_NAMES:
+                raise ValueError(f"layout {layout_id} names {len(names):,} {kind}; expected up to {schema.MAX_NAMES:,}")
+            self._names[layout_id, kind] = tuple(map(str, names))
         return self._names[layout_id, kind]
 
     def names(self, kind: Kind) -> tuple[str, ...]:

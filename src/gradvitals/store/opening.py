@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
 from gradvitals.store import journal, schema
+from gradvitals.store.census import check_words
 
 
 def find_run_file(path: str | os.PathLike[str]) -> Path:
@@ -44,6 +45,7 @@ def connect(path: Path) -> sqlite3.Connection:
             if version < schema.SCHEMA_VERSION:
                 connection = _upgraded_copy(connection, version)
                 schema.check(connection, path)
+            check_words(connection, path)
         except BaseException:
             connection.close()
             raise

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,9 @@ from gradvitals.store.census import take_census
 from gradvitals.store.drawn import Drawn
 from gradvitals.store.frames import Kind
 from gradvitals.store.groups import Array, Found, Group, Span
+from gradvitals.store.process import is_alive, pid_space
 from gradvitals.store.replay import replay
+from gradvitals.store.schema import check_nesting
 from gradvitals.store.segments import Segment, instant, parsed, read_segments
 from gradvitals.store.writer import LIVE_SECONDS
 from gradvitals.types import Action, Finding, Layout, Reading, TensorInfo
@@ -77,7 +80,9 @@ class Run(Drawn):
     def meta(self) -> dict[str, Any]:
         """What the run was started with, and how its process is doing."""
         with self._transaction():
-            meta = {str(key): json.loads(value) for key, value in self._db.execute("SELECT key, value FROM meta")}
+            rows = self._db.execute("SELECT key, value FROM meta").fetchall()
+            check_nesting(value for _, value in rows)
+            meta = {str(key): json.loads(value) for key, value in rows}
             segments = self._db.execute(
                 "SELECT hostname, pid, heartbeat, finished_at, started_at, dropped FROM segment ORDER BY id"
             ).fetchall()
@@ -122,9 +127,12 @@ class Run(Drawn):
 
     @property
     def is_live(self) -> bool:
-        """Whether a process is writing it: not finished, and heard of in the last seconds."""
+        """Whether a process is writing it: not finished, heard of in the last seconds, and not known to be gone."""
         meta = self.meta
-        return meta["finished_at"] is None and time.time() - meta["heartbeat"] < LIVE_SECONDS
+        if meta["finished_at"] is not None or time.time() - meta["heartbeat"] >= LIVE_SECONDS:
+            return False
+        space = meta.get("pid_space")
+        return space is None or space != pid_space() or is_alive(meta["pid"])
 
     @property
     def last_step(self) -> int | None:
@@ -292,6 +300,10 @@ class Run(Drawn):
         """The processes that wrote it, one after the other."""
         with self._transaction():
             return read_segments(self._db, self._catalog.cutoffs())
+
+    def moment(self) -> AbstractContextManager[None]:
+        """All calls within it see the run as of one moment. Keep it short: meanwhile the writer's log cannot shrink."""
+        return self._transaction()
 
     def census(self) -> dict[str, int]:
         """How many records there are and how long their texts are, counted without loading them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,12 @@ SCHEMA_VERSION = 1
 ROW_BITS = 20
 """A block's id is ``chunk id << 20 | row``: appended in order, found without an index."""
 MAX_ROWS = 1 << ROW_BITS
+
+MAX_NAMES = 1 << 18
+"""Tensors, layers or heads that a reader takes from one layout."""
+
+MAX_NESTED = 1 << 21
+"""Lists and mappings in words that are read at once: an empty one takes three bytes in a file and sixty in memory."""
 
 MAX_BLOB_BYTES = 64 << 20
 """Nothing a run holds is larger; a reader refuses to load more in one piece."""
@@ -114,6 +120,9 @@ def migrate(connection: sqlite3.Connection, version: int) -> None:
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
     # A stranger's file may hide a view that never ends, or a computed column, behind a name we trust.
     objects = {name: (kind, sql) for name, kind, sql in connection.execute("SELECT name, type, sql FROM sqlite_master")}
+    trigger = next((name for name, (kind, _) in objects.items() if kind == "trigger"), None)
+    if trigger is not None:  # it would act whenever the run is resumed
+        raise RunFormatError(f"{path} is damaged: it has a trigger {str(trigger)[:80]!r}, which no run has")
     for table, columns in _expected_columns(DDL).items():
         kind, sql = objects.get(table, ("", ""))
         if kind != "table" or not str(sql).startswith("CREATE TABLE"):
@@ -139,6 +148,13 @@ def _columns(connection: sqlite3.Connection, table: str) -> frozenset[tuple[str,
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def check_nesting(texts: Iterable[str]) -> None:
+    """Refuse JSON of which little fills the memory, before it is parsed."""
+    found = sum(text.count("[") + text.count("{") for text in texts)
+    if found > MAX_NESTED:
+        raise ValueError(f"{found:,} lists and mappings; expected up to {MAX_NESTED:,}")
 
 
 @contextmanager

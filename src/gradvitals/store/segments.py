@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
+from gradvitals.store.schema import check_nesting
 from gradvitals.types import Action, Finding
 
 LAST_INSTANT = 2e11
@@ -61,4 +62,6 @@ def instant(value: object) -> float:
 def parsed(record: type[Record], texts: Iterable[str]) -> list[Record]:
     """Findings or actions as they were kept. What a later minor version knows more of is left out."""
     fields = record.__dataclass_fields__
+    texts = list(texts)
+    check_nesting(texts)
     return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]

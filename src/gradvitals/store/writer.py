@@ -29,6 +29,8 @@ from gradvitals.store.frames import (
     frames_of,
     transposed,
 )
+from gradvitals.store.process import is_alive, pid_space
+from gradvitals.store.room import Room
 from gradvitals.types import Action, Finding, Layout, Reading
 
 Record = Reading | Finding | Action | Layout
@@ -76,8 +78,9 @@ class RunWriter:
         self.path = run_file(path)
         self.run_id = uuid.uuid4().hex
         self.dropped = 0
-        """Records that this segment could not keep; written with every commit."""
-        self._meta = dict(meta)
+        """Records that this segment was never given; written with every commit, with those it had no room for."""
+        self._refused = 0
+        self._meta = {**meta, "pid_space": pid_space()}
         self._first_step = first_step
         self._started_at = time.time()
         self._layout = Layout()
@@ -136,7 +139,7 @@ class RunWriter:
         query = "SELECT pid, hostname, heartbeat FROM segment WHERE finished_at IS NULL ORDER BY id DESC LIMIT 1"
         for pid, hostname, heartbeat in self._db.execute(query).fetchall():
             here = hostname == socket.gethostname() and pid != os.getpid() and os.name == "posix"
-            if here and time.time() - heartbeat < LIVE_SECONDS and _is_alive(pid):
+            if here and time.time() - heartbeat < LIVE_SECONDS and is_alive(pid):
                 raise RunError(f"{self.path} is being written by process {pid}; give each process a run of its own")
 
     def _add_segment(self) -> None:
@@ -150,6 +153,7 @@ class RunWriter:
         """Learn from the file what the next write needs to know."""
         one = self._db.execute("SELECT layout FROM segment WHERE id = ?", (self._segment,)).fetchone()
         self._layout_id = int(one[0])
+        self._rooms = {table: Room(self._db, table) for table in ("finding", "action")}
         queries = ("SELECT max(reading) FROM tail", "SELECT max(last_reading) FROM chunk")
         self._next_reading = 1 + max(int(self._db.execute(query).fetchone()[0] or 0) for query in queries)
         # Groups of this segment are found again as their frames come; only their rows in the tail matter.
@@ -191,21 +195,30 @@ class RunWriter:
         if isinstance(record, Reading):
             self._write_reading(record)
         elif isinstance(record, Finding):
-            row = (finding_key(record), self._segment, int(record.first_step), dump_json(record.to_json()))
-            self._execute(
-                "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
-                "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
-                row,
-            )
+            self._write_finding(record)
         elif isinstance(record, Action):
-            self._execute(
-                "INSERT INTO action VALUES (NULL, ?, ?, ?)",
-                (self._segment, int(record.step), dump_json(record.to_json())),
-            )
+            step, content = int(record.step), dump_json(record.to_json())
+            if self._has_room("action", content):
+                self._execute("INSERT INTO action VALUES (NULL, ?, ?, ?)", (self._segment, step, content))
         elif isinstance(record, Layout):
             self._write_layout(record)
         else:
             raise ValueError(f"a run keeps readings, findings, actions and layouts; got {type(record).__name__}")
+
+    def _has_room(self, table: str, content: str, instead_of: str | None = None) -> bool:
+        fits = self._rooms[table].take(content, instead_of)
+        self._refused += not fits
+        return fits
+
+    def _write_finding(self, finding: Finding) -> None:
+        key, content = finding_key(finding), dump_json(finding.to_json())
+        known = self._execute("SELECT content FROM finding WHERE key = ?", (key,)).fetchone()
+        if self._has_room("finding", content, known[0] if known else None):
+            self._execute(
+                "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
+                "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
+                (key, self._segment, int(finding.first_step), content),
+            )
 
     def _write_reading(self, reading: Reading) -> None:
         frames = frames_of(reading)
@@ -254,7 +267,8 @@ class RunWriter:
         if self._file_identity() != self._identity:
             raise RunNotFoundError(f"{self.path} was deleted or replaced while the run was being written")
         self._execute(
-            "UPDATE segment SET heartbeat = ?, dropped = ? WHERE id = ?", (time.time(), self.dropped, self._segment)
+            "UPDATE segment SET heartbeat = ?, dropped = ? WHERE id = ?",
+            (time.time(), self.dropped + self._refused, self._segment),
         )
         for group, count in self._in_tail.items():
             key = self._keys[group]
@@ -350,13 +364,3 @@ class RunWriter:
         except sqlite3.ProgrammingError:
             return True
         return False
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

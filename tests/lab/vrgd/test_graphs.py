@@ -73,9 +73,10 @@ class Simulated:
         self.loss.copy_(self.passes())
         if isinstance(self.optimizer, VarianceReduced):
             parts = self.optimizer._parts
-            for parameter, norm in parts._captured[2].items():
-                norm.copy_(parts._norms[parameter])
-            parts.counts, parts._touched, parts._norms = dict.fromkeys(parts.counts, 0), {}, {}
+            for entry, _, _, norm in parts._captured:
+                if norm is not None:
+                    norm.copy_(entry.norm)
+            parts.forget()
 
 
 # -- passes of a network with batch norm ----------------------------------------------------------------------------

@@ -75,6 +75,27 @@ WORDS: dict[str, Words] = {
         fine="the GSNR is known within a factor of ten",
         reference="arXiv 2309.13681 for the number of micro-batches",
     ),
+    "mixed_passes": Words(
+        name="Passes of different kinds",
+        pattern=(
+            "The GSNR between the backward passes of a step stays below 0, which samples of one thing do not have but "
+            "by chance: four readings in a row in a GAN, 25 elsewhere (advice)."
+        ),
+        title=(
+            "the backward passes of a step are not samples of the same thing: their gradients point against each "
+            "other, and GSNR and noise scale from them mean nothing"
+        ),
+        causes={
+            "game": "one pass is of real samples and one of generated ones, as in a GAN",
+            "losses": "each pass has a loss of its own, and what one gains another loses",
+            "whole": "together the passes hold the same samples at every step, and the run is at its minimum for them",
+        },
+        cures={
+            "nothing": "nothing needs to be done: leave GSNR and noise scale of this model aside",
+            "adam": "with an Adam-like optimizer, the GSNR from its moments holds: Config(sources=('adam',))",
+        },
+        fine="the passes of a step do not point against each other",
+    ),
     "identical_microbatches": Words(
         name="Identical micro-batches",
         pattern="The micro-batches of a step have no noise between them: the same samples in each.",

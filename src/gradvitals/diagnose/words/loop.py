@@ -19,6 +19,20 @@ WORDS: dict[str, Words] = {
         },
         fine="gradients are zeroed between steps",
     ),
+    "trained_in_turn": Words(
+        name="Trained in turn",
+        pattern=(
+            "Another optimizer steps in turn with this one, and the loss of one side goes through the other, as in a "
+            "GAN (advice)."
+        ),
+        title="trained in turn with another model, as in a GAN: a loss that rises or stands still is not judged",
+        causes={"game": "what one side gains the other loses, so that neither loss has to fall"},
+        cures={
+            "look": "judge by what is generated, or by a score of it: these losses do not tell",
+            "balance": "where the loss of one side goes to 0 and stays there, the other learns nothing: slow that side",
+        },
+        fine="the model is not one side of a game",
+    ),
     "frozen_weights": Words(
         name="Frozen weights",
         pattern="Tensors that the optimizer holds do not require a gradient, and stay as they are (advice).",

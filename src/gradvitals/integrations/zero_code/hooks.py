@@ -17,6 +17,7 @@ from torch.optim import optimizer as optim
 from gradvitals.integrations.backward import Backwards
 from gradvitals.integrations.zero_code.watcher import Watcher
 from gradvitals.judge import say
+from gradvitals.measure.turns import STEPS
 
 
 class Hooks:
@@ -42,7 +43,9 @@ class Hooks:
             optim.register_optimizer_step_pre_hook(self._before_step).remove,
             optim.register_optimizer_step_post_hook(self._after_step).remove,
             self._backwards.stop,
+            STEPS.release,
         ]
+        STEPS.hold()  # models are found, and let go, while an optimizer steps
         self._backwards.start()
 
     def remove(self) -> None:

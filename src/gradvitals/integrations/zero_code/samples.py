@@ -48,6 +48,10 @@ class SampleCount:
             self._samples.append(self._calls[0] if len(self._calls) == 1 else None)
             self._calls = []
 
+    def forget(self) -> None:
+        """The backward pass that has just run is the first of its step: none before it counts."""
+        self._samples = []
+
     def after_step(self) -> None:
         """An optimizer of the model has stepped."""
         samples = [size for size in self._samples if size is not None]

@@ -51,6 +51,8 @@ class Watched:
         self._samples.in_backward = False
         if not alone and _versions(self.parameters) == self._before:
             return False
+        if not self._late and self.monitor.tap.observes == 0:
+            self._samples.forget()  # the passes so far were given up, as those of a generator through this model
         self._samples.after_backward()
         if self._late:
             self._losses += [loss] if loss is not None else []

@@ -24,7 +24,7 @@ class MLP(nn.Module):
         super().__init__()
         widths = [64] + [width] * depth
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
-        self.head = nn.Linear(width, NUM_CLASSES)
+        self.head = nn.Linear(widths[-1], NUM_CLASSES)
         self.dropout = nn.Dropout(dropout)
         self.activation = activation
         for layer in self.layers:
@@ -43,11 +43,11 @@ class MLP(nn.Module):
 class CNN(nn.Module):
     """Three stages of convolution, batch norm and ReLU, each halving the picture."""
 
-    def __init__(self, *, width: int = 12, dropout: float = 0.0) -> None:
+    def __init__(self, *, width: int = 12, dropout: float = 0.0, bias: bool = False) -> None:
         super().__init__()
         channels = (1, width, 2 * width, 4 * width)
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(before, after, 3, 2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+            nn.Sequential(nn.Conv2d(before, after, 3, 2, padding=1, bias=bias), nn.BatchNorm2d(after), nn.ReLU())
             for before, after in pairwise(channels)
         )
         self.dropout = nn.Dropout(dropout)
@@ -86,19 +86,24 @@ def post_ln(model: CharLM) -> CharLM:
 
 
 class CharRNN(nn.Module):
-    """A plain recurrent network that reads text and predicts each next character."""
+    """A plain recurrent network, or an LSTM, that reads text and predicts each next character."""
 
-    def __init__(self, *, vocab_size: int, width: int = 64, gain: float = 1.0) -> None:
+    def __init__(self, *, vocab_size: int, width: int = 64, gain: float = 1.0, lstm: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, width)
         self.recur = nn.Linear(width, width)
         self.head = nn.Linear(width, vocab_size)
         nn.init.orthogonal_(self.recur.weight, gain)
         nn.init.zeros_(self.recur.bias)
+        self.lstm = nn.LSTM(width, width, batch_first=True) if lstm else None
+        if lstm:
+            del self.recur
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the targets, in nats a character."""
         inputs = self.embed(tokens)
+        if self.lstm is not None:
+            return F.cross_entropy(self.head(self.lstm(inputs)[0]).flatten(0, 1), targets.flatten())
         state = torch.zeros_like(inputs[:, 0])
         states = []
         for position in range(tokens.shape[1]):

@@ -74,6 +74,11 @@ def _detach(training: Training, planted: int) -> None:
     layer.register_forward_hook(show)
 
 
+def _never_zero(training: Training, planted: int) -> None:
+    """The loop calls it and nothing happens, as if it did not."""
+    training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+
+
 def _strong_decay(recipe: Recipe) -> Recipe:
     """Ten percent off every weight at every step."""
     return with_changes(recipe, weight_decay=0.1 / recipe.lr)
@@ -113,6 +118,15 @@ OPTIMIZER_FAULTS = (
         finds=("update_ratio", "loss_plateau", "vanishing", "high_effort_low_progress"),
         later=False,
         change=_strong_decay,
+    ),
+    Fault(
+        id="never_zeroed",
+        description="gradients are not zeroed between steps",
+        kind="slow",
+        tasks=ALL,
+        finds=("stale_gradients",),
+        later=False,
+        attach=_never_zero,
     ),
     Fault(
         id="frozen_left_out",

@@ -90,6 +90,8 @@ def _train_step(training: Training, monitor: Monitor, fault: Fault, step: int, a
     if age >= 0:
         fault.before_step(training, age)
     training.optimizer.step()
+    if training.source.rival is not None:
+        training.source.rival.take_turn(recipe.micro_batch_size)
     training.optimizer.zero_grad()
 
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.lab.char_lm import Block, Characters, CharLM, CharLMConfig, shakespeare
+from gradvitals.lab.faults.beginners import Discriminator, LinearRegression, Rival, line
 from gradvitals.lab.faults.models import CNN, MLP, CharRNN, post_ln
 from gradvitals.lab.faults.pictures import clothes, digits
 
-Task = Literal["mlp", "cnn", "transformer", "rnn"]
+Task = Literal["mlp", "cnn", "transformer", "rnn", "linear", "gan"]
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets."""
 
 NUM_PICTURES = {"mlp": 6000, "cnn": 3000}
 CONTEXT = 32
 DECAY_FLOOR = 0.1
-"""Share of the learning rate that a cosine schedule ends at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class Recipe:
     lr: float
     weight_decay: float
     schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Cosine down to a tenth; or two drops to a third; both after a warmup. Or no change at all."""
+    """Cosine down to `floor`; or two drops to a third; both after a warmup. Or no change at all."""
+    floor: float = DECAY_FLOOR
+    """Share of the learning rate that a cosine schedule ends at."""
     warmup: int = 20
     micro_batches: int = 1
     micro_batch_size: int = 64
@@ -52,6 +54,8 @@ class Recipe:
     """Matrix products in float16, weights in float32."""
     loss_weight: float = 1.0
     """What the loss is multiplied by before its gradient is taken; it is shown without."""
+    frozen: tuple[str, ...] = ()
+    """Layers that are not trained, as the beginnings of names: a backbone under a new head."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model, where they are not the usual ones."""
 
@@ -73,7 +77,7 @@ class Recipe:
         done = step / self.steps
         if self.schedule == "step":
             return rising * (1.0 if done < 0.6 else 0.3 if done < 0.85 else 0.1)
-        return rising * (DECAY_FLOOR + (1 - DECAY_FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+        return rising * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 RECIPES: dict[Task, Recipe] = {
@@ -91,6 +95,10 @@ RECIPES: dict[Task, Recipe] = {
     "rnn": Recipe(
         task="rnn", optimizer="adamw", lr=2e-3, weight_decay=0.01, micro_batches=2, micro_batch_size=8, max_norm=1.0
     ),
+    "linear": Recipe(task="linear", optimizer="sgd", lr=0.01, weight_decay=0.0, schedule="constant"),
+    "gan": Recipe(
+        task="gan", optimizer="adamw", lr=2e-4, weight_decay=0.0, schedule="constant", micro_batches=2, steps=400
+    ),
 }
 """How each model is usually trained: what faults are planted in."""
 
@@ -102,9 +110,13 @@ class Source:
         self.generator = torch.Generator().manual_seed(1000 + seed)
         self.augment = recipe.augment
         self.text = Characters(_text(), seed=1000 + seed) if recipe.task in ("transformer", "rnn") else None
-        if self.text is None:
-            draw = digits if recipe.task == "mlp" else clothes
-            self.pictures, self.labels = draw(NUM_PICTURES[recipe.task], torch.Generator().manual_seed(7 + seed))
+        if self.text is None and recipe.task != "linear":
+            draw = clothes if recipe.task == "cnn" else digits
+            number = NUM_PICTURES.get(recipe.task, NUM_PICTURES["mlp"])
+            self.pictures, self.labels = draw(number, torch.Generator().manual_seed(7 + seed))
+        elif recipe.task == "linear":
+            self.pictures, self.labels = line(torch.Generator().manual_seed(7 + seed))
+        self.rival: Rival | None = None
 
     @property
     def num_classes(self) -> int:
@@ -115,8 +127,12 @@ class Source:
         """The next micro-batch."""
         if self.text is not None:
             return self.text.batch(size, CONTEXT)
+        if self.rival is not None and self.rival.is_next():
+            return self.rival.batch(size)
         chosen = torch.randint(len(self.labels), (size,), generator=self.generator)
         pictures = self.pictures[chosen]
+        if self.rival is not None:
+            return pictures, torch.ones(size, 1)
         return (self._vary(pictures) if self.augment else pictures), self.labels[chosen]
 
     def _vary(self, pictures: Tensor) -> Tensor:
@@ -178,6 +194,10 @@ def prepare(recipe: Recipe, seed: int, *, build: Callable[[nn.Module], None] | N
         build(model)
     if recipe.half:
         model.half()
+    if isinstance(model, Discriminator):
+        source.rival = Rival(model, recipe.lr)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(recipe.frozen) if recipe.frozen else True)
     return Training(
         recipe=recipe,
         model=model,
@@ -196,6 +216,10 @@ def _model(recipe: Recipe, source: Source) -> nn.Module:
         return CNN(dropout=recipe.dropout, **options)
     if recipe.task == "rnn":
         return CharRNN(vocab_size=source.num_classes, **options)
+    if recipe.task == "linear":
+        return LinearRegression()
+    if recipe.task == "gan":
+        return Discriminator()
     norms_behind = options.pop("post_ln", False)
     shape = CharLMConfig(vocab_size=source.num_classes, **{"context": CONTEXT, "d_model": 48, "n_layer": 3, **options})
     model = CharLM(shape)

@@ -68,6 +68,7 @@ class SimRow:
     """Debiased, at the start."""
     radial_gsnr: float
     true_gsnr: float
+    """What `gsnr` estimates, from the distance to the target and the noise as they were set."""
     change: float
     """Relative change of the norm, as the note measures it, where the target has twice the norm."""
     elasticity: float
@@ -124,7 +125,8 @@ def simulate(case: Case, *, seeds: int = 3, steps: int = 400, levels: Sequence[f
     norms = (scale * weights).norm(dim=-1)
     elasticity = ((norms[0] / norms[1]).log() / math.log(4)).tolist()
     change = ((norms[0] - start.norm(dim=-1)).abs() / start.norm(dim=-1)).tolist()
-    # Half the mean of both targets' squared distance, over the noise: what the estimates estimate.
+    # The GSNR that the estimates estimate, mean of both targets: the gradient without noise is the distance to the
+    # target, so this is the squared distance over the variance of the noise, summed over coordinates.
     true = ((start - targets).square().sum(-1).mean(0) / (numel * sigma[:, 0].square())).tolist()
     return [
         SimRow(

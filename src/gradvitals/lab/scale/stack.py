@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradvitals.multipliers import Kind
+from gradvitals.multipliers.parametrization import PARTS, Kind
 
 VOCAB_SIZE = 256
 """Bytes."""
@@ -65,8 +65,7 @@ def multiplier_parts(name: str, kind: Kind) -> tuple[str, ...]:
     """Which multipliers a matrix gets, as the paper has it: none on embeddings, no rows on the output head."""
     if name in ("embed", "position"):
         return ()
-    parts = {"scalar": ("scale",), "row": ("row",), "column": ("column",), "both": ("row", "column")}[kind]
-    return tuple(part for part in parts if not (name == "head" and part == "row"))
+    return tuple(part for part in PARTS[kind] if not (name == "head" and part == "row"))
 
 
 class StackedLM(nn.Module):

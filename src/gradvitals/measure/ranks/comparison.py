@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import distributed as dist
 
-from gradvitals.measure.landed import Floats, StepSums
+from gradvitals.measure.landed import StepSums
 from gradvitals.measure.ranks.audit import SAMPLES
 from gradvitals.measure.ranks.prints import digest, fold, grad_print, row_salt, split
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.ranks.verdict import Memory, Seen, Suspect, audit_numbers, tensor_mismatch
+from gradvitals.measure.sums import Floats
 
 Prints = NDArray[np.uint64]
 

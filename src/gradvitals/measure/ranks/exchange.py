@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from gradvitals.measure.landed import Floats, StepSums, Table
+from gradvitals.measure.landed import StepSums, Table
 from gradvitals.measure.ranks.comparison import Comparison
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.ranks.wire import Kind, OutOfStepError, Wire
+from gradvitals.measure.sums import Floats
 
 ROLL_CALL_SECONDS = 5.0
 ROLL_CALL_PAUSE = 1.0

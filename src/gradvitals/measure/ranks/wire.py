@@ -14,8 +14,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.measure.landed import STAGES, Floats, PartSums, RowSums, StepSums, Table, WindowSums
+from gradvitals.measure.landed import STAGES, StepSums, Table, WindowSums
 from gradvitals.measure.ranks.roster import Roster
+from gradvitals.measure.sums import Floats, PartSums, RowSums
 from gradvitals.measure.window import NUM_BLOCKS
 
 EVERY_STEP = ("norm", "nonfinite", "change")
@@ -59,6 +60,7 @@ SCALARS = (
     "under_scaler",
     "skipped",
     "carried",
+    "in_turn",
     "counted",
     "unscaled",
     "clipped",
@@ -164,6 +166,7 @@ class Wire:
             "under_scaler": float(step.under_scaler),
             "skipped": float(step.skipped),
             "carried": float(step.carried),
+            "in_turn": float(step.in_turn),
             "counted": float(step.counted),
             "unscaled": float(step.stage == "unscaled"),
             "clipped": float(step.stage == "clipped"),
@@ -228,7 +231,7 @@ class Wire:
         step.lr = told["lr"] / told["lr_told"] if told["lr_told"] else None
         step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
         step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
-        step.carried = told["carried"] > 0
+        step.carried, step.in_turn = told["carried"] > 0, told["in_turn"] > 0
         step.single_part, step.num_sources = own.single_part, roster.num_sources
         for name in self.names(kind):
             values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)

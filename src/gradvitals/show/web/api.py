@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sqlite3
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast, get_args
 
 from starlette.requests import Request
@@ -80,10 +82,11 @@ class Api:
                     lines[place.id] = _encoded(words.line_unread(place))
                     continue
                 read += 1
+            told = partial(words.line_of_trouble, place, folder=folder)
             try:
-                lines[place.id] = self._about(place, "line", work)
+                lines[place.id] = self._about(place, "line", work, told)
             except Exception as error:  # one file that is not what it should be leaves the others to be seen
-                lines[place.id] = _encoded(words.line_of_trouble(place, _told(error), folder))
+                lines[place.id] = _encoded(told(_told(error)))
         about = _encoded({"folder": short(self.shelf.folder.name), "metrics": words.metric_texts()})
         body = about[:-1] + b',"runs":[' + b",".join(lines[place.id] for place in places) + b"]}"
         return Response(body, media_type=JSON)
@@ -158,13 +161,25 @@ class Api:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
 
-    def _about(self, place: Place, what: str, work: Work) -> bytes:
-        """Something about a run as it is sent, made again where the run was written to since, or is being judged."""
+    def _about(
+        self, place: Place, what: str, work: Work, trouble: Callable[[GradvitalsError], Any] | None = None
+    ) -> bytes:
+        """Something about a run as it is sent, made again where the run was written to since, or is being judged.
+
+        What is wrong with a file is kept as well where `trouble` puts it into words, or files that take long to refuse
+        would leave no time for the others.
+        """
 
         def make() -> bytes:
-            with self.shelf.opened(place.id) as run:
-                made = work(place, run)
-            return made if isinstance(made, bytes) else _encoded(made)
+            try:
+                with self.shelf.opened(place.id) as run:
+                    made = work(place, run)
+                return made if isinstance(made, bytes) else _encoded(made)
+            except Exception as error:
+                may_pass = isinstance(error.__cause__, sqlite3.OperationalError | OSError)
+                if trouble is None or may_pass:
+                    raise
+                return _encoded(trouble(_told(error)))
 
         return self.memo.get(*self._key(place, what), make)
 

@@ -8,7 +8,7 @@ from gradvitals.store.reader import Run
 
 MAX_RECORDS = 20_000
 """Findings, and actions, of one run."""
-MAX_RECORD_BYTES = 16 << 20
+MAX_RECORD_BYTES = 8 << 20
 MAX_LAYOUT_BYTES = 16 << 20
 MAX_META_BYTES = 4 << 20
 MAX_GROUPS = 20_000

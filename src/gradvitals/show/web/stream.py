@@ -30,6 +30,7 @@ class _State:
     stamp: Stamp
     looked: float
     news: dict[str, Any]
+    is_readable: bool = True
 
 
 class Watcher:
@@ -124,7 +125,8 @@ class Watcher:
             if state is not None and now - state.looked < (0.0 if quick else SLOW_SECONDS):
                 continue
             fresh = stamp(place.file)
-            if state is not None and fresh == state.stamp and now - state.looked < SLOW_SECONDS:
+            # A file that could not be read is left alone until it changes: refusing it may have taken long.
+            if state is not None and fresh == state.stamp and not state.is_readable:
                 continue
             changed |= self._take_in(place, fresh, now)
         for gone in self._states.keys() - {place.id for place in places}:
@@ -137,17 +139,19 @@ class Watcher:
 
     def _take_in(self, place: Place, fresh: Stamp, now: float) -> bool:
         state = self._states.get(place.id)
-        news = self._news(place)
+        found = self._news(place)
+        news = found or {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}
         if state is not None and state.news == news:
-            state.stamp, state.looked = fresh, now
+            state.stamp, state.looked, state.is_readable = fresh, now, found is not None
             return False
         self._revision += 1
-        self._states[place.id] = _State(self._revision, fresh, now, news)
+        self._states[place.id] = _State(self._revision, fresh, now, news, is_readable=found is not None)
         return True
 
-    def _news(self, place: Place) -> dict[str, Any]:
+    def _news(self, place: Place) -> dict[str, Any] | None:
+        """What there is to tell of a run; None where it cannot be read, of which the list of runs says why."""
         try:
-            with self._shelf.opened(place.id) as run:
+            with self._shelf.opened(place.id) as run, run.moment():
                 census = run.census()
                 records = census["findings"] + census["actions"]
                 return {
@@ -157,5 +161,5 @@ class Watcher:
                     "segments": census["segments"],
                     "live": run.is_live,
                 }
-        except Exception:  # whatever is wrong with one file, the others still have news; the list says what it is
-            return {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}
+        except Exception:  # whatever is wrong with one file, the others still have news
+            return None

@@ -5,6 +5,7 @@ export class SharedAxis {
     this.mode = "step";
     this.range = null; // in the units of the mode; null for everything
     this.full = [0, 1];
+    this.isKnown = false; // until something was read, the ends are made up
     this.listeners = new Set();
     this.cursor = new Set();
     this.clocks = new Map(); // run -> {steps, seconds}: which step was when
@@ -19,6 +20,7 @@ export class SharedAxis {
   shown() { return this.range || this.full; }
 
   setFull(low, high) {
+    this.isKnown = true;
     if (!(high > low)) high = low + 1;
     if (low === this.full[0] && high === this.full[1]) return;
     this.full = [low, high];
@@ -67,6 +69,22 @@ export class SharedAxis {
     if (this.mode === "step") return x;
     const clock = this.clocks.get(run);
     return clock ? between(clock.seconds, clock.steps, x) : NaN;
+  }
+
+  // From where to where a run goes on the axis, as far as is known.
+  reach(run) {
+    const clock = this.clocks.get(run);
+    if (!clock?.steps.length) return null;
+    const from = this.mode === "step" ? clock.steps : clock.seconds;
+    return [from[0], from[from.length - 1]];
+  }
+
+  // The step of a run at the same place as a step of another; beyond its end there is none.
+  stepOf(run, other, step) {
+    if (this.mode === "step") return step;
+    const x = this.x(other, step);
+    const reach = this.reach(run);
+    return reach && x > reach[1] ? Infinity : this.step(run, x);
   }
 
   tell(zoomed) { for (const listener of this.listeners) listener(zoomed); }

@@ -125,12 +125,12 @@ export class Chart {
         {
           show: true, size: showX ? 30 : 0, stroke: ink, font, gap: 4, ticks: { show: showX, stroke: rule, size: 4 },
           grid: { stroke: rule, width: 1 }, space: 70,
-          values: (plot, ticks) => showX ? ticks.map((value) => axis.mode === "time" ? tickTime(value, plot.scales.x.max - plot.scales.x.min) : tick(value)) : ticks.map(() => ""),
+          values: (plot, ticks) => showX && axis.isKnown ? ticks.map((value) => axis.mode === "time" ? tickTime(value, plot.scales.x.max - plot.scales.x.min) : tick(value)) : ticks.map(() => ""),
           incrs: axis.mode === "step" ? STEPS : SECONDS,
         },
         {
           size: gutter, stroke: ink, font, gap: 4, space: log ? 22 : 26, ticks: { show: false }, grid: { stroke: rule, width: 1 }, ...(log ? { splits: decades, filter: (_, ticks) => ticks } : {}),
-          values: (_, ticks) => ticks.map((value) => value === null ? "" : tick(value)),
+          values: (_, ticks) => ticks.map((value) => value === null || !this.lines.length ? "" : tick(value)),
         },
       ],
       cursor: {

@@ -51,38 +51,42 @@ export function showActions(actions) {
     facts("answer to", action.finding ? [action.finding] : []), facts("before", action.before), facts("after", action.after), facts("cost", action.cost))));
 }
 
-// One tensor, layer or head over the whole run, in charts of its own.
-export function showTensor(run, kind, row, { name, about, charts, texts, range, live, at = null }) {
+// One tensor, layer or head over the whole run, in charts of its own, and the same of the runs beside it.
+// ids: all runs that are drawn, which gives each its colour; runs: [{id, row, charts}], those that have it.
+export function showTensor(ids, runs, kind, { name, about, legend, texts, range, live, at = null }) {
   const axis = new SharedAxis();
   const host = el("div", { class: "strips narrow" });
-  const strips = charts.map((chart, i) => {
+  const rows = new Map(runs.map((run) => [run.id, run.row]));
+  const metrics = [...new Set(runs.flatMap((run) => run.charts.map((chart) => chart.metric)))];
+  const strips = metrics.map((metric, i) => {
+    const last = i === metrics.length - 1;
     const strip = new Strip({
-      metric: chart.metric, axis, texts, where: { kind, row }, sync: "tensor", showX: i === charts.length - 1, height: i === charts.length - 1 ? 136 : 112,
+      metric, axis, texts, where: { kind, rows }, sync: "tensor", showX: last, height: last ? 136 : 112,
       oncursor: (x) => strips.forEach((each) => each.showValue(x)),
     });
-    strip.setRuns([run], new Map([[run, chart]]));
+    strip.setRuns(ids, new Map(runs.map((run) => [run.id, run.charts.find((chart) => chart.metric === metric)]).filter(([, chart]) => chart)));
     if (at !== null) strip.chart.setMarks([{ x: at, colour: css("--ink"), strong: true }], null);
     host.append(strip.element);
     return strip;
   });
   axis.onchange(() => strips.forEach((strip) => { strip.chart.setRange(); strip.refine(); }));
-  const load = (extend) => Promise.all(strips.map((strip) => (extend ? strip.extend(run) : strip.load(run)))).then(() => {
-    const ends = strips.map((strip) => strip.all.get(run)).filter((data) => data?.steps.length);
+  const load = (extend) => Promise.all(strips.flatMap((strip) => runs.map((run) => (extend ? strip.extend(run.id) : strip.load(run.id))))).then(() => {
+    const ends = strips.flatMap((strip) => [...strip.all.values()]).filter((data) => data.steps.length);
     if (ends.length) axis.setFull(Math.min(...ends.map((data) => data.steps[0])), Math.max(...ends.map((data) => data.last)));
     strips.forEach((strip) => strip.chart.setRange());
   }).catch((trouble) => { host.append(el("p", { class: "dim", text: trouble.message })); });
   const pointed = at === null ? "" : ` · the dashed line is step ${step(at)}`;
-  openDrawer(name, [el("p", { class: "dim", text: `${about}${pointed}` }), charts.length ? host : el("p", { text: "Nothing was read of it on its own." }),
+  openDrawer(name, [el("p", { class: "dim", text: `${about}${pointed}` }), legend ? el("div", { class: "legend" }, legend) : null, metrics.length ? host : el("p", { text: "Nothing was read of it on its own." }),
     el("p", { class: "dim", text: "Drag to zoom, double-click for everything." })], {
     kind: "wide", closed: () => { live.delete(load); strips.forEach((strip) => strip.destroy()); },
   });
   host.addEventListener("dblclick", () => axis.reset());
   load(false).then(() => { if (range) axis.setRange(...range); });
-  live.set(load, run);
+  live.set(load, runs.map((run) => run.id));
 }
 
 export function showHelp() {
-  const keys = [["j / k", "next or previous run"], ["f", "next finding"], ["x", "steps or time along the axis"], ["+ / −", "zoom in or out"], ["← / →", "move along, when zoomed"], ["0", "show everything"], ["t", "light or dark"], ["r", "list of runs"], ["Esc", "close, or show everything"]];
+  const keys = [["j / k", "next or previous run"], ["f", "next finding"], ["x", "steps or time along the axis"], ["d", "layers of the next run, then where runs differ"], ["+ / −", "zoom in or out"], ["← / →", "move along, when zoomed"], ["0", "show everything"], ["t", "light or dark"], ["r", "list of runs"], ["Esc", "close, or show everything"]];
   openDrawer("Keys, and how to read it", [
     el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })])),
     el("section", {}, el("h3", { text: "Charts" }),
@@ -90,6 +94,7 @@ export function showHelp() {
       el("p", { text: "GSNR and noise scale have a band: their 95 % interval. Where there is no line, the readings do not tell." }),
       el("p", { text: "A red tick at the top is a value that is not a number." })),
     el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar begins at the first step of a finding and ends at its last. ■ is critical, ▲ a warning, ● a note; what is over is pale. ◆ is something a Guard or a schedule did, ◇ something it only would have done." })),
-    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, the input above, the output below; light is large. A cell opens the tensor that stands out there; a name opens into its tensors and, for GSNR, its attention heads. In the picture: arrow keys move, Enter opens, + and − open and close a layer." })),
+    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, the input above, the output below; light is large. A cell opens the tensor that stands out there; a name opens into its tensors and, for GSNR, its attention heads. In the picture: arrow keys move, Enter opens, + and − open and close a layer." }),
+      el("p", { text: "With runs side by side, choose above the picture which run it is of, or the ratio of two: grey where they are alike, orange where the numbers of the other run are larger, blue where they are smaller." })),
   ]);
 }

@@ -17,6 +17,7 @@ export function openDrawer(title, content, { closed, kind = "" } = {}) {
     el("div", { class: "drawer-body" }, content));
   drawer.hidden = false;
   document.body.classList.add("with-drawer");
+  document.body.classList.toggle("with-wide-drawer", kind === "wide");
   heading.focus({ preventScroll: true });
 }
 
@@ -24,7 +25,7 @@ export function closeDrawer() {
   const drawer = byId("drawer");
   if (drawer.hidden) return false;
   drawer.hidden = true;
-  document.body.classList.remove("with-drawer");
+  document.body.classList.remove("with-drawer", "with-wide-drawer");
   const call = onclosed;
   onclosed = null;
   call?.();

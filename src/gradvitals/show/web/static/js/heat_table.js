@@ -1,4 +1,7 @@
-// Questions to the table behind the heatmap, and small help for drawing it.
+// Questions to the table behind the heatmap, and two tables made one: how much larger the numbers of one run are.
+
+const FAR = 1e30; // as large as a ratio gets, where one of the two is zero
+export const BELOW = -1; // a ratio of numbers that are not positive
 
 // The first step of a column, and the first one after it.
 export function span(table, column) {
@@ -7,7 +10,7 @@ export function span(table, column) {
 
 // The column that a step is in, -1 for none.
 export function columnAt(table, wanted) {
-  if (wanted < table.starts[0] || wanted > table.end) return -1;
+  if (!table.columns || wanted < table.starts[0] || wanted > table.end) return -1;
   let low = 0;
   let high = table.columns - 1;
   while (low < high) {
@@ -17,38 +20,59 @@ export function columnAt(table, wanted) {
   return low;
 }
 
-// Ends of the colour scale: the middle 98 % of what is positive, of each kind of row, so that one spike does not
-// blacken the rest and tensors do not blacken layers.
-export function extent(tables, rows) {
-  let low = Infinity;
-  let high = 0;
-  for (const [kind, table] of tables) {
-    const sizes = [];
-    for (const { row } of rows.filter((each) => each.kind === kind)) {
-      for (const value of table.values.subarray(row * table.columns, (row + 1) * table.columns)) if (value > 0 && Number.isFinite(value)) sizes.push(value);
+// The numbers of another run over those of a run, row by row and stretch by stretch. Both tables say a thing of each
+// stretch (its largest number, or its mean), so a column here holds the same stretch of both: as many whole columns of
+// either as it takes.
+//   rowOf: for each row of the run that of the other, -1 for none
+//   place: from a step of the other run to that of the run which it is compared with
+export function ratios(run, other, rowOf, place, averaged) {
+  const joint = together(run, Array.from(other.starts, place), place(other.end));
+  const columns = joint.length;
+  const made = { rows: run.rows, columns, starts: Float64Array.from(joint, (each) => run.starts[each.from]), end: columns ? span(run, joint[columns - 1].to - 1)[1] : 0, last: run.last };
+  for (const name of ["values", "own", "others"]) made[name] = new Float32Array(run.rows * columns).fill(NaN);
+  for (let row = 0; row < run.rows; row++) {
+    if (rowOf[row] < 0) continue;
+    for (const [c, each] of joint.entries()) {
+      const at = row * columns + c;
+      made.own[at] = reduced(run, row, each.from, each.to, averaged);
+      made.others[at] = reduced(other, rowOf[row], each.otherFrom, each.otherTo, averaged);
+      made.values[at] = ratio(made.own[at], made.others[at], averaged);
     }
-    if (!sizes.length) continue;
-    sizes.sort((a, b) => a - b);
-    low = Math.min(low, sizes[Math.floor(0.01 * sizes.length)]);
-    high = Math.max(high, sizes[Math.floor(0.99 * (sizes.length - 1))]);
   }
-  if (!high) return [0.1, 1];
-  return high > 1.001 * low ? [low, high] : [low / 2, high * 2];
+  return made;
 }
 
-export function shortened(name, layer) {
-  return name.startsWith(`${layer}.`) ? name.slice(layer.length + 1) : name;
+// Which columns of two tables hold the same steps: [from, to) of the one and of the other.
+function together(table, starts, end) {
+  const joint = [];
+  let next = 0;
+  while (next < starts.length && (next + 1 < starts.length ? starts[next + 1] : end) <= table.starts[0]) next++;
+  for (let c = 0; c < table.columns; c++) {
+    const [first, after] = span(table, c);
+    if (!(first < end)) break;
+    const from = next;
+    while (next < starts.length && starts[next] < after) next++;
+    if (next > from) joint.push({ from: c, to: c + 1, otherFrom: from, otherTo: next });
+    else if (joint.length) joint[joint.length - 1].to = c + 1; // the other's column that began earlier goes on here
+  }
+  return joint;
 }
 
-export function fitted(context, text, width) {
-  if (context.measureText(text).width <= width) return text;
-  let keep = Math.min(text.length, Math.floor(width / 6));
-  const cut = () => `${text.slice(0, Math.ceil(keep / 3))}…${text.slice(text.length - Math.floor((2 * keep) / 3))}`;
-  while (keep > 2 && context.measureText(cut()).width > width) keep -= 1;
-  return cut();
+function reduced(table, row, from, to, averaged) {
+  let found = NaN;
+  let known = 0;
+  for (let c = from; c < to; c++) {
+    const value = table.values[row * table.columns + c];
+    if (Number.isNaN(value)) continue;
+    found = !known++ ? value : averaged ? found + value : Math.max(found, value);
+  }
+  return averaged && known ? found / known : found;
 }
 
-export function rgba(colour) {
-  const value = parseInt(colour.slice(1), 16);
-  return ((255 << 24) | ((value & 255) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
+function ratio(own, other, averaged) {
+  if (Number.isNaN(own) || Number.isNaN(other)) return NaN;
+  if (!Number.isFinite(own) || !Number.isFinite(other)) return Infinity;
+  if (averaged && (own <= 0 || other <= 0)) return BELOW;
+  if (own === other) return 1;
+  return Math.min(FAR, Math.max(1 / FAR, other / own));
 }

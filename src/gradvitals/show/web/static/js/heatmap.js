@@ -1,11 +1,11 @@
 // Layer × step: every layer in depth order, one colour a stretch of steps. A layer opens into its tensors and heads.
 import * as api from "./api.js";
-import { choice, css, el, fill, say } from "./dom.js";
-import { duration, number, step } from "./format.js";
-import { columnAt, extent, fitted, rgba, shortened, span } from "./heat_table.js";
-import { HEAT, heat } from "./palette.js";
+import { choice, el, fill, say } from "./dom.js";
+import { number, step } from "./format.js";
+import { ROW, paintAxis, paintCells, paintCursor, paintNames } from "./heat_paint.js";
+import { RatioScale, SizeScale } from "./heat_scale.js";
+import { columnAt, ratios, span } from "./heat_table.js";
 
-const ROW = 16;
 const MOST_HEIGHT = 420;
 const COLUMNS = 600;
 const PICTURES = { norm: ["norm", "Gradient norm: the largest in each stretch"], gsnr: ["GSNR", "GSNR: the mean of each stretch"], update: ["update", "Update over weight: the largest in each stretch"] };
@@ -18,8 +18,11 @@ export class Heatmap {
     this.expanded = new Set();
     this.tables = new Map(); // rows -> picture
     this.cell = null;
-    this.run = null;
-    this.canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "heatmap", "aria-label": "Layers by steps. Arrow keys move, Enter opens, plus and minus open and close a layer." });
+    this.runs = [];
+    this.run = null; // the run whose layers and steps are shown, and the other one where their ratio is
+    this.other = null;
+    this.which = el("select", { "aria-label": "Run in the picture", title: "Which run the picture is of, or where two differ (d)", hidden: true, onchange: () => this.choose(this.which.value) });
+    this.canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "heatmap", "aria-label": "Layers by steps" });
     this.spacer = el("div", { class: "heat-spacer" });
     this.scroller = el("div", { class: "heat-scroll" }, this.spacer, this.canvas);
     this.tip = el("div", { class: "heat-tip", hidden: true });
@@ -27,7 +30,7 @@ export class Heatmap {
     this.legend = el("div", { class: "heat-legend" });
     this.buttons = el("div", { class: "heat-buttons" });
     this.element = el("section", { class: "heat card", "aria-label": "Layers by steps" },
-      el("div", { class: "card-head" }, el("h2", { text: "Layers" }), this.buttons, el("span", { class: "gap" }), this.legend),
+      el("div", { class: "card-head" }, el("h2", { text: "Layers" }), this.which, this.buttons, el("span", { class: "gap" }), this.legend),
       el("div", { class: "heat-box" }, this.scroller, this.tip, this.state));
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.canvas.addEventListener("mouseleave", () => this.leave());
@@ -41,17 +44,69 @@ export class Heatmap {
     new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; if (this.visible) this.wake(); }, { rootMargin: "200px" }).observe(this.element);
   }
 
-  set(run, overview, layout) {
-    if (run !== this.run) { this.expanded.clear(); this.tables.clear(); this.cell = null; this.scroller.scrollTop = 0; }
-    this.run = run;
-    this.layout = layout;
-    const have = overview.pictures;
+  // runs: [{id, name, pictures}], the one that is looked at first; layoutOf: what the rows of a run stand for.
+  async set(runs, layoutOf) {
+    const first = this.runs[0]?.id;
+    this.runs = runs;
+    this.layoutOf = layoutOf;
+    const options = this.options();
+    const kept = runs[0].id === first && options.some((each) => each.key === this.chosen);
+    const group = (label, made) => el("optgroup", { label }, made.map((each) => el("option", { value: each.key, text: each.text })));
+    fill(this.which, group("One run", options.filter((each) => !each.other)), group("Where they differ", options.filter((each) => each.other)));
+    this.which.hidden = runs.length < 2;
+    await this.choose(kept ? this.chosen : options[0].key);
+  }
+
+  // What can be shown: each run, and how much larger the numbers of each other run are than those of the first.
+  options() {
+    const [first, ...others] = this.runs;
+    return [...this.runs.map((run) => ({ key: run.id, run, other: null, text: run.name })),
+      ...others.map((other) => ({ key: `${other.id} ratio`, run: first, other, text: `${other.name} ÷ ${first.name}` }))];
+  }
+
+  // The next of them, by a key.
+  next() {
+    const options = this.options();
+    if (options.length < 2) return;
+    const chosen = options[(options.findIndex((each) => each.key === this.chosen) + 1) % options.length];
+    this.choose(chosen.key);
+    say(`Layers: ${chosen.text}`);
+  }
+
+  shows(run) { return run === this.run || run === this.other?.id; }
+
+  async choose(key) {
+    const { run, other, text } = this.options().find((each) => each.key === key);
+    const turn = this.turn = {};
+    const changed = key !== this.chosen;
+    this.chosen = this.which.value = key;
+    let layouts;
+    try {
+      layouts = await Promise.all([run, other].filter(Boolean).map((each) => this.layoutOf(each.id)));
+    } catch (trouble) {
+      if (turn === this.turn) this.tell(trouble.message);
+      return;
+    }
+    if (turn !== this.turn) return;
+    const [layout, others] = layouts;
+    const alike = this.layout && JSON.stringify(this.layout.layers) === JSON.stringify(layout.layers);
+    if (!alike) { this.expanded.clear(); this.scroller.scrollTop = 0; }
+    if (changed) { this.tables.clear(); this.cell = null; this.tell("Loading"); }
+    Object.assign(this, { run: run.id, other, layout, names: [run.name, other?.name] });
+    this.matched = other ? { layers: matches(layout.layers.map(named), others.layers.map(named)), tensors: matches(layout.tensors, others.tensors), heads: matches(layout.heads, others.heads) } : null;
+    const have = run.pictures.filter((name) => !other || other.pictures.includes(name));
     if (!have.includes(this.picture)) this.picture = have[0] || "norm";
     this.nothing = !have.length || !layout.layers.length;
     fill(this.buttons, have.length ? choice("Picture", have.map((name) => [name, ...PICTURES[name]]), this.picture, (name) => { this.picture = name; this.tables.clear(); this.load(); }) : null,
-      layout.layers.length > 1 ? el("button", { type: "button", class: "quiet small", text: "Open all", onclick: (event) => this.openAll(event.target) }) : null);
+      layout.layers.length > 1 ? el("button", { type: "button", class: "quiet small", text: this.expanded.size < layout.layers.length ? "Open all" : "Close all", onclick: (event) => this.openAll(event.target) }) : null);
+    this.canvas.setAttribute("aria-label", `Layers by steps${this.runs.length > 1 ? `, ${text}` : ""}. Arrow keys move, Enter opens, plus and minus open and close a layer.`);
     this.stale = true;
     this.wake();
+  }
+
+  tell(text) {
+    this.state.hidden = !text;
+    this.state.textContent = text;
   }
 
   openAll(button) {
@@ -71,35 +126,38 @@ export class Heatmap {
   async load() {
     this.stale = false;
     if (!this.run) return;
-    if (this.nothing) {
-      this.state.hidden = false;
-      this.state.textContent = "Single tensors were not read in this run";
-      this.scroller.hidden = true;
-      return;
-    }
-    this.scroller.hidden = false;
-    const { run, picture } = this;
+    this.scroller.hidden = this.nothing;
+    if (this.nothing) { this.tell(this.other ? "Single tensors were not read in both runs" : "Single tensors were not read in this run"); fill(this.legend); return; }
+    const { run, other, picture, turn } = this;
     const wanted = ["layers", ...(this.expanded.size ? ["tensors"] : []), ...(this.expanded.size && picture === "gsnr" && this.layout.heads.length ? ["heads"] : [])];
-    const range = this.axis.range;
-    const asked = { picture, columns: COLUMNS };
-    if (range) {
-      const [low, high] = range.map((x) => this.axis.step(run, x));
-      Object.assign(asked, { since: Math.floor(low) - 1, until: Math.ceil(high) });
-    }
+    const ask = (id, rows) => api.heatmap(id, { picture, columns: COLUMNS, rows, ...this.stretch(id) });
     try {
-      const found = await Promise.all(wanted.map((rows) => api.heatmap(run, { ...asked, rows })));
-      if (run !== this.run || picture !== this.picture) return;
+      const found = await Promise.all(wanted.map(async (rows) => {
+        const [own, others] = await Promise.all([ask(run, rows), other ? ask(other.id, rows) : null]);
+        return other ? ratios(own, others, this.matched[rows], (at) => this.axis.stepOf(run, other.id, at), picture === "gsnr") : own;
+      }));
+      if (turn !== this.turn || picture !== this.picture) return;
       this.tables = new Map(wanted.map((rows, i) => [rows, found[i]]));
       this.measure();
-      const empty = !found[0].columns;
-      this.state.hidden = !empty;
-      this.state.textContent = "Nothing read yet";
+      const shared = !other || this.matched.layers.some((row) => row >= 0);
+      this.tell(!shared ? "No layer of the one has the name of one of the other" : found[0].columns ? "" : other ? "No steps that both runs have" : this.axis.range ? "Nothing read in this stretch" : "Nothing read yet");
     } catch (trouble) {
-      this.state.hidden = false;
-      this.state.textContent = trouble.message;
+      if (turn === this.turn) this.tell(trouble.message);
     }
     this.draw();
     requestAnimationFrame(() => performance.mark("layers"));
+  }
+
+  // The steps of a run to ask for: what is looked at, of two runs what both have.
+  stretch(id) {
+    const axis = this.axis;
+    const reach = axis.reach(id);
+    const all = [this.run, this.other?.id].filter(Boolean).map((each) => axis.reach(each)).filter(Boolean);
+    const [low, high] = [...(axis.range ? [axis.range] : []), ...(this.other ? all : [])].reduce((a, b) => [Math.max(a[0], b[0]), Math.min(a[1], b[1])], [-Infinity, Infinity]);
+    return {
+      since: !reach || low > reach[0] ? whole(Math.floor(axis.step(id, low)) - 1) : undefined,
+      until: !reach || high < reach[1] ? whole(Math.ceil(axis.step(id, high))) : undefined,
+    };
   }
 
   // The rows that are shown, from the input to the output.
@@ -119,21 +177,19 @@ export class Heatmap {
   value(row, at) {
     const table = this.tables.get(row.kind);
     const column = table?.columns ? columnAt(table, at) : -1;
-    return column < 0 ? { value: NaN, steps: [at, at + 1] } : { value: table.values[row.row * table.columns + column], steps: span(table, column) };
+    if (column < 0) return { value: NaN, steps: [at, at + 1] };
+    const place = row.row * table.columns + column;
+    return { value: table.values[place], steps: span(table, column), own: table.own?.[place], others: table.others?.[place] };
   }
 
   measure() {
-    const [low, high] = extent(this.tables, this.rows());
-    this.scale = { low: Math.log(low), high: Math.log(high) };
-    this.showLegend(low, high);
+    this.scale = new (this.other ? RatioScale : SizeScale)(this.tables, this.rows(), this.picture);
+    fill(this.legend, this.scale.legend());
   }
 
-  showLegend(low, high) {
-    const bar = el("canvas", { class: "heat-bar", width: 128, height: 10, "aria-hidden": "true" });
-    const context = bar.getContext("2d");
-    for (let i = 0; i < 128; i++) { const [r, g, b] = heat(i / 127); context.fillStyle = `rgb(${r} ${g} ${b})`; context.fillRect(i, 0, 1, 10); }
-    fill(this.legend, el("span", { text: number(low) }), bar, el("span", { text: number(high) }),
-      el("span", { class: "key bad", text: "NaN or Inf" }), this.picture === "gsnr" ? el("span", { class: "key below", text: "0 or less" }) : null);
+  restyle() {
+    if (this.scale) fill(this.legend, this.scale.legend());
+    this.draw();
   }
 
   gutter() { return this.scroller.clientWidth < 560 ? 104 : 202; }
@@ -170,109 +226,12 @@ export class Heatmap {
     context.beginPath();
     context.rect(0, 0, width, height);
     context.clip();
-    this.paint(context, rows, first, last, top, left, plot);
-    this.label(context, rows, first, last, top, left);
+    const box = { rows, first, last, top, left, plot, height };
+    paintCells(context, this, box);
+    paintNames(context, this, box);
     context.restore();
-    this.axisLabels(context, left, plot, height);
-    this.outline(context, rows, top, left, plot, height);
-  }
-
-  // Cells are written pixel by pixel into an image as wide as the plot, then stretched over each row.
-  paint(context, rows, first, last, top, left, plot) {
-    const main = this.tables.get("layers");
-    if (!main || !main.columns || !this.scale) return;
-    const wide = Math.round(plot);
-    const columns = this.columnOf(main, wide);
-    const image = new ImageData(wide, Math.max(1, last - first));
-    const pixels = new Uint32Array(image.data.buffer);
-    const bad = rgba(css("--critical"));
-    const below = rgba(css("--below"));
-    const { low, high } = this.scale;
-    for (let r = first; r < last; r++) {
-      const table = this.tables.get(rows[r].kind);
-      if (!table) continue;
-      const own = table === main ? columns : this.columnOf(table, wide);
-      const from = rows[r].row * table.columns;
-      for (let x = 0; x < wide; x++) {
-        const column = own[x];
-        if (column < 0) continue;
-        const value = table.values[from + column];
-        if (Number.isNaN(value)) continue;
-        let colour;
-        if (!Number.isFinite(value)) colour = bad;
-        else if (value <= 0) colour = this.picture === "gsnr" ? below : HEAT[0];
-        else colour = HEAT[Math.max(0, Math.min(255, Math.round((255 * (Math.log(value) - low)) / (high - low))))];
-        pixels[(r - first) * wide + x] = colour;
-      }
-    }
-    const canvas = new OffscreenCanvas(image.width, image.height);
-    canvas.getContext("2d").putImageData(image, 0, 0);
-    context.imageSmoothingEnabled = false;
-    for (let r = first; r < last; r++) {
-      const gap = rows[r].depth ? 0 : 1;
-      context.drawImage(canvas, 0, r - first, image.width, 1, left, r * ROW - top + gap, plot, ROW - gap);
-    }
-  }
-
-  // Which column of a table each pixel shows, -1 for none.
-  columnOf(table, wide) {
-    const [low, high] = this.axis.shown();
-    const found = new Int32Array(wide).fill(-1);
-    const places = Array.from(table.starts, (at) => (wide * (this.axis.x(this.run, at) - low)) / (high - low));
-    const end = (wide * (this.axis.x(this.run, table.end) - low)) / (high - low);
-    for (let c = 0; c < places.length; c++) {
-      const from = Math.max(0, Math.round(places[c]));
-      const to = Math.min(wide, Math.max(from + 1, Math.round(c + 1 < places.length ? places[c + 1] : Math.max(end, places[c] + 3))));
-      for (let x = from; x < to; x++) found[x] = c;
-    }
-    return found;
-  }
-
-  label(context, rows, first, last, top, left) {
-    const ink = css("--ink");
-    const dim = css("--dim");
-    context.textBaseline = "middle";
-    for (let r = first; r < last; r++) {
-      const { name, depth, kind, layer, inner } = rows[r];
-      const y = r * ROW - top + ROW / 2 + 0.5;
-      context.font = depth ? "10.5px ui-monospace, monospace" : "11.5px ui-monospace, monospace";
-      context.fillStyle = depth ? dim : ink;
-      if (kind === "layers" && inner > 1) context.fillText(this.expanded.has(layer) ? "▾" : "▸", 2, y);
-      context.fillText(fitted(context, name, left - (depth ? 26 : 20) - 6), depth ? 26 : 15, y);
-    }
-  }
-
-  axisLabels(context, left, plot, height) {
-    const [low, high] = this.axis.shown();
-    context.fillStyle = css("--dim");
-    context.font = "11px system-ui, sans-serif";
-    context.textBaseline = "top";
-    // On the axis of time the picture may reach beyond the last step of this run, to the end of a longer one.
-    const name = (x) => (this.axis.mode === "time" ? duration(x) : `step ${step(Math.round(x))}`);
-    context.fillText(name(low), left, height + 6);
-    const text = name(high);
-    context.fillText(text, left + plot - context.measureText(text).width, height + 6);
-  }
-
-  outline(context, rows, top, left, plot, height) {
-    const [low, high] = this.axis.shown();
-    if (this.cursorX !== null && this.cursorX !== undefined) {
-      const x = left + (plot * (this.cursorX - low)) / (high - low);
-      if (x >= left && x <= left + plot) { context.fillStyle = css("--ink"); context.globalAlpha = 0.5; context.fillRect(x, 0, 1, height); context.globalAlpha = 1; }
-    }
-    if (!this.cell) return;
-    if (!rows[this.cell.index] || !this.tables.get("layers")?.columns) return;
-    const [from, to] = this.value(rows[this.cell.index], this.cell.at).steps;
-    const x0 = left + Math.max(0, (plot * (this.axis.x(this.run, from) - low)) / (high - low));
-    const x1 = left + Math.min(plot, (plot * (this.axis.x(this.run, to) - low)) / (high - low));
-    const y = this.cell.index * ROW - top;
-    if (this.cell.index >= rows.length || y < -ROW || y > height) return;
-    context.lineWidth = 2;
-    context.strokeStyle = css("--bg");
-    context.strokeRect(x0 - 1.5, y - 0.5, Math.max(3, x1 - x0) + 3, ROW + 1);
-    context.lineWidth = 1.5;
-    context.strokeStyle = css("--ink");
-    context.strokeRect(x0 - 0.5, y + 0.5, Math.max(3, x1 - x0) + 1, ROW - 1);
+    paintAxis(context, this, box);
+    paintCursor(context, this, box);
   }
 
   pointAt(x) {
@@ -310,17 +269,24 @@ export class Heatmap {
     this.axis.pointAt(null);
   }
 
+  // A cell in words: the row, its number, and the steps it stands for.
   text(found) {
     const row = this.shown[found.index];
-    const { value, steps: [from, to] } = this.value(row, found.at);
+    const { value, own, others, steps: [from, to] } = this.value(row, found.at);
     const steps = to - from > 1 ? `steps ${step(from)} to ${step(to - 1)}` : `step ${step(from)}`;
-    const shown = value === Infinity ? "NaN or Inf" : Number.isNaN(value) ? "not read" : number(value);
-    return [row.full || row.name, `${PICTURES[this.picture][0]} ${shown}`, steps];
+    const name = PICTURES[this.picture][0];
+    const known = (each) => (each === Infinity ? "NaN or Inf" : Number.isNaN(each) ? "not read" : number(each));
+    if (!this.other) return [row.full || row.name, `${name} ${known(value)}`, steps];
+    const [run, other] = this.names;
+    if (this.matched[row.kind][row.row] < 0) return [row.full || row.name, `not in ${other}`, steps];
+    if (Number.isNaN(value)) return [row.full || row.name, `${name} not read in both`, steps];
+    const sized = value > 0 && Number.isFinite(value) && own && others;
+    return [row.full || row.name, sized ? `${name} ${value < 1 ? `÷ ${number(1 / value)}` : `× ${number(value)}`}` : name, `${known(others)} in ${other}, ${known(own)} in ${run}`, steps];
   }
 
   showTip(found, x, y) {
-    const [name, value, steps] = this.text(found);
-    fill(this.tip, el("b", { text: name }), el("span", { text: value }), el("span", { class: "dim", text: steps }));
+    const [name, ...rest] = this.text(found);
+    fill(this.tip, el("b", { text: name }), rest.map((text, i) => el("span", { class: i === rest.length - 1 ? "dim" : "", text })));
     const box = this.element.getBoundingClientRect();
     this.tip.hidden = false;
     this.tip.style.left = `${Math.min(x - box.left + 14, box.width - this.tip.offsetWidth - 8)}px`;
@@ -338,17 +304,23 @@ export class Heatmap {
     if (row.kind === "layers" && found.label) { this.toggle(row.layer); return; }
     if (found.column < 0 && !found.label) return;
     const from = found.column >= 0 ? Math.floor(this.value(row, found.at).steps[0]) : null;
-    if (row.kind !== "layers") { this.onopen(row.kind, row.row, from); return; }
+    if (row.kind !== "layers") { this.onopen(this.run, row.kind, row.row, from); return; }
     const layer = this.layout.layers[row.layer];
     if (!this.expanded.has(row.layer) && layer.tensors.length > 1) await this.toggle(row.layer);
     const within = this.tables.get("tensors");
     const column = within?.columns ? columnAt(within, found.at) : -1;
     let best = layer.tensors[0];
     for (const each of column >= 0 ? layer.tensors : []) {
-      const [value, known] = [each, best].map((one) => within.values[one * within.columns + column]);
-      if (Number.isNaN(known) || (this.picture === "gsnr" ? value < known : value > known)) best = each;
+      const [value, known] = [each, best].map((one) => this.standing(within.values[one * within.columns + column]));
+      if (Number.isNaN(known) || value > known) best = each;
     }
-    if (best === undefined) this.onopen("layers", row.row, from); else this.onopen("tensors", best, from);
+    if (best === undefined) this.onopen(this.run, "layers", row.row, from); else this.onopen(this.run, "tensors", best, from);
+  }
+
+  // How much a number stands out.
+  standing(value) {
+    if (this.other) return value > 0 ? Math.abs(Math.log(value)) : Number.isNaN(value) ? NaN : Infinity;
+    return this.picture === "gsnr" ? -value : value;
   }
 
   async toggle(layer) {
@@ -385,4 +357,19 @@ export class Heatmap {
     this.draw();
     if (this.cell) say(this.text(this.cell).join(", "));
   }
+}
+
+const named = (layer) => layer.name;
+
+// A number for an address, if it is one.
+const whole = (at) => (Number.isFinite(at) ? at : undefined);
+
+function shortened(name, layer) {
+  return name.startsWith(`${layer}.`) ? name.slice(layer.length + 1) : name;
+}
+
+// For each name its place among others, -1 for none.
+function matches(names, others) {
+  const places = new Map(others.map((name, at) => [name, at]));
+  return names.map((name) => places.get(name) ?? -1);
 }

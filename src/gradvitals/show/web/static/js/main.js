@@ -102,8 +102,8 @@ function compare(run) {
 
 function showLink() {
   const node = byId("link");
-  const words = { connecting: "Connecting", open: "Connected", lost: "Connection lost, trying again" };
-  node.textContent = words[link];
+  const words = { connecting: "Connecting", open: "Connected", lost: "Connection lost" };
+  fill(node, words[link], link === "lost" ? el("span", { class: "more-words", text: ", trying again" }) : null);
   node.className = `link ${link}`;
   document.body.classList.toggle("offline", link === "lost");
 }
@@ -126,7 +126,7 @@ function toggleRuns() {
 }
 
 const KEYS = {
-  j: () => beside(1), k: () => beside(-1), f: () => view?.nextFinding(), x: () => view?.toggleMode(),
+  j: () => beside(1), k: () => beside(-1), f: () => view?.nextFinding(), x: () => view?.toggleMode(), d: () => view?.heatmap.next(),
   "+": () => view?.axis.zoom(0.5), "=": () => view?.axis.zoom(0.5), "-": () => view?.axis.zoom(2), 0: () => view?.axis.reset(),
   ArrowLeft: () => view?.axis.pan(-0.2), ArrowRight: () => view?.axis.pan(0.2),
   t: () => window.gradvitalsTheme.toggle(), r: toggleRuns, "?": showHelp,

@@ -18,21 +18,26 @@ const ANCHORS = [
   [10, 22, 58], [22, 58, 110], [38, 98, 134], [62, 136, 138], [112, 170, 128], [176, 200, 110], [244, 226, 96],
 ];
 
-export const HEAT = (() => {
-  const table = new Uint32Array(256);
-  for (let i = 0; i < 256; i++) {
-    const [r, g, b] = heat(i / 255);
-    table[i] = (255 << 24) | (b << 16) | (g << 8) | r; // little-endian, as canvases are on every machine with a browser
-  }
-  return table;
-})();
+// How much two runs differ: blue for less, orange for more, by lightness too; the middle is a grey that is not the ground.
+const DIFFER = {
+  light: [[20, 86, 152], [98, 156, 208], [214, 219, 225], [228, 150, 78], [178, 82, 0]],
+  dark: [[132, 200, 255], [62, 116, 172], [62, 71, 80], [176, 108, 44], [255, 184, 108]],
+};
 
-export function heat(share) {
-  const at = Math.max(0, Math.min(1, share)) * (ANCHORS.length - 1);
-  const first = Math.min(ANCHORS.length - 2, Math.floor(at));
-  const rest = at - first;
-  return ANCHORS[first].map((from, i) => Math.round(from + rest * (ANCHORS[first + 1][i] - from)));
+// A colour as one number of an image: little-endian, as canvases are on every machine with a browser.
+export function packed([r, g, b]) { return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0; }
+
+function along(anchors, share) {
+  const at = Math.max(0, Math.min(1, share)) * (anchors.length - 1);
+  const first = Math.min(anchors.length - 2, Math.floor(at));
+  return anchors[first].map((from, i) => Math.round(from + (at - first) * (anchors[first + 1][i] - from)));
 }
+
+export function heat(share) { return along(ANCHORS, share); }
+
+export function differ(share, dark) { return along(dark ? DIFFER.dark : DIFFER.light, share); }
+
+export const HEAT = Uint32Array.from({ length: 256 }, (_, i) => packed(heat(i / 255)));
 
 export function severityColour(severity) {
   return css(`--${severity}`);

@@ -17,7 +17,7 @@ const BROKEN = new Set(["loss", "grad/norm"]); // where NaN is news; elsewhere i
 const ESTIMATED = new Set(["gsnr", "noise_scale"]);
 
 export class Strip {
-  // runs: ids in order, the first is the one looked at. where: {kind, row}.
+  // where: {kind, rows}, with the row of each run.
   constructor({ metric, axis, texts, showX, where = {}, sync = "run", oncursor, height }) {
     this.metric = metric;
     this.axis = axis;
@@ -57,7 +57,7 @@ export class Strip {
 
   ask(run, more) {
     const { metrics, source } = this.sources.get(run);
-    return api.series(run, { metric: metrics, source, kind: this.where.kind, row: this.where.row, ...more });
+    return api.series(run, { metric: metrics, source, kind: this.where.kind, row: this.where.rows?.get(run), ...more });
   }
 
   // Requests for one run wait for each other, so that an answer that was long on its way never replaces a newer one.

@@ -12,6 +12,8 @@ import { Strip } from "./strip.js";
 
 const VITALS = ["loss", "grad/norm", "gsnr", "noise_scale"];
 const CHIPS = 4;
+const NO_LAYOUT = { layers: [], tensors: [], shapes: [], heads: [] };
+const CHARTS = { tensors: "tensor_charts", layers: "layer_charts", heads: "head_charts" };
 const HEATMAP_EVERY = 4000; // milliseconds between pictures of a live run, and so on
 const WORST_EVERY = 10000;
 const OVERVIEW_EVERY = 2500;
@@ -23,7 +25,8 @@ export class RunView {
     this.run = null;
     this.others = [];
     this.overviews = new Map();
-    this.opened = new Map(); // what is open at the side and wants news
+    this.layouts = new Map(); // run -> what its rows stand for, on its way or there
+    this.opened = new Map(); // what is open at the side and wants news, and of which runs
     this.done = { heatmap: 0, worst: 0, overview: 0 };
     this.chosen = null;
     this.verdict = el("section", { class: "verdict", "aria-label": "Verdict", "aria-live": "polite" });
@@ -33,7 +36,7 @@ export class RunView {
     this.modes = choice("Along the axis", [["step", "Steps", "Runs side by side at the same step (x)"], ["time", "Time", "Runs side by side at the same time since their start (x)"]], "step", (mode) => this.setMode(mode));
     this.lane = new Lane({ axis: this.axis, onfinding: (finding) => this.openFinding(finding), onaction: showActions });
     this.strips = VITALS.map((metric, i) => new Strip({ metric, axis: this.axis, texts, showX: i === VITALS.length - 1, oncursor: (x) => this.axis.pointAt(x) }));
-    this.heatmap = new Heatmap({ axis: this.axis, onopen: (kind, row, at) => this.openTensor(kind, row, at) });
+    this.heatmap = new Heatmap({ axis: this.axis, onopen: (run, kind, row, at) => this.openTensor(kind, row, at, run) });
     this.findings = el("section", { class: "card", "aria-label": "Findings" });
     this.worst = el("section", { class: "card", "aria-label": "Worst tensors" });
     this.facts = el("section", { class: "card facts", "aria-label": "About the run" });
@@ -64,7 +67,8 @@ export class RunView {
       fill(this.worst); fill(this.findings); fill(this.facts);
     }
     const missing = ids.filter((id) => !this.overviews.has(id) || id === run);
-    const layout = changed ? api.layout(run).catch(() => ({ layers: [], tensors: [], shapes: [], heads: [] })) : this.layout;
+    if (changed) this.layouts.delete(run);
+    const layout = this.layoutOf(run).catch(() => NO_LAYOUT);
     this.setStrips();
     const charts = this.loadStrips(ids.filter((id) => changed || !this.strips.some((strip) => strip.all.has(id))));
     const found = await Promise.all(missing.map((id) => api.overview(id).catch((trouble) => trouble)));
@@ -76,7 +80,7 @@ export class RunView {
     await charts;
     this.layout = await layout;
     if (run !== this.run) return;
-    this.heatmap.set(run, this.overviews.get(run), this.layout);
+    this.setHeatmap();
     this.loadWorst();
   }
 
@@ -84,6 +88,17 @@ export class RunView {
   keep(id, overview) {
     overview.judged_step = overview.last_step;
     this.overviews.set(id, overview);
+  }
+
+  // What the rows of a run stand for; asked for again where it could not be had.
+  layoutOf(run) {
+    if (!this.layouts.has(run)) this.layouts.set(run, api.layout(run).catch((trouble) => { this.layouts.delete(run); throw trouble; }));
+    return this.layouts.get(run);
+  }
+
+  setHeatmap() {
+    const runs = this.ids().filter((id) => this.overviews.has(id)).map((id) => ({ id, name: this.lines.get(id)?.name ?? id, pictures: this.overviews.get(id).pictures }));
+    this.heatmap.set(runs, (id) => (id === this.run ? Promise.resolve(this.layout) : this.layoutOf(id)));
   }
 
   ids() { return [this.run, ...this.others.filter((id) => id !== this.run)]; }
@@ -97,7 +112,12 @@ export class RunView {
       }
       strip.setRuns(this.ids(), described);
     }
-    fill(this.legend, this.others.length ? this.ids().map((id, i) => el("span", { class: "legend-run", "--c": lineColour(i) }, el("span", { class: `swatch dash${i}`, "aria-hidden": "true" }), this.lines.get(id)?.name ?? id)) : null);
+    fill(this.legend, this.legendOf(this.ids()));
+  }
+
+  // The colour and dash of each run, where there are several.
+  legendOf(ids) {
+    return this.others.length ? ids.map((id) => [id, this.ids().indexOf(id)]).map(([id, i]) => el("span", { class: "legend-run", "--c": lineColour(i) }, el("span", { class: `swatch dash${i}`, "aria-hidden": "true" }), this.lines.get(id)?.name ?? id)) : null;
   }
 
   async loadStrips(ids) {
@@ -267,15 +287,19 @@ export class RunView {
     this.axis.setRange(...ends);
   }
 
-  // at: the step that was pointed at, if any
-  openTensor(kind, row, at = null) {
-    const overview = this.overviews.get(this.run);
-    const name = this.layout[kind === "layers" ? "layers" : kind][row];
-    showTensor(this.run, kind, row, {
-      name: kind === "layers" ? name.name : name,
-      about: kind === "tensors" ? `${this.layout.shapes[row] ?? ""} · every reading of this tensor` : kind === "heads" ? "attention head" : "layer",
-      charts: overview[{ tensors: "tensor_charts", layers: "layer_charts", heads: "head_charts" }[kind]],
-      texts: this.texts, live: this.opened, at,
+  // The same tensor, layer or head of all runs that are drawn. at: the step that was pointed at, if any.
+  async openTensor(kind, row, at = null, from = this.run) {
+    const found = await Promise.all(this.ids().map(async (id) => ({ id, layout: id === this.run ? this.layout : await this.layoutOf(id).catch(() => NO_LAYOUT) })));
+    const names = (layout) => (kind === "layers" ? layout.layers.map((layer) => layer.name) : layout[kind]);
+    const source = found.find((each) => each.id === from);
+    const name = source && names(source.layout)[row];
+    if (name === undefined) return;
+    const runs = found.map(({ id, layout }) => ({ id, row: id === from ? row : names(layout).indexOf(name), charts: this.overviews.get(id)?.[CHARTS[kind]] ?? [] }));
+    const drawn = runs.filter((each) => each.row >= 0);
+    showTensor(this.ids(), drawn, kind, {
+      name,
+      about: kind === "tensors" ? `${source.layout.shapes[row] ?? ""} · every reading of this tensor` : kind === "heads" ? "attention head" : "layer",
+      legend: this.legendOf(drawn.map((each) => each.id)), texts: this.texts, live: this.opened, at,
       range: this.axis.range && this.axis.mode === "step" ? this.axis.range : null,
     });
   }
@@ -296,9 +320,9 @@ export class RunView {
     else await this.extend(news.run);
     if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
     requestAnimationFrame(() => window.dispatchEvent(new CustomEvent("drawn", { detail: { run: news.run, last: Math.max(...this.strips.map((strip) => strip.all.get(news.run)?.last ?? -1)) } })));
+    for (const [load, runs] of this.opened) if (runs.includes(news.run)) load(true);
+    if (this.heatmap.shows(news.run) && now - this.done.heatmap > HEATMAP_EVERY) { this.done.heatmap = now; this.heatmap.refresh(); }
     if (news.run !== this.run) return;
-    for (const [load, run] of this.opened) if (run === news.run) load(true);
-    if (now - this.done.heatmap > HEATMAP_EVERY) { this.done.heatmap = now; this.heatmap.refresh(); }
     if (now - this.done.worst > WORST_EVERY) this.loadWorst();
   }
 
@@ -330,9 +354,10 @@ export class RunView {
       const shown = (overview) => JSON.stringify([overview.charts, overview.pictures]); // a source may give way to another
       this.keep(run, found);
       if (shown(found) !== shown(before) || (!this.layout.layers.length && found.num_tensors)) {
-        this.layout = await api.layout(run);
+        this.layouts.delete(run);
+        this.layout = await this.layoutOf(run);
         this.setStrips();
-        this.heatmap.set(run, found, this.layout);
+        this.setHeatmap();
         await this.loadStrips([run]);
       } else if (found.last_step !== before.last_step) await this.extend(run);
       if (run !== this.run) return;
@@ -353,6 +378,6 @@ export class RunView {
     this.strips.forEach((strip) => { strip.show(); strip.chart.restyle(); });
     this.setStrips();
     this.drawMarks();
-    this.heatmap.draw();
+    this.heatmap.restyle();
   }
 }

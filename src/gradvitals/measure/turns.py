@@ -1,0 +1,172 @@
+"""Whether a model is one side of a game, as in a GAN: trained in turn with another, by losses that go through both."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as optim
+
+MOST_SIDES = 8
+"""Optimizers that are followed in a process: a game has few, and one for every parameter is none."""
+
+TURNS = 3
+"""Turns after which it is taken for a game: a single batch may be given up for other reasons."""
+
+
+class Turns:
+    """Follows the steps of all optimizers in the process, and which of them step in turn.
+
+    The loss of one side reaches the parameters of the other, or finds them frozen; then the first side steps. What was
+    left in the gradients of the other is thrown away before that one steps in its turn, with gradients of its own. Two
+    optimizers that share one model step with gradients of the same pass, and models that are trained side by side are
+    not reached by each other's passes: neither is a game.
+
+    Args:
+        optimizers: Those whose model is watched.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.is_game = False
+        """Whether one of the optimizers is a side of a game."""
+        self._own = {id(optimizer) for optimizer in optimizers}
+        self._sides: list[_Side] = []
+        STEPS.following.add(self)
+        STEPS.hold()
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        if self in STEPS.following:
+            STEPS.following.discard(self)
+            STEPS.release()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step."""
+        if self.is_game:
+            return
+        stepping = self._side(optimizer)
+        if stepping is None:
+            return
+        visitor = stepping.take_turn()
+        if visitor is not None and not self._own.isdisjoint((visitor.number, stepping.number)):
+            stepping.turns += 1
+            self.is_game = stepping.turns >= TURNS
+        for side in self._sides:
+            if side.parameter() is not stepping.parameter():
+                side.note_visit(stepping)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer has stepped."""
+        stepped = None if self.is_game else self._side(optimizer)
+        if stepped is not None:
+            stepped.note_step()
+
+    def _side(self, optimizer: torch.optim.Optimizer) -> _Side | None:
+        """The side of an optimizer; None where there are too many to follow, or it trains nothing."""
+        known = next((side for side in self._sides if side.optimizer() is optimizer), None)
+        if known is not None:
+            return known
+        self._sides = [side for side in self._sides if side.parameter() is not None and side.optimizer() is not None]
+        parameter = _first_trained(optimizer)
+        if parameter is None or len(self._sides) == MOST_SIDES:
+            return None
+        self._sides.append(_Side(optimizer, parameter))
+        return self._sides[-1]
+
+
+class _Side:
+    """One optimizer. The gradient of its first parameter tells which passes reach what it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+        self.number = id(optimizer)
+        self.optimizer = weakref.ref(optimizer)
+        self.parameter = weakref.ref(parameter)
+        self.turns = 0
+        """Steps it made in turn with another side."""
+        self._stepped: tuple[weakref.ref[Tensor], int] | None = None
+        self._visitor: _Side | None = None
+        self._visited: weakref.ref[Tensor] | None = None
+
+    def note_visit(self, visitor: _Side) -> None:
+        """Another side steps: see whether its pass has come through here, or found the door closed."""
+        parameter = self.parameter()
+        if parameter is None or self._stepped is None:
+            return
+        grad = parameter.grad
+        if not parameter.requires_grad:
+            self._visitor, self._visited = visitor, None
+        elif grad is not None and (self._stepped[0]() is not grad or self._stepped[1] != grad._version):
+            self._visitor, self._visited = visitor, weakref.ref(grad)
+
+    def take_turn(self) -> _Side | None:
+        """It is about to step. Returns whose visit it has thrown away since, if any."""
+        parameter = self.parameter()
+        grad = None if parameter is None else parameter.grad
+        kept = self._visited() if self._visited is not None else None
+        visitor = self._visitor if grad is not None and kept is not grad else None
+        self._visitor = self._visited = None
+        return visitor
+
+    def note_step(self) -> None:
+        """It has stepped with the gradients it has now."""
+        parameter = self.parameter()
+        if parameter is not None and parameter.grad is not None:
+            self._stepped = (weakref.ref(parameter.grad), parameter.grad._version)
+
+
+def _first_trained(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((parameter for parameter in parameters if parameter.requires_grad), None)
+
+
+class _Steps:
+    """Hears of every step of every optimizer in the process, while anybody listens.
+
+    Hooks of torch may not be added or removed while an optimizer goes through them, so those who find and let go of
+    models in that moment hold a listener of their own from before to after it.
+    """
+
+    def __init__(self) -> None:
+        self.following: weakref.WeakSet[Turns] = weakref.WeakSet()
+        self._holders = 0
+        self._inside = 0
+        """Steps that have begun and not ended: one, or more where one optimizer steps another."""
+        self._handles: list[Any] = []
+
+    def hold(self) -> None:
+        """Listen from here on."""
+        self._holders += 1
+        if not self._handles:
+            self._handles = [
+                optim.register_optimizer_step_pre_hook(self._before),
+                optim.register_optimizer_step_post_hook(self._after),
+            ]
+
+    def release(self) -> None:
+        """One who listened does so no more; the last one ends it, unless a step is going on."""
+        self._holders -= 1
+        if self._holders == 0 and not self._inside:
+            while self._handles:
+                self._handles.pop().remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside += 1
+            self._tell(Turns.before_step, optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside = max(0, self._inside - 1)
+            self._tell(Turns.after_step, optimizer)
+
+    def _tell(self, method: Callable[[Turns, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        for turns in list(self.following):
+            with contextlib.suppress(Exception):  # an error of ours is not one of the training loop
+                method(turns, optimizer)
+
+
+STEPS = _Steps()

@@ -1,0 +1,35 @@
+"""Whether the process that writes a run is still there, as far as it can be told from here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def pid_space() -> str | None:
+    """Names where process ids mean the same: one machine since it was started, and one container on it.
+
+    None where that is not known; containers may share the name of a machine, and not its process ids.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        container = Path("/proc/self/ns/pid").readlink()
+        return hashlib.sha256(f"{boot} {container}".encode()).hexdigest()[:16]
+    except (OSError, UnicodeError):
+        return None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of this id, and not only what is left of one until its parent asks for it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError, TypeError):
+        return True  # there, and somebody else's; or not to be known
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state not in ("Z", "X")

@@ -1,0 +1,255 @@
+"""VRGD's parts added and compared by a kernel: the same as autograd and torch, and nobody notices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+from gradvitals import kernels
+from gradvitals.kernels import adding
+from gradvitals.kernels.adding import Adding
+from gradvitals.optim import parts as parts_module
+from gradvitals.optim.adding import Arrived, add_by_torch, rounding_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+SHAPES = ((30, 16), (4, 3, 3, 3), (7,), (), (1, 64))
+NUM_PARTS = 6
+
+
+def some(shapes, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in tensors]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was asked of the kernel, launch by launch."""
+    found: list[dict[str, Any]] = []
+    original = Adding.add
+
+    def counted(self, given, totals, noises, **settings):
+        found.append(settings | {"tensors": len(given)})
+        return original(self, given, totals, noises, **settings)
+
+    monkeypatch.setattr(Adding, "add", counted)
+    return found
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_launch_is_what_torch_does(added: bool, fresh: bool, device: torch.device) -> None:
+    sizes = (5, 8192, 3 * 8192 + 17)
+    given = some([(size,) for size in sizes], device, 0)
+    kept = []
+    for by_kernel in (True, False):
+        totals, noises = (some([(size,) for size in sizes], device, seed) for seed in (1, 2))
+        if by_kernel:
+            share = rounding_of(torch.float32, 3) / 9
+            Adding(sizes, device).add(given, totals, noises, count=3, rounding=share, added=added, fresh=fresh)
+        else:
+            add_by_torch(Arrived(3, added, fresh, False, list(zip(given, totals, noises, strict=True))))
+        kept.append((totals, noises))
+    for one, other in zip(kept[0][0], kept[1][0], strict=True):
+        assert torch.equal(one, other)  # the sum is torch's, to the last bit
+    torch.testing.assert_close(kept[0][1], kept[1][1], rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """Numbers whose sums need no rounding, which the interpreter does otherwise than a GPU."""
+    part, total = (torch.tensor(values, device=device, dtype=dtype) for values in ([2.0, -1, 0.5], [1.0, 3, 0.5]))
+    noise = torch.tensor([1.0, 2, 4], device=device)
+    Adding([3], device).add([part], [total], [noise], count=2, rounding=0.0, added=False, fresh=False)
+    assert total.tolist() == [3.0, 2.0, 1.0]
+    assert noise.tolist() == [1 + 2 * 0.25, 2 + 2 * 4.0, 4.0]
+
+
+def weights(device: torch.device) -> list[nn.Parameter]:
+    return [nn.Parameter(value) for value in some(SHAPES, device, 0)]
+
+
+def backward(parameters: list[nn.Parameter], given: list[torch.Tensor]) -> None:
+    sum((p * part).sum() / NUM_PARTS for p, part in zip(parameters, given, strict=True)).backward()
+
+
+def train(device: torch.device, *, steps: int = 3, watcher: Any = None, **settings: Any) -> list[Any]:
+    """Weights, and ``.grad`` as it was before every step."""
+    parameters = weights(device)
+    optimizer = gv.optim.VRSGD(parameters, lr=0.1, momentum=0.9, **settings)
+    seen = []
+    for step in range(steps):
+        for part in range(NUM_PARTS):
+            handles = watcher(parameters) if watcher is not None else ()
+            backward(parameters, some(SHAPES, device, 100 * step + part + 1))
+            for handle in handles:
+                handle.remove()
+        seen += [p.grad.clone() for p in parameters]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [[p.detach() for p in parameters], seen]
+
+
+@pytest.fixture
+def without_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs a training with everything done by torch."""
+
+    def run(**settings: Any) -> list[Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "on_device", lambda tensor: False)
+            return train(device, **settings)
+
+    return run
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": "wiener"}, {"moments_dtype": torch.bfloat16}, {"beta3": 0.9}])
+def test_steps_and_gradients_are_those_without_kernels(
+    settings: dict, device: torch.device, without_kernels, launches: list[dict]
+) -> None:
+    found, expected = train(device, **settings), without_kernels(**settings)
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert torch.equal(one, other)
+    loose = {"rtol": 0.05, "atol": 5e-3} if "moments_dtype" in settings else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found[0], expected[0], **loose)
+    taken = [launch for launch in launches if not launch["added"]]
+    # Two kinds of places in memory, and the very first comparison makes the places that later ones are added in.
+    assert {launch["count"] for launch in taken} == set(range(2, NUM_PARTS + 1))
+    assert sum(launch["tensors"] for launch in taken) >= len(SHAPES) * (3 * (NUM_PARTS - 1) - 1)
+    assert all(launch["fresh"] == (launch["count"] == 2) for launch in launches)
+
+
+def test_a_backward_is_two_launches_at_most(device: torch.device, launches: list[dict]) -> None:
+    train(device, steps=2)
+    last = [launch for launch in launches if launch["count"] == NUM_PARTS]
+    assert len(last) <= 2 * 2
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated"])
+def test_whoever_looks_sees_gradients_as_ever(kind: str, device: torch.device, launches: list[dict]) -> None:
+    """Hooks of others on a parameter leave adding to autograd, and no bit changes."""
+    heard: list[torch.Tensor] = []
+
+    def watcher(parameters):
+        if kind == "tensor":
+            return [p.register_hook(lambda grad, p=p: heard.append(p.grad)) for p in parameters]
+        return [p.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone())) for p in parameters]
+
+    watched = train(device, watcher=watcher)
+    assert all(launch["added"] for launch in launches)
+    assert sum(grad is not None for grad in heard) >= 3 * (NUM_PARTS - 1) * len(SHAPES)
+    plain = train(device)
+    assert not all(launch["added"] for launch in launches)
+    for one, other in zip([*watched[0], *watched[1]], [*plain[0], *plain[1]], strict=True):
+        assert torch.equal(one, other)
+
+
+def ready_for_a_part(device: torch.device) -> tuple[list[nn.Parameter], gv.optim.VRSGD]:
+    """Parameters with one part in ``.grad``, whose next is going to be taken over."""
+    parameters = weights(device)
+    optimizer = gv.optim.VRSGD(parameters, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few parts
+        for part in range(2):
+            backward(parameters, some(SHAPES, device, part))
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(parameters, some(SHAPES, device, 7))
+    return parameters, optimizer
+
+
+def test_torch_autograd_grad_takes_nothing_away(device: torch.device, launches: list[dict]) -> None:
+    parameters, _ = ready_for_a_part(device)
+    before = [p.grad for p in parameters]
+    torch.autograd.grad(sum(p.square().sum() for p in parameters), parameters)
+    assert all(p.grad is grad for p, grad in zip(parameters, before, strict=True))
+    del launches[:]
+    backward(parameters, some(SHAPES, device, 8))
+    assert launches
+    assert not any(launch["added"] for launch in launches)
+    assert all(p.grad is grad for p, grad in zip(parameters, before, strict=True))  # the very tensor
+
+
+def test_a_backward_that_fails_loses_nothing(device: torch.device) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("out of memory")
+
+    parameters, optimizer = ready_for_a_part(device)
+    first, second = parameters[0], parameters[1]
+    before = [p.grad.clone() for p in (first, second)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        (first.sum() + Fails.apply(second).sum()).backward()
+    optimizer._parts.settle()
+    grads = [first.grad, second.grad]
+    assert torch.equal(grads[1], before[1])
+    assert torch.equal(grads[0], before[0]) or torch.equal(grads[0], before[0] + 1)  # as far as backward came
+    backward(parameters, some(SHAPES, device, 8))
+    assert all(p.grad is not None for p in parameters)
+
+
+def test_gradients_with_a_graph_are_left_alone(device: torch.device, launches: list[dict]) -> None:
+    parameters, _ = ready_for_a_part(device)
+    del launches[:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the cycle
+        sum((p**3).sum() for p in parameters).backward(create_graph=True)
+    assert all(launch["added"] for launch in launches)
+    assert all(p.grad.requires_grad for p in parameters)
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def test_much_at_a_time_is_held_no_longer(
+    device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch, without_kernels
+) -> None:
+    monkeypatch.setattr(parts_module, "ADDED_BYTES", 300)
+    found = train(device)
+    assert len(launches) > 3 * 2 * (NUM_PARTS - 1)
+    torch.testing.assert_close(found, without_kernels(), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_come_at_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left in accumulators by one step is none of the next one's."""
+    kept = []
+    for by_kernels in (True, False):
+        with monkeypatch.context() as patch:
+            if not by_kernels:
+                patch.setattr(kernels, "on_device", lambda tensor: False)
+            parameters = weights(device)
+            optimizer = gv.optim.VRSGD(parameters, lr=0.1)
+            for step in range(4):
+                for part in range(NUM_PARTS):
+                    given = some(SHAPES, device, 100 * step + part + 1)
+                    # The first in all steps, the second in one part of odd ones, the others in even ones.
+                    chosen = [0, *([1] if part == 2 else [])] if step % 2 else range(len(SHAPES))
+                    sum((parameters[i] * given[i]).sum() for i in chosen).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            kept.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_that_fails_leaves_it_to_torch(
+    device: torch.device, without_kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    expected = without_kernels()
+    monkeypatch.setattr(adding.Adding, "add", fail)
+    with pytest.warns(UserWarning, match="no compiler"):
+        found = train(device)
+    kernels._State.broken.clear()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
