@@ -302,19 +302,26 @@ def test_latest_and_repr(tmp_path: Path) -> None:
 
 
 def test_when_no_step_can_end_everything_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error where steps are sent off must not leave hooks that collect for ever."""
+    """An error where steps are sent off must not leave hooks that collect for ever.
+
+    Hooks of an optimizer stay until the end: taken away while it calls them, they would end its step with an error.
+    """
     monkeypatch.setattr(outbox.Outbox, "add", bomb)
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
     for batch in Data().batches((4, 4, 4)):
         regression(model, batch).backward()
         optimizer.step()
+    assert called == 3 * ["before", "after"]
     assert [finding.id for finding in monitor.findings] == ["monitor_error"]
-    assert not optimizer._optimizer_step_pre_hooks
     assert all(not p._backward_hooks for p in model.parameters())
     monitor.close()
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
 
 
 def test_counting_elements_ends_when_gradients_are_clean_again(tmp_path: Path) -> None:

@@ -26,16 +26,21 @@ class Attempts:
         self._on_gpu = on_gpu
         self._broken: set[str] = set()
         self._told: set[str] = set()
+        self._ended = False
 
     def __call__(self, part: str, work: Callable[..., Any], *args: Any) -> None:
         """Do one part, unless it has failed before."""
-        if part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+        if self._ended or part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return  # what a CUDA graph captures is not ours to add to
         try:
             with self._clock:
                 work(*args)
         except Exception as error:
             self.fail(part, error)
+
+    def end(self) -> None:
+        """Do nothing any more."""
+        self._ended = True
 
     def fail(self, part: str, error: Exception) -> None:
         """A part has met an error. One in what the loop has told concerns that call alone, and is told once."""

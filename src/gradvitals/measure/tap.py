@@ -364,20 +364,22 @@ class Tap:
     def _failed(self, part: str, error: Exception) -> None:
         self.on_error(part, error)
         if part == "step":  # without it no step would ever end
-            self._detach()
+            self.attempt.end()
+            self._let_go()
 
     def close(self) -> None:
         """Send off a step that some optimizer has made, and take every hook away."""
         if any(station.stepped for station in self.stations):
             self.attempt("step", self._finish)
         self.send_rest()
-        self._detach()
-
-    def _detach(self) -> None:
-        interpose.detach(self._ear)
+        self._let_go()
         self._turns.stop()
         for handle in self._handles:
             handle.remove()
+
+    def _let_go(self) -> None:
+        """Take away every hook but those of optimizers, which may not go while they are being called."""
+        interpose.detach(self._ear)
         for station in self.stations:
             station.close()
         if self._audit is not None:
