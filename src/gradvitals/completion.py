@@ -180,7 +180,7 @@ class Completion:
         if self._single_batch_readings == 2:
             reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
             if "examples" not in self._config.sources:
-                reason += ", or norm layers and Config(sources=gv.types.SOURCES)"
+                reason += ", or LayerNorm, RMSNorm or GroupNorm layers and Config(sources=gv.types.SOURCES)"
             self._report(notices.source_unavailable("micro-batches", reason, step.step))
 
     def _note_examples(self, step: StepSums) -> None:

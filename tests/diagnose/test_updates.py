@@ -23,7 +23,7 @@ def without_gradient(run: Run, steps: slice, tensors: list[int], value: float = 
 # -- dead_tensor ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "cause"), [(np.nan, "never had a gradient"), (0.0, "exactly zero")])
+@pytest.mark.parametrize(("value", "cause"), [(np.nan, "no gradient from step 0 on"), (0.0, "exactly zero")])
 def test_a_tensor_that_never_has_a_gradient(value: float, cause: str) -> None:
     run = without_gradient(healthy_run(100), slice(None), [4, 5], value)
     finding = only(run.findings("dead_tensor"))

@@ -14,6 +14,7 @@ import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.kernels import adding
 from gradvitals.kernels.adding import Adding
+from gradvitals.optim import adding as adding_module
 from gradvitals.optim import parts as parts_module
 from gradvitals.optim.adding import Arrived, add_by_torch, rounding_of
 
@@ -176,27 +177,155 @@ def test_torch_autograd_grad_takes_nothing_away(device: torch.device, launches: 
     assert all(p.grad is grad for p, grad in zip(parameters, before, strict=True))  # the very tensor
 
 
-def test_a_backward_that_fails_loses_nothing(device: torch.device) -> None:
-    class Fails(torch.autograd.Function):
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+def two_ones(device: torch.device) -> tuple[nn.Parameter, nn.Parameter, gv.optim.VRSGD]:
+    """Two parameters with one part of ones in ``.grad``, whose next is going to be taken over."""
+    first, second = parameters = [nn.Parameter(torch.ones(8, device=device)) for _ in range(2)]
+    optimizer = gv.optim.VRSGD(parameters, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few parts
+        for _ in range(2):
+            sum((p * torch.rand_like(p)).sum() for p in parameters).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    (first.sum() + second.sum()).backward()
+    return first, second, optimizer
+
+
+def fail_after_the_first(first: nn.Parameter, second: nn.Parameter) -> None:
+    failing = Fails.apply(second * 1).sum()  # the older node, so that autograd comes to it last
+    with pytest.raises(RuntimeError, match="out of memory"):
+        (failing + 1000 * first.sum()).backward()
+
+
+def values(*parameters: nn.Parameter) -> list[float]:
+    assert all((p.grad == p.grad[0]).all() for p in parameters)
+    return [p.grad[0].item() for p in parameters]
+
+
+def test_a_backward_that_fails_leaves_what_autograd_would(device: torch.device) -> None:
+    first, second, _ = two_ones(device)
+    fail_after_the_first(first, second)
+    assert values(first, second) == [1001, 1]
+    (first.sum() + second.sum()).backward()
+    assert values(first, second) == [1002, 2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_zeroed_after_a_failure_stay_so(
+    late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, optimizer = two_ones(device)
+    with monkeypatch.context() as patch:
+        if late:  # a device's own thread may let go of a backward after it has raised
+            patch.setattr(parts_module.Ending, "__del__", lambda self: None)
+        fail_after_the_first(first, second)
+    for parameter in (first, second):
+        parameter.grad.zero_()
+    if late:
+        (task,) = optimizer._parts._awaited
+        optimizer._parts.fail(task)
+    (first.sum() + second.sum()).backward()
+    assert values(first, second) == [1, 1]
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_an_error_while_autograd_adds_loses_nothing(zeroed: bool, device: torch.device) -> None:
+    first, second, _ = two_ones(device)
+
+    def fail(grads):
+        raise RuntimeError("out of memory")
+
+    node = first.expand_as(first).grad_fn.next_functions[0][0]  # autograd makes it anew when nobody keeps it
+    handle = node.register_prehook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first.sum().backward()
+    handle.remove()
+    assert values(first, second) == [1, 1]
+    if zeroed:
+        first.grad = second.grad = None
+    (first.sum() + second.sum()).backward()
+    assert values(first, second) == ([1, 1] if zeroed else [2, 2])
+
+
+def test_no_gradient_is_no_part(device: torch.device) -> None:
+    class OfTheFirst(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+        def forward(ctx, x, y):
+            return x + y
 
         @staticmethod
         def backward(ctx, grad):
-            raise RuntimeError("out of memory")
+            return grad, None
 
-    parameters, optimizer = ready_for_a_part(device)
-    first, second = parameters[0], parameters[1]
-    before = [p.grad.clone() for p in (first, second)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        (first.sum() + Fails.apply(second).sum()).backward()
-    optimizer._parts.settle()
-    grads = [first.grad, second.grad]
-    assert torch.equal(grads[1], before[1])
-    assert torch.equal(grads[0], before[0]) or torch.equal(grads[0], before[0] + 1)  # as far as backward came
-    backward(parameters, some(SHAPES, device, 8))
-    assert all(p.grad is not None for p in parameters)
+    first, second, optimizer = two_ones(device)
+    OfTheFirst.apply(first, second).sum().backward()
+    assert values(first, second) == [2, 1]
+    assert [optimizer._parts.count_of(p) for p in (first, second)] == [2, 1]
+
+
+def test_sums_have_a_new_version(device: torch.device, launches: list[dict]) -> None:
+    first, _, _ = two_ones(device)
+    del launches[:]
+    version = first.grad._version
+    first.sum().backward()
+    assert [launch["added"] for launch in launches] == [False]
+    assert first.grad._version == version + 1
+
+
+def test_parts_of_other_streams_are_not_held_together(
+    device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    first, second, _ = two_ones(device)
+    del launches[:]
+    numbers = iter((1, 2, 2, 2, 2, 2))
+    monkeypatch.setattr(adding_module, "stream_of", lambda device: next(numbers))
+    monkeypatch.setattr(parts_module, "stream_of", lambda device: next(numbers))
+    monkeypatch.setattr(parts_module, "on_current_stream", lambda held, device: waited.append(held.stream))
+    (first.sum() + second.sum()).backward()
+    assert waited == [1, 2]
+    assert [launch["tensors"] for launch in launches] == [1, 1]
+    assert values(first, second) == [2, 2]
+
+
+def test_one_table_of_chunks_for_all_parts_of_a_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = []
+
+    def count(*args):
+        cut.append(args)
+        return original(*args)
+
+    original = adding.Cut
+    monkeypatch.setattr(adding, "Cut", count)
+    train(device, steps=2)
+    assert len(cut) == len({args[:1] for args in cut}) <= 4  # two kinds of places, in autograd's first part and ours
+
+
+def test_the_set_that_was_used_longest_ago_is_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adding_module, "MOST_SETS", 2)
+    adder = adding_module.Adder()
+
+    def add(size: int) -> None:
+        tensors = tuple(torch.ones(size, device=device) for _ in range(2))
+        adder.add(Arrived(2, False, True, True, [(*tensors, noises[size])]))
+
+    noises = {size: torch.zeros(size, device=device) for size in (4, 8, 12)}
+    for size in (4, 8, 4, 12):
+        add(size)
+    assert [sizes for _, _, sizes in adder._sets] == [(4,), (12,)]
+    adder._sets[next(iter(adder._sets))].captured = True
+    add(8)
+    assert [sizes for _, _, sizes in adder._sets] == [(4,), (8,)]  # a CUDA graph reads the tables of the first
 
 
 def test_gradients_with_a_graph_are_left_alone(device: torch.device, launches: list[dict]) -> None:

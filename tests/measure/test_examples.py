@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -295,6 +298,38 @@ def test_copies_and_files_of_a_model_have_hooks_that_do_nothing() -> None:
         mean_square(model, x, y).backward()
 
     assert {counts for counts, _, _ in collect(model, train).values()} == {(4,)}
+
+
+WITHOUT_GRADVITALS = """
+import sys
+class Refuses:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "gradvitals":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuses())
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+assert all(layer._forward_hooks and layer._forward_pre_hooks for layer in (model[1], model[2]))
+print(model(torch.ones(3, 4)).sum().item(), [name for name in sys.modules if "gradvitals" in name])
+"""
+
+
+def test_a_saved_model_loads_where_there_is_no_gradvitals(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.RMSNorm(8))
+    with torch.no_grad():
+        model[2].weight.zero_().add_(torch.arange(8.0) == 0)
+    wanted = model(torch.ones(3, 4)).sum().item()
+    file = tmp_path / "model.pt"
+    said: list[str] = []
+
+    def train() -> None:
+        torch.save(model, file)
+        command = [sys.executable, "-c", WITHOUT_GRADVITALS, str(file)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        said.append(found.stdout + found.stderr)
+
+    collect(model, train)
+    assert said == [f"{wanted} []\n"]
 
 
 def test_a_compiled_function_is_neither_seen_nor_compiled_again() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradvitals as gv
-from gradvitals.measure.turns import Turns
+from gradvitals.measure.turns import LONG, STEPS, Turns
 
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 Models = tuple[nn.Linear, nn.Linear]
@@ -93,6 +93,77 @@ def test_models_trained_side_by_side_play_no_game(zeroed: str) -> None:
                 if zeroed == "own after":
                     optimizer.zero_grad()
         assert not turns.is_game
+
+
+def joint(models: Models, optimizers: Optimizers, steps: int, *, left_out: Callable[[int], bool], clip: bool) -> None:
+    """One loss for both; the second optimizer, first in turn, is left out at some steps, and all gradients zeroed."""
+    (body, head), (of_body, of_head) = models, optimizers
+    every = [*body.parameters(), *head.parameters()]
+    for step in range(steps):
+        of_body.zero_grad()
+        of_head.zero_grad()
+        head(body(torch.randn(5, 4))).mean().backward()
+        for optimizer in (of_head, of_body):
+            if clip:
+                nn.utils.clip_grad_norm_(every, 1e-3)
+            if optimizer is of_body or not left_out(step):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    "left_out",
+    [lambda step: step in (7, 12, 30, 31), lambda step: step % 2 == 0, lambda step: False],
+    ids=["some", "half", "none"],
+)
+def test_an_optimizer_that_leaves_out_steps_plays_no_game(left_out: Callable[[int], bool], clip: bool) -> None:
+    models, optimizers = two()
+    with followed(*optimizers) as turns:
+        joint(models, optimizers, 50, left_out=left_out, clip=clip)
+        assert not turns.is_game
+
+
+def test_a_game_that_has_ended_is_none() -> None:
+    models, optimizers = two()
+    with followed(*optimizers) as turns:
+        play(models, optimizers, 6)
+        assert turns.is_game
+        joint(models, optimizers, 3, left_out=lambda step: False, clip=False)
+        assert not turns.is_game
+
+
+def test_one_side_that_goes_on_alone_plays_no_more() -> None:
+    models, optimizers = two()
+    with followed(*optimizers) as turns:
+        play(models, optimizers, 6)
+        for _ in range(LONG + 2):
+            optimizers[1].zero_grad()
+            models[1](torch.randn(5, 3)).mean().backward()
+            optimizers[1].step()
+        assert not turns.is_game
+
+
+def test_a_game_is_known_where_one_side_steps_more_often() -> None:
+    (maker, critic), (make, judge) = two()
+    with followed(judge) as turns:
+        for _ in range(5):
+            for _ in range(5):
+                judge.zero_grad()
+                critic(torch.randn(5, 3)).mean().backward()
+                judge.step()
+            make.zero_grad()
+            critic(maker(torch.randn(5, 4))).mean().backward()
+            make.step()
+        assert turns.is_game
+
+
+def test_nobody_listens_once_all_have_gone() -> None:
+    _, optimizers = two()
+    before = STEPS._holders
+    forgotten = Turns(optimizers)
+    assert before + 1 == STEPS._holders
+    del forgotten
+    assert before == STEPS._holders
 
 
 def test_a_game_of_others_is_not_ours() -> None:

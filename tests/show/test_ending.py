@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from click.testing import CliRunner
 
 from gradvitals import notices
 from gradvitals.cli import main
-from gradvitals.show.ending import restarts, state_of
+from gradvitals.show.ending import restarts, run_cut_off, state_of
 from gradvitals.show.summary import summarize
 from gradvitals.store import writer as store_writer
+from gradvitals.store.process import pid_space
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
@@ -56,6 +58,17 @@ def test_a_killed_run_is_not_called_healthy(tmp_path: Path) -> None:
     assert "out of memory" in said
     data = json.loads(doctor(tmp_path, "--json"))
     assert (data["state"], data["verdict"]["worst"], data["failed"]) == ("stopped", "run_cut_off", True)
+
+
+def test_what_is_known_of_a_cut_off_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment(tmp_path, 0, 9, closed=False)
+    with open_run(tmp_path) as run:
+        monkeypatch.setattr("time.time", lambda at=run.meta["heartbeat"]: at + 90)
+        silent = "the run was cut off at step 9: not closed, and not heard of for 1 min 30 s"
+        gone = "the run was cut off at step 9: not closed, and its process is gone, last heard of 1 min 30 s ago"
+        assert run_cut_off(run, 9).title == silent  # this process wrote it, and is there
+        monkeypatch.setattr("gradvitals.store.process.is_alive", lambda pid: pid != os.getpid())
+        assert run_cut_off(run, 9).title == (gone if pid_space() is not None else silent)
 
 
 def test_a_run_that_said_why_it_stops_is_not_cut_off_without_a_word(tmp_path: Path) -> None:

@@ -103,5 +103,10 @@ def test_a_writer_that_was_killed_is_known_to_be_gone_at_once(tmp_path, monkeypa
         assert not run.is_live
         process.join()
         assert not run.is_live
-        monkeypatch.setattr("gradvitals.store.reader.pid_space", lambda: "another machine, or another container")
-        assert run.is_live
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("gradvitals.store.process.pid_space", lambda: "another machine, or another container")
+            assert run.is_live
+        with monkeypatch.context() as elsewhere:  # a copy of a machine that was running has its process ids, and a name
+            elsewhere.setattr("socket.gethostname", lambda: "another machine")
+            assert run.is_live
+        assert not run.is_live

@@ -1,4 +1,4 @@
-"""A run that tells more than its readers take goes on, and can be read: what is too much is counted."""
+"""A run that tells more than its readers take, or tells it twice, goes on, and can be read."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ def test_findings_are_bounded_by_what_they_hold_and_old_ones_may_still_close(tmp
         found = run.findings()
     assert [each.first_step for each in found] == [0, 1, 2, 3, 4, 11]
     assert found[0].title == "over"
+
+
+def test_an_action_that_is_told_again_after_a_resume_is_there_once(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, meta={}) as writer:
+        for step in (4, 24, 33):
+            writer.write(action(step))
+    with RunWriter(tmp_path, meta={}, resume=True, first_step=30) as writer:
+        for step in (24, 33, 33):  # the first was known to the other process already, the others are done again
+            writer.write(action(step))
+    with gv.open_run(tmp_path) as run:
+        assert [each.step for each in run.actions()] == [4, 24, 33, 33]

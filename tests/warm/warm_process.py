@@ -92,7 +92,10 @@ def _run(script: str, arguments: list[str], log: str, environment: dict[str, str
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    warnings.simplefilter("ignore")
+    # Torch tells scripts, as if they were at fault, what it is about to change, so warnings cannot be errors here as
+    # they are in tests. Those who look for our own set PYTHONWARNINGS, which the first of these processes begins with.
+    if "PYTHONWARNINGS" not in environment:
+        warnings.simplefilter("ignore")
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     os._exit(_status(lambda: runpy.run_path(script, run_name="__main__")))

@@ -158,6 +158,27 @@ def test_on_the_axis_of_time_the_map_names_the_time_and_ends_with_its_run(
     assert page.locator(".heat-tip").is_hidden()
 
 
+def test_a_request_that_is_never_answered_stops_nothing(
+    tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage
+) -> None:
+    with writing(tmp_path / "live") as write:
+        page = open_page(serve(tmp_path).url)
+        wait(page, DRAWN)
+        page.evaluate(
+            "() => { const usual = AbortSignal.timeout.bind(AbortSignal); AbortSignal.timeout = (limit) => {"
+            " window.limit = limit; return usual(limit / 100); }; }"
+        )
+        held: list[Any] = []
+        page.route("**/series?*", lambda route: held.append(route))
+        write(20)
+        wait(page, "document.querySelector('.run-step').textContent.includes('79')")  # the list goes on without it
+        assert held
+        assert page.evaluate("window.limit") == 30_000
+        page.unroute("**/series?*")
+        write(20)
+        wait(page, "document.querySelector(\".strip[aria-label='Loss'] .plot\").chart.lines[0].x.at(-1) === 99")
+
+
 @pytest.mark.parametrize("asked_anew", [False, True])
 def test_a_live_page_names_one_step_everywhere(
     tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage, asked_anew: bool

@@ -14,12 +14,14 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import run_id
 
+from gradvitals.errors import RunError
 from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.show.curves import Span
 from gradvitals.show.heatmap import read_heatmap
 from gradvitals.show.web import limits, overview
 from gradvitals.show.web.heatmap import HEADER
 from gradvitals.store import RunWriter, open_run
+from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding, Layout, Reading, TensorInfo
 
 ClientOf = Callable[..., TestClient]
@@ -130,12 +132,50 @@ def test_files_that_take_long_to_refuse_leave_time_for_the_others(
 def test_news_of_the_others_come_beside_a_run_that_raises_anything(
     both: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradvitals.store.reader import Run
-
     taken = Run.census
     monkeypatch.setattr(Run, "census", lambda run: 1 / 0 if run.path.name == "evil" else taken(run))
     line = expect_only_evil_to_be_unreadable(both, client_of(both))
     assert "ZeroDivisionError" in line
+
+
+def caused(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        caused(RunError("could not be read"), sqlite3.OperationalError("database is locked")),
+        sqlite3.OperationalError("unable to open database file"),
+        OSError(24, "Too many open files"),
+        MemoryError(),
+    ],
+    ids=["locked", "sqlite", "files", "memory"],
+)
+def test_what_may_pass_is_tried_again_though_the_file_does_not_change(
+    both: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
+) -> None:
+    taken = Run.census
+
+    def census(run: Run) -> dict[str, int]:
+        if run.path.name == "evil":
+            raise trouble
+        return taken(run)
+
+    client = client_of(both)
+    watcher = client.app.state.api.watcher  # type: ignore[attr-defined]
+    monkeypatch.setattr("gradvitals.show.web.stream.SLOW_SECONDS", 0.0)
+
+    def seen() -> tuple[str, int | None]:
+        [line] = [line for line in client.get("/api/runs").json()["runs"] if line["name"] == "evil"]
+        watcher._look_now()
+        return line["state"], watcher._states[line["id"]].news["last_step"]
+
+    with monkeypatch.context() as for_now:
+        for_now.setattr(Run, "census", census)
+        assert seen() == ("error", None)
+    assert seen() == ("finished", 4)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class Diagnosis:
         elsewhere = not set(sign.tensors) <= set(old.tensors)
         lasted = step - old.first_step
         # The latest numbers are told ever more rarely, so that what goes on for long does not fill the file.
-        renewed = sign.active and lasted >= 2 * max(entry.told, 1)
+        renewed = sign.active and lasted >= 2 * max(entry.told, 1) and _are_news(sign, old)
         if not (worse or elsewhere or renewed or not sign.active):
             return []
         if worse or not sign.active:  # a new story; else the one told when it opened stands
@@ -226,6 +226,12 @@ def _worded(finding: Finding, sign: Sign, own: Words | None) -> Finding:
         causes=words.causes,
         cures=words.cures,
     )
+
+
+def _are_news(sign: Sign, finding: Finding) -> bool:
+    """Whether a sign has other numbers than those told: a rule may repeat what it saw at its worst."""
+    known = {name: value for name, value in finding.evidence.get("latest", {}).items() if name != "step"}
+    return repr(plain(dict(sign.seen))) != repr(known or finding.evidence["seen"])
 
 
 def _sign(saved: Mapping[str, Any]) -> Sign:

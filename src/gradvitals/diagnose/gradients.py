@@ -57,6 +57,8 @@ class Explosion(Rule):
     """Gradient norm over weight norm, at the start, that only a loss on the wrong scale has."""
     growth: float = 10.0
     """The usual norm over its lowest level so far, where the loss has risen since as well."""
+    growth_in_turn: float = 100.0
+    """The same in one side of a game, whose loss says nothing."""
     lr_check: bool = False
     """Fire also where the norm is over 1 / learning rate, whatever is usual."""
     recovered: float = 0.8
@@ -142,11 +144,12 @@ class Explosion(Rule):
         if level < self.lowest:
             self.lowest, self.lowest_loss = level, loss
         ratio = level / self.lowest
-        harms = loss > self.lowest_loss + 0.1 * abs(self.lowest_loss) and not step.in_turn
-        if not (ratio > self.growth and harms):
+        harms = step.in_turn or loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)
+        growth = self.growth_in_turn if step.in_turn else self.growth
+        if not (ratio > growth and harms):
             return None
         seen = _numbers(step, ratio, f"the gradient norm has grown to {ratio:.3g}× what it was")
-        expected = {"ratio": f"under {self.growth:g}", "norm": self.lowest}
+        expected = {"ratio": f"under {growth:g}", "norm": self.lowest}
         return Sign(severity="warning", seen=seen, expected=expected, causes=("learning_rate",))
 
     def _from_the_start(self, step: Step) -> Sign | None:

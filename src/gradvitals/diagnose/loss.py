@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.baseline import Baseline
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
+from gradvitals.types import Severity
 
 Floats = NDArray[np.float64]
 
@@ -166,7 +167,6 @@ class LossRising(Rule):
     """The loss stays well above the best level it had reached."""
 
     id = "loss_rising"
-    expects_fall = True
     judges_after = 40
     needs = ("loss",)
 
@@ -192,6 +192,8 @@ class LossRising(Rule):
     cause: str = field(default="", init=False)
     told: dict[str, Any] = field(default_factory=dict, init=False)
     """What was known when it began."""
+    in_turn: int = field(default=0, init=False)
+    """Steps that the model has been one side of a game for."""
 
     def look(self, step: Step) -> Sign | None:
         """Fires while the mean of the last losses is far above the lowest such mean."""
@@ -216,14 +218,17 @@ class LossRising(Rule):
 
     def _sign(self, step: Step, risen: bool, now: float, best: float, best_step: int) -> Sign | None:
         self.high = self.high + 1 if risen else 0
-        if self.high < self.patience:
+        self.in_turn = self.in_turn + 1 if step.in_turn else 0
+        # What was found before a game was known to be one has to close first: no finding becomes less severe.
+        if self.high < self.patience or 0 < self.in_turn <= 2 * self.closes_after:
             return None
         if self.high == self.patience or not self.told:
             self._explain(step, best_step)
         lost = now > self.start and self.high >= self.window
         seen = {"loss": now, "best_step": best_step, **self.told}
+        severity: Severity = "critical" if lost else "warning"
         return Sign(
-            severity="critical" if lost else "warning",
+            severity="info" if step.in_turn else severity,  # neither loss of a game has to fall
             seen=seen,
             expected={"loss": best},
             since=int(self.told["at"]),

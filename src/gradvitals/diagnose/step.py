@@ -90,7 +90,7 @@ class Step:
         parts.see(reading, self.in_turn)
         if (parts.mixed or self.in_turn) and self.history.averages.at_one_point:
             self.history.averages = Averages()  # of the next best source
-        return None if parts.mixed or parts.below or self.in_turn else reading
+        return None if parts.mixed or parts.below > 1 or self.in_turn else reading
 
     @cached_property
     def gsnr(self) -> Reading | None:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradvitals.kernels.cut import Addresses, Cut, is_capturing
 from gradvitals.kernels.sums import KINDS, load, pointer, put
@@ -20,6 +21,8 @@ BLOCK = 1024
 SPAN = 8192
 NUM_WARPS = 4
 STAGES = 3
+MOST_COUNTS = 64
+"""Parts of a step that tables are kept for."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,7 +83,10 @@ class Adding:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._device = device
         self._cut = Cut(sizes, device, SPAN)
-        self._parts, self._totals, self._noises = Addresses(), Addresses(), Addresses()
+        self._totals, self._noises = Addresses(), Addresses()
+        self._parts: dict[int, Addresses] = {}  # those of one count lie where they lay a step ago, most likely
+        self.captured = False
+        """Whether a CUDA graph uses its tables."""
 
     def add(
         self,
@@ -105,10 +111,10 @@ class Adding:
             fresh: Whether there is nothing in `noises` yet, whatever they hold.
         """
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
-            tables = [
-                table.table(tensors)
-                for table, tensors in ((self._parts, parts), (self._totals, totals), (self._noises, noises))
-            ]
+            self.captured = self.captured or is_capturing(self._device)
+            of_count = self._parts.setdefault(count % MOST_COUNTS, Addresses())
+            given = ((of_count, parts), (self._totals, totals), (self._noises, noises))
+            tables = [table.table(tensors) for table, tensors in given]
             spread = count / (count - 1)
             _add[(self._cut.num_chunks,)](
                 self._cut.chunks,
@@ -122,12 +128,15 @@ class Adding:
                 NOISE=KINDS[noises[0].dtype],
                 ADD=not added,
                 FRESH=fresh,
-                ALIGNED=self._parts.aligned and self._totals.aligned and self._noises.aligned,
+                ALIGNED=all(table.aligned for table, _ in given),
                 BLOCK=BLOCK,
                 SPAN=SPAN,
                 STAGES=STAGES,
                 num_warps=NUM_WARPS,
             )
+        if not added:
+            for total in totals:
+                increment_version(total)
 
 
 def can_be_cut(device: torch.device) -> bool:

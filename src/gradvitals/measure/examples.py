@@ -10,6 +10,7 @@ normalised input of one layer at a time, in chunks.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -35,18 +36,18 @@ class _Call:
 
 
 class _Hook:
-    """A hook on a layer. A copy of the model, or a file it is saved in, has one that does nothing."""
+    """A hook on a layer. A copy of the model, or a file it is saved in, has a function that does nothing."""
 
-    def __init__(self, sums: weakref.ref[ExampleSums] | None = None, index: int = -1) -> None:
+    def __init__(self, sums: weakref.ref[ExampleSums], index: int) -> None:
         self.sums, self.index = sums, index
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return type(self), ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # a file must load where there is no gradvitals
 
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        sums = self.sums() if self.sums is not None else None
+        sums = self.sums()
         if sums is None or sums.layers[self.index].module is not module:
             return
         sums.seen.add(self.index)

@@ -109,10 +109,12 @@ def norm_layers(model: nn.Module, row_of: Mapping[int, int], example_dim: int | 
 
 
 def why_none_seen(model: nn.Module) -> str | None:
-    """Why the calls of a model's norm layers cannot be seen; None where some can, or there are none."""
+    """Why no calls of norm layers can be seen in a model; None where some can."""
     hidden = _hidden(model)
-    layers = [module for module in model.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))]
-    if layers and all(id(module) in hidden for module in layers):
+    layers = [module for module in model.modules() if module._parameters.get("weight") is not None and _known(module)]
+    if not layers:
+        return "the model has no LayerNorm, RMSNorm or GroupNorm with a weight"
+    if all(id(module) in hidden for module in layers):
         return "torch.compile hides the calls of the norm layers it has compiled"
     return None
 

@@ -31,6 +31,14 @@ def check_observed(loss: Any, batch_size: Any) -> None:
         )
 
 
+def _number(loss: float) -> float:
+    try:
+        return float(loss)
+    except (TypeError, ValueError) as error:
+        kind = type(loss).__name__
+        raise ObserveError(f"observe got a {kind} as loss that is not one number ({error}): pass its mean") from None
+
+
 @dataclass(frozen=True)
 class Arrival:
     """What an optimizer is about to step with, still on the device."""
@@ -119,10 +127,12 @@ class RawStep:
             ObserveError: If these are not numbers; nothing of them is kept.
         """
         check_observed(loss, batch_size)
+        if not isinstance(loss, Tensor) and loss is not None:
+            loss = _number(loss)
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
         elif loss is not None:
-            self.losses.append(float(loss))
+            self.losses.append(loss)
         self.sizes.append(batch_size)
         if batch_size is not None:
             self.batch_size = (self.batch_size or 0.0) + batch_size

@@ -17,14 +17,17 @@ MOST_SIDES = 8
 TURNS = 3
 """Turns after which it is taken for a game: a single batch may be given up for other reasons."""
 
+LONG = 200
+"""Steps of a side without a turn after which it plays no more. What is frozen for an epoch is no game either."""
+
 
 class Turns:
     """Follows the steps of all optimizers in the process, and which of them step in turn.
 
     The loss of one side reaches the parameters of the other, or finds them frozen; then the first side steps. What was
     left in the gradients of the other is thrown away before that one steps in its turn, with gradients of its own. Two
-    optimizers that share one model step with gradients of the same pass, and models that are trained side by side are
-    not reached by each other's passes: neither is a game.
+    optimizers that once step with gradients of the same pass train one model, however often one of them is left out,
+    and models that are trained side by side are not reached by each other's passes: neither is a game.
 
     Args:
         optimizers: Those whose model is watched.
@@ -35,33 +38,37 @@ class Turns:
         """Whether one of the optimizers is a side of a game."""
         self._own = {id(optimizer) for optimizer in optimizers}
         self._sides: list[_Side] = []
+        self._joint: set[frozenset[int]] = set()
+        """Pairs that have stepped with gradients of the same pass."""
         STEPS.following.add(self)
         STEPS.hold()
+        self._release = weakref.finalize(self, STEPS.release)
 
     def stop(self) -> None:
         """Follow them no more."""
-        if self in STEPS.following:
-            STEPS.following.discard(self)
-            STEPS.release()
+        STEPS.following.discard(self)
+        self._release()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer is about to step."""
-        if self.is_game:
-            return
         stepping = self._side(optimizer)
         if stepping is None:
             return
-        visitor = stepping.take_turn()
-        if visitor is not None and not self._own.isdisjoint((visitor.number, stepping.number)):
-            stepping.turns += 1
-            self.is_game = stepping.turns >= TURNS
+        visitor, thrown_away = stepping.take_turn()
+        if visitor is not None:
+            pair = frozenset((visitor.number, stepping.number))
+            if not thrown_away:
+                self._joint.add(pair)
+            elif not self._own.isdisjoint(pair):
+                stepping.note_turn(pair)
+        self.is_game = any([side.plays and side.pair not in self._joint for side in self._sides])
         for side in self._sides:
             if side.parameter() is not stepping.parameter():
                 side.note_visit(stepping)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer has stepped."""
-        stepped = None if self.is_game else self._side(optimizer)
+        stepped = self._side(optimizer)
         if stepped is not None:
             stepped.note_step()
 
@@ -85,8 +92,9 @@ class _Side:
         self.number = id(optimizer)
         self.optimizer = weakref.ref(optimizer)
         self.parameter = weakref.ref(parameter)
-        self.turns = 0
-        """Steps it made in turn with another side."""
+        self.pair: frozenset[int] = frozenset()
+        """With whom it made its last turn."""
+        self._steps = self._turns = self._last_turn = 0
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
         self._visitor: _Side | None = None
         self._visited: weakref.ref[Tensor] | None = None
@@ -102,14 +110,24 @@ class _Side:
         elif grad is not None and (self._stepped[0]() is not grad or self._stepped[1] != grad._version):
             self._visitor, self._visited = visitor, weakref.ref(grad)
 
-    def take_turn(self) -> _Side | None:
-        """It is about to step. Returns whose visit it has thrown away since, if any."""
+    def take_turn(self) -> tuple[_Side | None, bool]:
+        """It is about to step. Returns who has visited it since it last did, and whether what was left is gone."""
+        self._steps += 1
         parameter = self.parameter()
         grad = None if parameter is None else parameter.grad
         kept = self._visited() if self._visited is not None else None
-        visitor = self._visitor if grad is not None and kept is not grad else None
-        self._visitor = self._visited = None
-        return visitor
+        visitor, self._visitor, self._visited = self._visitor, None, None
+        return (visitor, kept is not grad) if grad is not None else (None, False)
+
+    def note_turn(self, pair: frozenset[int]) -> None:
+        """It steps in its turn, after another."""
+        self._turns = self._turns + 1 if self._steps - self._last_turn <= LONG else 1
+        self._last_turn, self.pair = self._steps, pair
+
+    @property
+    def plays(self) -> bool:
+        """Whether it has made some turns, and not long ago."""
+        return self._turns >= TURNS and self._steps - self._last_turn <= LONG
 
     def note_step(self) -> None:
         """It has stepped with the gradients it has now."""
@@ -139,6 +157,8 @@ class _Steps:
 
     def hold(self) -> None:
         """Listen from here on."""
+        if self._holders == 0:
+            self._inside = 0  # a step that ended in an error has not told
         self._holders += 1
         if not self._handles:
             self._handles = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,54 @@ from torch import Tensor
 
 from gradvitals import kernels
 from gradvitals.kernels.cut import ALIGNMENT
+from gradvitals.optim.entry import Entry
 
-MOST_SETS = 64
+MOST_SETS = 256
 """Sets of tensors that tables are kept for."""
+
+
+class Held:
+    """Parts of one device, of one stream, that are held back: see `GradientParts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: list[tuple[Tensor, Entry, Tensor, Tensor | None, int, int]] = []
+        """Each with its parameter, the sum it goes into, and the count and version of that."""
+        self.nbytes = 0
+        self.stream = stream_of(device)
+
+
+class Ending:
+    """Called by autograd when a backward ends; one that fails drops it uncalled, before it raises."""
+
+    def __init__(self, parts: weakref.ref[Any], task: int) -> None:
+        self._parts, self._task, self._called = parts, task, False
+
+    def __call__(self) -> None:
+        """The backward has ended."""
+        self._called = True
+        if (parts := self._parts()) is not None:
+            parts.end(self._task)
+
+    def __del__(self) -> None:
+        if not self._called and (parts := self._parts()) is not None:
+            parts.fail(self._task)
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream of now, as a number; 0 where there are none."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def on_current_stream(held: Held, device: torch.device) -> None:
+    """Have the stream of now wait for what is held, and memory wait for that stream, where it came on another."""
+    if held.stream == stream_of(device):
+        return
+    now = torch.cuda.current_stream(device)
+    now.wait_stream(torch.cuda.ExternalStream(held.stream, device))
+    for _, _, part, total, *_ in held.parts:
+        for tensor in (part, total):
+            if tensor is not None:
+                tensor.record_stream(now)
 
 
 @dataclass
@@ -73,16 +119,16 @@ class Adder:
         if any([type(tensor) is not Tensor for tensor in (*parts, *totals)]):
             return False
         sizes = tuple([one.numel() for one in totals])
-        # A table a part of a step: gradients of the same part lie where they lay a step ago, most likely.
-        key = (total.device, some.count, some.added, sizes)
+        key = (total.device, noises[0].data_ptr(), sizes)
         try:
-            if key not in self._sets:
+            adding = self._sets.pop(key, None)
+            if adding is None:
                 if not module.can_be_cut(total.device):
                     return False
-                if len(self._sets) >= MOST_SETS:
-                    self._sets.clear()
-                self._sets[key] = module.Adding(sizes, total.device)
-            self._sets[key].add(
+                adding = module.Adding(sizes, total.device)
+            self._sets[key] = adding  # the last of all
+            self._drop_oldest()
+            adding.add(
                 parts,
                 totals,
                 noises,
@@ -95,6 +141,13 @@ class Adder:
             kernels.give_up("adding", error, "parts of batches are added by torch")
             return False
         return True
+
+    def _drop_oldest(self) -> None:
+        if len(self._sets) > MOST_SETS:
+            # A CUDA graph reads the tables it was captured with whenever it is replayed.
+            oldest = next((key for key, adding in self._sets.items() if not adding.captured), None)
+            if oldest is not None:
+                del self._sets[oldest]
 
 
 def add_by_torch(some: Arrived) -> None:

@@ -15,8 +15,8 @@ class Entry:
     """What is known of one parameter. Its hooks have it at hand: tensors are slow to look up by."""
 
     __slots__ = (
-        "after", "arriving", "before", "count", "dirty", "dtype", "group", "handles", "noise", "noise_dtype", "norm",
-        "pending", "readable", "taken", "touched", "weak",
+        "after", "arriving", "before", "count", "dirty", "dtype", "empty", "group", "handles", "noise", "noise_dtype",
+        "norm", "pending", "readable", "taken", "touched", "weak",
     )  # fmt: skip
 
     def __init__(self, parameter: Tensor) -> None:
@@ -42,6 +42,8 @@ class Entry:
         """Whether what is there is of no use, where nothing has been touched."""
         self.arriving: Tensor | None = None
         """A part that autograd is about to add to ``.grad``."""
+        self.empty = False
+        """Whether a function gave None for a gradient: autograd adds nothing, but calls hooks."""
         self.taken: Tensor | None = None
         """``.grad``, of which autograd is to know nothing for a moment."""
         self.pending = False

@@ -11,7 +11,7 @@ rounding alone amounts to is taken off, and noise of zero or less is none.
 
 Where there are kernels and nobody else looks, autograd need not add either: ``.grad`` is taken away for the moment in
 which it would, the part it leaves instead is held, and one launch adds many of them and compares them at once. By the
-end of backward ``.grad`` is what it would have been, to the last bit.
+end of backward ``.grad`` is what it would have been, to the last bit, and so it is where backward fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
-from gradvitals.optim.adding import Adder, Arrived
+from gradvitals.optim.adding import Adder, Arrived, Ending, Held, on_current_stream, stream_of
 from gradvitals.optim.blocks import Block, Kind, in_blocks, refuse_what_has_no_elements_here
 from gradvitals.optim.entry import Entry
 
@@ -50,8 +50,7 @@ class GradientParts:
         self.blocks: list[Block] = []
         self._entries: dict[Tensor, Entry] = {}
         self._awaited: set[int] = set()  # backward passes whose end will be told
-        self._pending: dict[torch.device, list[tuple[Tensor, Entry, Tensor, Tensor | None, int]]] = {}
-        self._pending_bytes: dict[torch.device, int] = {}
+        self._pending: dict[torch.device, Held] = {}
         self._task: int | None = None
         self._num_before_task = 0
         self._adds_in: tuple[int, bool] = (-1, False)  # a backward pass, and whether parts are added here in it
@@ -93,14 +92,15 @@ class GradientParts:
         reference = weakref.ref(self)  # no parameter may keep its optimizer
 
         # Called for every parameter in every backward: nothing here that can be done later.
-        def arriving(grad: Tensor) -> None:
+        def arriving(grad: Tensor | None) -> None:
             parts, owner = reference(), entry.weak()
-            if parts is not None and owner is not None:
+            entry.empty = grad is None
+            if parts is not None and owner is not None and grad is not None:
                 with parts._lock:
                     parts._arrive(owner, entry, grad)
 
         def added(owner: Tensor) -> None:
-            if (parts := reference()) is not None:
+            if (parts := reference()) is not None and not entry.empty:
                 with parts._lock:
                     parts._count(owner, entry)
 
@@ -114,25 +114,26 @@ class GradientParts:
                 f"a gradient of shape {tuple(grad.shape)} is {grad.layout}; variance-reduced optimizers compare the "
                 "elements of dense gradients: build the embedding with sparse=False"
             )
-        if not entry.count:
+        if not entry.count or entry.taken is not None:  # taken for a part that is still to come, of another thread
             return
+        task = torch._C._current_graph_task_id()
         so_far = parameter.grad
         if so_far is None:
             # The first part becomes .grad; to hold it here would make autograd copy it. Others that had come before
             # were given up.
             self.forget([parameter])
-        elif self._adds(parameter, entry):
+        elif self._adds(parameter, entry, task):
+            self._await(task)  # whatever autograd raises now, .grad comes back
             entry.taken, parameter.grad = so_far, None
         else:
             if entry.pending:
                 self._flush(parameter.device)
             entry.arriving = grad.detach()
 
-    def _adds(self, parameter: Tensor, entry: Entry) -> bool:
+    def _adds(self, parameter: Tensor, entry: Entry, task: int) -> bool:
         """Whether to add the part that arrives to ``.grad`` here, in autograd's place."""
         if not entry.readable:
             return False
-        task = torch._C._current_graph_task_id()
         if self._adds_in[0] != task:
             self._adds_in = (task, _nobody_else_adds(parameter))
         # Hooks of others would see .grad gone, or without this part.
@@ -141,11 +142,7 @@ class GradientParts:
     def _count(self, parameter: Tensor, entry: Entry) -> None:
         """A gradient was added to ``.grad``; it is not in ``torch.autograd.grad``, which has hooks called as well."""
         task = torch._C._current_graph_task_id()
-        if self._task is None:  # others that begin before this one ends are inside it, as checkpoints have them
-            self._task, self._num_before_task = task, self.num_parts
-        if task not in self._awaited:
-            self._awaited.add(task)
-            self._flush_when_ends(task)
+        self._await(task)
         entry.count += 1
         total = entry.taken
         if total is None:
@@ -155,33 +152,46 @@ class GradientParts:
         if part is None:
             return
         device = part.device
-        used, most = self._pending_bytes.get(device, 0), HELD_BYTES if total is None else ADDED_BYTES
-        if entry.pending or used >= most:
+        held, most = self._pending.get(device), HELD_BYTES if total is None else ADDED_BYTES
+        if held is not None and (entry.pending or held.nbytes >= most or held.stream != stream_of(device)):
             self._flush(device)
-            used = 0
+            held = None
+        if held is None:
+            held = self._pending[device] = Held(device)
         entry.pending = True
-        self._pending.setdefault(device, []).append((parameter, entry, part, total, entry.count))
-        self._pending_bytes[device] = used + part.nbytes
+        version = 0 if total is None else total._version
+        held.parts.append((parameter, entry, part, total, entry.count, version))
+        held.nbytes += part.nbytes
 
-    def _flush_when_ends(self, task: int) -> None:
-        reference = weakref.ref(self)
+    def _await(self, task: int) -> None:
+        """Hear of the end of a backward, before anything can clip or unscale ``.grad``."""
+        if self._task is None:  # others that begin before this one ends are inside it, as checkpoints have them
+            self._task, self._num_before_task = task, self.num_parts
+        if task not in self._awaited:
+            self._awaited.add(task)
+            # DistributedDataParallel ends its own work the same way.
+            torch.autograd.Variable._execution_engine.queue_callback(Ending(weakref.ref(self), task))
 
-        def end() -> None:
-            if (parts := reference()) is not None:
-                parts._end(task)
-
-        # Before anything can clip or unscale .grad. DistributedDataParallel ends its own work the same way.
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _end(self, task: int) -> None:
+    def end(self, task: int) -> None:
+        """A backward has ended."""
         with self._lock:
             self.flush()
             self._awaited.discard(task)
             if task == self._task:
                 self._task = None
-                self._put_back()
+                for entry in self._entries.values():
+                    entry.arriving = None
                 for tell in self.when_backward_ends:
                     tell()
+
+    def fail(self, task: int) -> None:
+        """A backward has failed: leave ``.grad`` as autograd would have."""
+        with self._lock:
+            if task in self._awaited:  # and nobody has begun anew since
+                self._awaited.discard(task)
+                if task == self._task:
+                    self._task = None
+                self.settle()
 
     def flush(self) -> None:
         """Add what is held back, before anything but backward changes ``.grad``."""
@@ -192,25 +202,27 @@ class GradientParts:
     def settle(self) -> None:
         """The same once no backward is under way: one that failed may have left something undone."""
         with self._lock:
-            self._put_back()
-            self.flush()
-
-    def _put_back(self) -> None:
-        """Nothing arrives any more; what autograd was to add to has not been added to."""
-        for parameter, entry in self._entries.items():
-            if entry.taken is not None and parameter.grad is None:
-                parameter.grad = entry.taken
-            entry.arriving = entry.taken = None
+            for parameter, entry in self._entries.items():
+                if entry.taken is not None:
+                    _put_back(parameter, entry)
+                entry.arriving = None
+            for device in list(self._pending):
+                self._flush(device, failed=True)
 
     @torch.no_grad()
-    def _flush(self, device: torch.device) -> None:
-        held, self._pending_bytes[device] = self._pending.pop(device, ()), 0
+    def _flush(self, device: torch.device, *, failed: bool = False) -> None:
+        held = self._pending.pop(device, None)
+        if held is None:
+            return
         alike: dict[tuple[int, bool, bool, bool], tuple[list[Tensor], Arrived]] = {}
-        for parameter, entry, part, total, count in held:
+        for parameter, entry, part, total, count, version in held.parts:
             entry.pending = False
             grad = parameter.grad
-            if grad is None or (total is not None and total is not grad):
-                continue  # it was taken away while backward ran
+            if total is not None and (total is not grad or (failed and total._version != version)):
+                entry.count -= 1  # .grad was taken away, or set to zero after a backward that failed
+                continue
+            if grad is None:
+                continue
             noise = entry.noise
             if noise is None or entry.dtype is not parameter.dtype or noise.device != device:
                 noise = self._place(parameter, entry)
@@ -221,6 +233,7 @@ class GradientParts:
                 some = alike[key] = ([], Arrived(count, total is None, not key[2], entry.readable))
             some[0].append(parameter)
             some[1].tensors.append((part, grad, noise))
+        on_current_stream(held, device)
         keeps_norms = self.keeps_norms()
         for parameters, arrived in alike.values():
             self._adder.add(arrived)
@@ -335,7 +348,6 @@ class GradientParts:
             self._task, self._adds_in = None, (-1, False)
             self._awaited.clear()
             self._pending.clear()
-            self._pending_bytes.clear()
             return
         for parameter in parameters:
             for tell in self.when_given_up:
@@ -343,7 +355,15 @@ class GradientParts:
             entry = self._entries[parameter]
             entry.forget()
             if held := self._pending.get(parameter.device):
-                held[:] = [one for one in held if one[1] is not entry]
+                held.parts = [one for one in held.parts if one[1] is not entry]
+
+
+@torch.no_grad()
+def _put_back(parameter: Tensor, entry: Entry) -> None:
+    """Give ``.grad`` back, with the part that autograd may have left in its place."""
+    total, part, entry.taken = entry.taken, parameter.grad, None
+    assert total is not None
+    parameter.grad = total if part is None else total.add_(part)
 
 
 def _nobody_else_adds(parameter: Tensor) -> bool:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from gradvitals.show.text import duration
+from gradvitals.store.process import is_gone
 from gradvitals.store.reader import Run
 from gradvitals.store.segments import Segment
 from gradvitals.types import Finding
@@ -49,11 +50,17 @@ def is_cut_off(run: Run) -> bool:
 
 def run_cut_off(run: Run, last_step: int) -> Finding:
     """What is to be said of such a run: its process could not say it itself."""
-    silent = time.time() - float(run.meta["heartbeat"])
+    meta = run.meta
+    silent = time.time() - float(meta["heartbeat"])
+    heard = (
+        f"its process is gone, last heard of {duration(silent)} ago"
+        if is_gone(meta)
+        else f"not heard of for {duration(silent)}"
+    )
     return Finding(
         id="run_cut_off",
         severity="warning",
-        title=f"the run was cut off at step {last_step:,}: not closed, and not heard of for {duration(silent)}",
+        title=f"the run was cut off at step {last_step:,}: not closed, and {heard}",
         first_step=last_step,
         evidence={"silent_seconds": round(silent, 1)},
         causes=(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def pid_space() -> str | None:
@@ -18,6 +21,16 @@ def pid_space() -> str | None:
         return hashlib.sha256(f"{boot} {container}".encode()).hexdigest()[:16]
     except (OSError, UnicodeError):
         return None
+
+
+def is_gone(meta: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a run last, by what the run says of it, is known to have ended.
+
+    The name of the machine must be the same too: copies of one that was running share its `pid_space`.
+    """
+    space = meta.get("pid_space")
+    here = space is not None and space == pid_space() and meta["hostname"] == socket.gethostname()
+    return here and not is_alive(meta["pid"])
 
 
 def is_alive(pid: int) -> bool:

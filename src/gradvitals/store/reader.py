@@ -23,7 +23,7 @@ from gradvitals.store.census import take_census
 from gradvitals.store.drawn import Drawn
 from gradvitals.store.frames import Kind
 from gradvitals.store.groups import Array, Found, Group, Span
-from gradvitals.store.process import is_alive, pid_space
+from gradvitals.store.process import is_gone
 from gradvitals.store.replay import replay
 from gradvitals.store.schema import check_nesting
 from gradvitals.store.segments import Segment, instant, parsed, read_segments
@@ -131,8 +131,7 @@ class Run(Drawn):
         meta = self.meta
         if meta["finished_at"] is not None or time.time() - meta["heartbeat"] >= LIVE_SECONDS:
             return False
-        space = meta.get("pid_space")
-        return space is None or space != pid_space() or is_alive(meta["pid"])
+        return not is_gone(meta)
 
     @property
     def last_step(self) -> int | None:
@@ -293,7 +292,17 @@ class Run(Drawn):
         with self._transaction():
             cutoffs = self._catalog.cutoffs()
             rows = self._db.execute("SELECT segment, step, content FROM action ORDER BY id").fetchall()
-            return parsed(Action, (text for segment, step, text in rows if hidden or step < cutoffs[segment]))
+            begins = dict(self._db.execute("SELECT id, first_step FROM segment").fetchall())
+            shown = [row for row in rows if hidden or row[1] < cutoffs[row[0]]]
+            found = parsed(Action, (text for _, _, text in shown))
+        # A process that goes on tells again what its checkpoint had not been told of yet, and another one had.
+        known: set[tuple[int, str]] = set()
+        kept = []
+        for (segment, _, _), action in zip(shown, found, strict=True):
+            if action.step >= begins.get(segment, 0) or (action.step, action.kind) not in known:
+                kept.append(action)
+                known.add((action.step, action.kind))
+        return kept
 
     @property
     def segments(self) -> tuple[Segment, ...]:

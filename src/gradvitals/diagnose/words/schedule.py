@@ -22,7 +22,7 @@ WORDS: dict[str, Words] = {
             "moments": "an adaptive optimizer knows little of the size of gradients in its first steps",
         },
         cures={
-            "warmup": "start again with a warmup over about {warmup} steps, from {lr_first} to {lr}",
+            "warmup": "start again with a warmup over about {warmup} steps, from {lr_proposed} to {lr}",
             "lower": "start again with a learning rate of {lr_tenth} or less, and raise it from there",
             "clip": "clip the gradient norm, so that the first gradients do not count for more than others",
             "pre_ln": "in a transformer, normalise before each layer (pre-LN), which makes warmup less needed",

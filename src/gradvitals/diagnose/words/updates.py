@@ -10,7 +10,7 @@ WORDS: dict[str, Words] = {
         pattern="A tensor's gradient is missing or exactly zero for many steps, while other tensors have one.",
         title="{where} had no gradient for {steps} steps, since step {at}",
         causes={
-            "unused": "{first} has never had a gradient: it is not used in the forward pass, or detached on the way",
+            "unused": "{first} has no gradient from step {at} on: not used in the forward pass, or detached on the way",
             "zero": "the gradient of {first} is exactly zero: what it makes is multiplied by zero or masked further on",
             "rounded": "the gradient of {first} is too small for float16 and rounded to zero: see precision_underflow",
             "cut_off": "{first} had gradients until step {at}: it was frozen or detached then, or is no longer used",

@@ -262,7 +262,8 @@ def tensor_bytes(owner: object, leave_out: Collection[int]) -> int:
         elif isinstance(thing, (list, tuple, set)):
             waiting += thing
         elif thing is owner or type(thing).__module__.startswith("gradvitals"):
-            waiting += vars(thing).values()
+            waiting += getattr(thing, "__dict__", {}).values()
+            waiting += [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]
     return sum(size for address, size in storages.items() if address not in leave_out)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sqlite3
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunN
 from gradvitals.show.web import overview as words
 from gradvitals.show.web.heatmap import MAX_COLUMNS, PICTURES, Picture, Rows, heatmap_bytes
 from gradvitals.show.web.judging import Judge
-from gradvitals.show.web.limits import TEXT, short
+from gradvitals.show.web.limits import TEXT, may_pass, short
 from gradvitals.show.web.memo import Memo
 from gradvitals.show.web.series import MAX_BUCKETS, MAX_METRICS, series_bytes
 from gradvitals.show.web.shelf import Place, Shelf, stamp
@@ -176,8 +175,7 @@ class Api:
                     made = work(place, run)
                 return made if isinstance(made, bytes) else _encoded(made)
             except Exception as error:
-                may_pass = isinstance(error.__cause__, sqlite3.OperationalError | OSError)
-                if trouble is None or may_pass:
+                if trouble is None or may_pass(error):
                     raise
                 return _encoded(trouble(_told(error)))
 

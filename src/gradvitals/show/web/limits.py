@@ -1,6 +1,8 @@
-"""How much of a run the page is ready to hold, so that a file from a stranger cannot use up the memory."""
+"""How much of a run the page is ready to hold, so that a file from a stranger cannot use up the memory or the time."""
 
 from __future__ import annotations
+
+import sqlite3
 
 from gradvitals.errors import RunError
 from gradvitals.show.text import clean
@@ -52,6 +54,19 @@ def check_size(run: Run) -> None:
         if found > most:
             what = name.replace("_", " ")
             raise RunError(f"this run is too large for the page: {found:,} {what}, and it shows up to {most:,}")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what could not be read now may be read later, though nobody changes the file.
+
+    It is locked, or there are too many files open, or no memory is left; else the content is at fault.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, sqlite3.OperationalError | OSError | MemoryError):
+            return True
+        found = found.__cause__
+    return False
 
 
 def short(text: str, most: int = NAME) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
+from gradvitals.show.web.limits import may_pass
 from gradvitals.show.web.shelf import Place, Shelf, Stamp, stamp
 
 LOOK_SECONDS = 0.2
@@ -30,7 +31,8 @@ class _State:
     stamp: Stamp
     looked: float
     news: dict[str, Any]
-    is_readable: bool = True
+    is_refused: bool = False
+    """Whether it cannot be read until it is written to again."""
 
 
 class Watcher:
@@ -125,8 +127,8 @@ class Watcher:
             if state is not None and now - state.looked < (0.0 if quick else SLOW_SECONDS):
                 continue
             fresh = stamp(place.file)
-            # A file that could not be read is left alone until it changes: refusing it may have taken long.
-            if state is not None and fresh == state.stamp and not state.is_readable:
+            # A file whose content is refused is left alone until it changes: that may have taken long.
+            if state is not None and fresh == state.stamp and state.is_refused:
                 continue
             changed |= self._take_in(place, fresh, now)
         for gone in self._states.keys() - {place.id for place in places}:
@@ -139,27 +141,28 @@ class Watcher:
 
     def _take_in(self, place: Place, fresh: Stamp, now: float) -> bool:
         state = self._states.get(place.id)
-        found = self._news(place)
-        news = found or {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}
+        is_refused = False
+        try:
+            news = self._news(place)
+        except Exception as error:  # whatever is wrong with one file, the others still have news; the list says what
+            news = {"run": place.id, "last_step": None, "findings": 0, "segments": 0, "live": False}
+            is_refused = not may_pass(error)
         if state is not None and state.news == news:
-            state.stamp, state.looked, state.is_readable = fresh, now, found is not None
+            state.stamp, state.looked, state.is_refused = fresh, now, is_refused
             return False
         self._revision += 1
-        self._states[place.id] = _State(self._revision, fresh, now, news, is_readable=found is not None)
+        self._states[place.id] = _State(self._revision, fresh, now, news, is_refused)
         return True
 
-    def _news(self, place: Place) -> dict[str, Any] | None:
-        """What there is to tell of a run; None where it cannot be read, of which the list of runs says why."""
-        try:
-            with self._shelf.opened(place.id) as run, run.moment():
-                census = run.census()
-                records = census["findings"] + census["actions"]
-                return {
-                    "run": place.id,
-                    "last_step": run.last_step,
-                    "findings": records,
-                    "segments": census["segments"],
-                    "live": run.is_live,
-                }
-        except Exception:  # whatever is wrong with one file, the others still have news
-            return None
+    def _news(self, place: Place) -> dict[str, Any]:
+        """What there is to tell of a run."""
+        with self._shelf.opened(place.id) as run, run.moment():
+            census = run.census()
+            records = census["findings"] + census["actions"]
+            return {
+                "run": place.id,
+                "last_step": run.last_step,
+                "findings": records,
+                "segments": census["segments"],
+                "live": run.is_live,
+            }

@@ -7,19 +7,22 @@ export class Trouble extends Error {
   }
 }
 
-async function get(path) {
-  let answer;
+const LIMIT = 30000; // milliseconds for an answer to be there, all of it; others wait for it
+
+// The answer, read as "json" or "arrayBuffer".
+async function get(path, kind = "json") {
   try {
-    answer = await fetch(path, { cache: "no-store" });
-  } catch {
-    throw new Trouble("The server does not answer.", 0);
+    return await read(await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(LIMIT) }), kind);
+  } catch (trouble) {
+    throw trouble instanceof Trouble ? trouble : new Trouble("The server does not answer.", 0);
   }
-  if (!answer.ok) {
-    let text = `The server answered ${answer.status}.`;
-    try { text = (await answer.json()).error || text; } catch { /* not ours */ }
-    throw new Trouble(text, answer.status);
-  }
-  return answer;
+}
+
+async function read(answer, kind) {
+  if (answer.ok) return answer[kind]();
+  let text = `The server answered ${answer.status}.`;
+  try { text = (await answer.json()).error || text; } catch { /* not ours */ }
+  throw new Trouble(text, answer.status);
 }
 
 function query(values) {
@@ -37,15 +40,15 @@ const about = (run) => `/api/runs/${encodeURIComponent(run)}`;
 export async function runs() {
   const early = await window.gradvitalsEarly; // what was asked for while the page was loading, once
   window.gradvitalsEarly = null;
-  return (early?.ok ? early : await get("/api/runs")).json();
+  return early ?? get("/api/runs");
 }
-export async function overview(run) { return (await get(about(run))).json(); }
-export async function layout(run) { return (await get(`${about(run)}/layout`)).json(); }
-export async function worst(run) { return (await get(`${about(run)}/worst`)).json(); }
+export function overview(run) { return get(about(run)); }
+export function layout(run) { return get(`${about(run)}/layout`); }
+export function worst(run) { return get(`${about(run)}/worst`); }
 
 // A series: steps, times, and for each metric the lowest, highest and mean value of each bucket, and how many are no numbers.
 export async function series(run, asked) {
-  const body = await (await get(`${about(run)}/series?${query(asked)}`)).arrayBuffer();
+  const body = await get(`${about(run)}/series?${query(asked)}`, "arrayBuffer");
   const head = new DataView(body);
   const points = head.getUint32(0, true);
   const metrics = head.getUint32(4, true);
@@ -68,7 +71,7 @@ export async function series(run, asked) {
 
 // A picture: the first step of each column, and one value for each row and column.
 export async function heatmap(run, asked) {
-  const body = await (await get(`${about(run)}/heatmap?${query(asked)}`)).arrayBuffer();
+  const body = await get(`${about(run)}/heatmap?${query(asked)}`, "arrayBuffer");
   const head = new DataView(body);
   const rows = head.getUint32(0, true);
   const columns = head.getUint32(4, true);

@@ -157,7 +157,7 @@ function start() {
   new Live({
     onnews: (news) => {
       const known = runs.find((run) => run.id === news.run);
-      if (!known || news.gone || (known.state === "running") !== news.live) refreshSoon();
+      if (!known || news.gone || known.state === "error" || (known.state === "running") !== news.live) refreshSoon();
       else if (news.live) refreshSoon(5000);
       // The list names a step once it is drawn, so that no two places of the page name different ones.
       Promise.resolve(view?.news(news)).catch(() => {}).then(() => list.news(news));
