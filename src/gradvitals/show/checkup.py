@@ -43,7 +43,7 @@ BELIES = {
     "nonfinite": ("explosion", "unstable_norm"),
     "stale_gradients": ("explosion", "oscillation"),
     "loss_plateau": ("high_effort_low_progress", "decay_due"),
-    "update_ratio": ("update_spike",),
+    "update_ratio": ("update_spike", "lr_too_high", "warmup_needed"),
     "vanishing": ("dead_tensor",),
     "dead_tensor": ("vanishing",),
     "frozen_weights": ("dead_tensor", "unchanged_weights"),

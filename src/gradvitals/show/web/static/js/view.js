@@ -319,7 +319,6 @@ export class RunView {
     if (again) await this.loadStrips([news.run]);
     else await this.extend(news.run);
     if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
-    requestAnimationFrame(() => window.dispatchEvent(new CustomEvent("drawn", { detail: { run: news.run, last: Math.max(...this.strips.map((strip) => strip.all.get(news.run)?.last ?? -1)) } })));
     for (const [load, runs] of this.opened) if (runs.includes(news.run)) load(true);
     if (this.heatmap.shows(news.run) && now - this.done.heatmap > HEATMAP_EVERY) { this.done.heatmap = now; this.heatmap.refresh(); }
     if (news.run !== this.run) return;
@@ -330,6 +329,8 @@ export class RunView {
   async extend(run) {
     await Promise.all(this.strips.map((strip) => strip.extend(run).catch(() => {})));
     this.measure();
+    const last = Math.max(...this.strips.map((strip) => strip.all.get(run)?.last ?? -1));
+    requestAnimationFrame(() => window.dispatchEvent(new CustomEvent("drawn", { detail: { run, last } })));
   }
 
   // The list of runs was asked anew, and may know of later steps than the charts.
