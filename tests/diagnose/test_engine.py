@@ -70,6 +70,21 @@ def test_what_goes_on_for_long_is_told_ever_more_rarely() -> None:
     assert diagnosis.findings[0].evidence["seen"]["times"] == 1
 
 
+def test_numbers_that_a_rule_repeats_are_not_told_as_those_of_a_later_step() -> None:
+    @dataclass
+    class AtItsWorst(Rule):
+        id = "at_its_worst"
+        worst: float = field(default=0.0, init=False)
+
+        def look(self, step: Step) -> Sign | None:
+            self.worst = max(self.worst, step.value("loss"))
+            return Sign(severity="warning", seen={"loss": self.worst})
+
+    diagnosis = Diagnosis(rules=[AtItsWorst()])
+    read(diagnosis, [50, 60, 500, *[1] * 400])
+    assert diagnosis.findings[0].evidence["latest"] == {"step": 2, "loss": 500}
+
+
 def test_several_places_are_gathered() -> None:
     @dataclass
     class Places(Rule):

@@ -133,6 +133,15 @@ def test_slow_growth_with_a_rising_loss_is_found_and_growth_alone_is_not() -> No
     assert "has grown" in finding.title
 
 
+def test_growth_in_one_side_of_a_game_is_found_whatever_its_loss_does() -> None:
+    run = healthy_run(800)
+    run.values["step/in_turn"] = np.ones(800)
+    run.scale_gradient(slice(200, 800), 1.005 ** np.arange(600))  # twentyfold
+    assert run.findings("explosion") == []
+    run.scale_gradient(slice(200, 800), 1.01 ** np.arange(600))
+    assert "has grown" in only(run.findings("explosion")).title
+
+
 def test_weights_too_large_at_the_start() -> None:
     run = healthy_run()
     run.scale_gradient(slice(0, 20), 400.0, tensor=2)

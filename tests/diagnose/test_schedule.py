@@ -26,6 +26,7 @@ def test_a_loss_that_rises_in_the_first_steps() -> None:
     assert 3 <= finding.found_step <= 8
     assert "the loss went from" in finding.title
     assert "0.01" in finding.cures[0]
+    assert finding.evidence["seen"]["lr_first"] == 0.01
     assert "?" not in words_of(finding)
 
 

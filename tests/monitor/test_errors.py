@@ -373,6 +373,21 @@ def test_observing_what_is_no_loss_is_told_once_and_later_losses_are_heard(
         assert run.series("grad/norm")[0].tolist() == list(range(8))
 
 
+def test_an_array_of_losses_is_told_and_left_aside(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path, config=CONFIG) as monitor:
+        for given in (1.0, np.array([1.0, 2.0]), 3.0):
+            regression(model, Data().batch(4)).backward()
+            monitor.observe(given)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    [told] = [finding for finding in monitor.findings if finding.id == "observe_ignored"]
+    assert "a ndarray as loss that is not one number" in told.title
+    with gv.open_run(tmp_path) as run:
+        assert run.series("loss")[0].tolist() == [0, 2]
+
+
 @pytest.mark.parametrize("given", [None, 1, 0.5, True, np.float32(0.5), torch.tensor(0.5), torch.ones(3)])
 def test_every_kind_of_number_is_a_loss(tmp_path: Path, given: Any) -> None:
     model = mlp()

@@ -73,7 +73,14 @@ class WarmupNeeded(Rule):
 
     def _sign(self, step: Step, cause: str, seen: dict[str, Any], first_loss: float) -> Sign:
         lr = step.value("lr")
-        told = {**seen, "first_loss": first_loss, "lr": lr, "lr_first": lr, "lr_proposed": lr / 100, "warmup": 200}
+        told = {
+            **seen,
+            "first_loss": first_loss,
+            "lr": lr,
+            "lr_first": step.history["lr"].values[0],
+            "lr_proposed": lr / 100,
+            "warmup": 200,
+        }
         told["lr_tenth"] = lr / 10
         # Where the loss multiplied, the rate is too high for this model, and would be so at the end of a warmup too.
         wild = max(step.history["loss"].values[: self.after]) > self.wild * abs(first_loss)

@@ -10,6 +10,7 @@ import warnings
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class _State:
     interpreted = False
     """Set by tests: tensors in the host's memory go through Triton's interpreter."""
-    broken: dict[str, str] = {}  # noqa: RUF012  # of the process
+    broken: ClassVar[dict[str, str]] = {}
     """By module, why its kernels could not be compiled or launched; from then on nobody tries again."""
 
 
