@@ -63,6 +63,18 @@ def test_a_launch_is_what_torch_does(added: bool, fresh: bool, device: torch.dev
     torch.testing.assert_close(kept[0][1], kept[1][1], rtol=3e-6, atol=1e-6)
 
 
+def test_a_part_in_another_order_of_elements_goes_the_same_way(device: torch.device, launches: list[dict]) -> None:
+    """As autograd hands it over where somebody else looks; a watched run must not be rounded otherwise."""
+    part, total, noise = (some([(4, 3, 3, 3)], device, seed)[0] for seed in range(3))
+    kept = []
+    for given in (part, part.contiguous()):
+        totals, noises = total.clone(), noise.clone()
+        adding_module.Adder().add(Arrived(3, True, False, True, [(given, totals, noises)]))
+        kept.append(noises)
+    assert len(launches) == 2
+    assert torch.equal(*kept)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Numbers whose sums need no rounding, which the interpreter does otherwise than a GPU."""

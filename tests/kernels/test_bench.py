@@ -48,8 +48,9 @@ def test_whole_steps_are_compared(device: torch.device, monkeypatch: pytest.Monk
         return {"fused": 2.0, "fused, whole": 5.0, "vr, whole": 6.0}
 
     monkeypatch.setattr(Adding, "add", add)
-    found = gpu_vr.time_steps(lambda: parameters(device), 3, 1, once, lambda work: 7)
+    found = gpu_vr.time_steps(lambda: parameters(device), 3, 1, once, lambda work: (7, 3.0))
     assert found["ratio"] == pytest.approx(1.5)
+    assert found["kernels_ratio"] == pytest.approx(1.0)
     assert found["launches"] == {"fused": 7, "vr": 7}
     # The first comparison makes the places; from then on autograd adds nothing.
     assert added[0]

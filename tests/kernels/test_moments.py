@@ -45,7 +45,9 @@ def test_sums_are_those_of_float64(dtype: torch.dtype, device: torch.device) -> 
 def sampled(values: torch.Tensor) -> torch.Tensor:
     if len(values) < moments.SPAN:
         return values
-    return torch.cat([part[: moments.BLOCK] for part in values.split(moments.SPAN)])
+    stretches = values.split(moments.SPAN)
+    every = -(-len(stretches) // moments.MOST_STRETCHES)
+    return torch.cat([part[: moments.BLOCK] for part in stretches[::every]])
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 2.0])
@@ -59,6 +61,18 @@ def test_medians_are_those_of_the_sample(size: float, device: torch.device) -> N
         # An edge is up to 13 % above the last one; with few coordinates a bin says no more than that.
         spacing = 0.13 if len(ratio) < 100 else 0.03 if len(ratio) < 1000 else 0.02
         assert float(found[place]) == pytest.approx(float(ratio.quantile(0.5)), rel=spacing)
+
+
+def test_a_long_tensor_is_sampled_from_end_to_end(device: torch.device) -> None:
+    size = 150 * moments.SPAN
+    rising = torch.linspace(0.1, 2.0, size, device=device)
+    reader = MomentReader([size, 100], device)
+    found = reader.medians([rising, rising[:100]], [torch.ones_like(rising), torch.ones_like(rising[:100])]).cpu()
+    expected = float(sampled(rising.cpu()).square().quantile(0.5))
+    assert float(found[0]) == pytest.approx(expected, rel=0.02)
+    assert float(found[0]) == pytest.approx(float(rising.square().median()), rel=0.05)
+    assert float(found[1]) == pytest.approx(0.01, rel=0.13)
+    assert reader.num_sampled == 50 * moments.BLOCK + 100
 
 
 def test_ends_of_the_scale_and_nothing_at_all(device: torch.device) -> None:

@@ -1,20 +1,22 @@
 """Adam's moments of many tensors: sums of both in one read, and the median over coordinates of m²/v from a sample.
 
-The sample is one stretch of `BLOCK` in every `SPAN` coordinates, and all of a tensor that is shorter than that. It is
-counted in bins whose edges are spaced like float32 numbers with three bits of mantissa, eight to an octave; the median
-is found between the edges of its bin, in proportion. Nothing is added up in an order that could change.
+The sample is stretches of `BLOCK` coordinates, at most `MOST_STRETCHES` of them, spread evenly over a tensor; all of it
+where it is shorter than `SPAN`. It is counted in bins whose edges are spaced like float32 numbers with three bits of
+mantissa, eight to an octave; the median is found between the edges of its bin, in proportion. Nothing is added up in an
+order that could change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.cut import Addresses, Cut
+from gradvitals.kernels.cut import Addresses, Cut, upload
 from gradvitals.kernels.sums import KINDS, finish, load, pointer
 
 MOMENT_SUMS = ("first", "second", "alive", "below_one")
@@ -27,6 +29,8 @@ BINS = 256
 FIRST_BIN = tl.constexpr(8 * (127 - 28))
 """The bits of 2⁻²⁸ but for the last 20; smaller ratios count with it, and those from 16 on with the last bin."""
 CHUNKS_AT_ONCE = 16
+MOST_STRETCHES = 64
+"""The rank of what is found is off by less than 1 % then."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -130,6 +134,15 @@ class MomentReader:
         self._device = device
         self._cut = Cut(sizes, device, SPAN)
         self._firsts, self._seconds = Addresses(), Addresses()
+        numbers = [end - begin for begin, end in pairwise([*self._cut.firsts, self._cut.num_chunks])]
+        taken = [range(0, number, -(-number // MOST_STRETCHES) or 1) for number in numbers]
+        which = [first + place for first, some in zip(self._cut.firsts, taken, strict=True) for place in some]
+        self._stretches = self._cut.chunks[:, upload(torch.tensor(which, dtype=torch.int64), device)].contiguous()
+        per_tensor = [size if size < SPAN else BLOCK * len(some) for size, some in zip(sizes, taken, strict=True)]
+        self.num_sampled = sum(per_tensor)
+        """Coordinates that medians are taken of, or some more."""
+        ends = list(accumulate(map(len, taken), initial=0))
+        self._of_tensors = upload(torch.tensor(list(pairwise(ends)), dtype=torch.int64).reshape(-1, 2), device)
 
     def sums(self, firsts: Sequence[Tensor], seconds: Sequence[Tensor], limits: Tensor) -> Tensor:
         """Rows in the order of `MOMENT_SUMS`, the first of them norms; a column for each tensor, in float64.
@@ -162,13 +175,14 @@ class MomentReader:
         """The median of m²/v over the coordinates of each tensor that have a v, in float64; nan where none has."""
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             mine, theirs = self._firsts.table(firsts), self._seconds.table(seconds)
-            counts = torch.empty((self._cut.num_chunks, BINS), dtype=torch.int32, device=self._device)
-            _count[(self._cut.num_chunks,)](
-                self._cut.chunks,
+            number = self._stretches.shape[1]
+            counts = torch.empty((number, BINS), dtype=torch.int32, device=self._device)
+            _count[(number,)](
+                self._stretches,
                 mine,
                 theirs,
                 counts,
-                self._cut.num_chunks,
+                number,
                 KIND=KINDS[firsts[0].dtype],
                 ALIGNED=self._firsts.aligned and self._seconds.aligned,
                 BLOCK=BLOCK,
@@ -177,5 +191,5 @@ class MomentReader:
                 num_warps=NUM_WARPS,
             )
             medians = torch.empty(self._cut.num_tensors, dtype=torch.float64, device=self._device)
-            _medians[(self._cut.num_tensors,)](counts, self._cut.ranges, medians, BINS=BINS, AT_ONCE=CHUNKS_AT_ONCE)
+            _medians[(self._cut.num_tensors,)](counts, self._of_tensors, medians, BINS=BINS, AT_ONCE=CHUNKS_AT_ONCE)
             return medians

@@ -100,7 +100,7 @@ def run_gpu(
         result["small"] = _time_small(device, rounds)
         tell("gpt-124m: VRAdamW")
         make = partial(_parameters, gpt_tensors("gpt-124m"), device)
-        result["vr"] = [gpu_vr.time_steps(make, k, rounds, in_turn, num_launches) for k in NUM_PARTS]
+        result["vr"] = [gpu_vr.time_steps(make, k, rounds, in_turn, launched) for k in NUM_PARTS]
         torch.cuda.empty_cache()
     if "training" in parts:
         result["training"] = {name: time_training(name, device, tell) for name in names}
@@ -141,8 +141,8 @@ def from_idle(works: dict[str, Work], rounds: int) -> dict[str, float]:
     return {name: statistics.median(some) for name, some in times.items()}
 
 
-def num_launches(work: Work) -> int:
-    """Kernels that a call launches."""
+def launched(work: Work) -> tuple[int, float]:
+    """Kernels that a call launches, and the milliseconds that they take: no waiting between them."""
     work()
     torch.cuda.synchronize()
     cuda = torch.profiler.ProfilerActivity.CUDA
@@ -150,7 +150,8 @@ def num_launches(work: Work) -> int:
         work()
         torch.cuda.synchronize()
     other = ("Memcpy", "Memset", "cu", "Activity Buffer")  # the last is the profiler's own
-    return sum(1 for event in profile.events() if not event.name.startswith(other))
+    found = [event for event in profile.events() if not event.name.startswith(other)]
+    return len(found), sum(event.device_time_total for event in found) / 1000
 
 
 def copy_bandwidth(device: torch.device, rounds: int) -> float:
@@ -200,7 +201,9 @@ def _time_shape(
         "AdamW clipping, with vitals": clipping.step,
     }
     sizes: dict[str, float] = {"statistics": 4, "norms": 4, "statistics and <W,g>": 8, "torch foreach norm": 4}
-    sizes |= {"moments": 8, "medians of moments": 0.5, "torch foreach norms of moments": 8}
+    module: Any = kernels.ready("moments")
+    sampled = module.MomentReader([p.numel() for p in parameters], device).num_sampled
+    sizes |= {"moments": 8, "medians of moments": round(8 * sampled / numel, 3), "torch foreach norms of moments": 8}
     sizes |= dict.fromkeys(("torch fused AdamW", "AdamW", "AdamW with vitals"), ADAM_BYTES)
     sizes |= {"torch clip and fused AdamW": ADAM_BYTES + 4, "AdamW clipping, with vitals": ADAM_BYTES + 4}
     works = [_rows(some, sizes, shapes, rounds, bandwidth) for some in (read, updates)]
@@ -222,7 +225,7 @@ def _rows(
             "ms": ms,
             "bytes_per_parameter": sizes[name],
             "share_of_copy": sizes[name] * numel / (ms / 1000) / bandwidth,
-            "launches": num_launches(works[name]),
+            "launches": launched(works[name])[0],
         }
         for name, ms in in_turn(works, rounds).items()
     }
@@ -264,7 +267,7 @@ def _time_small(device: torch.device, rounds: int) -> dict[str, Any]:
     works["AdamW with vitals"] = optimizer.step
     works["torch fused AdamW"] = torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
     times = from_idle(works, rounds)
-    return {name: {"from_idle_ms": ms, "launches": num_launches(works[name])} for name, ms in times.items()}
+    return {name: {"from_idle_ms": ms, "launches": launched(works[name])[0]} for name, ms in times.items()}
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -314,9 +317,11 @@ def format_gpu(result: dict[str, Any]) -> str:
     for found in result.get("vr", []):
         lines += [
             "",
-            f"VRAdamW, gpt-124m, {found['k']} parts: {found['vr_ms']:.2f} ms for collecting, scaling and updating, "
-            f"{found['ratio']:.2f} × torch's fused AdamW ({found['fused_ms']:.2f} ms); "
-            f"{found['launches']['vr']} launches, {found['launches']['fused']} with torch's",
+            f"VRAdamW, gpt-124m, {found['k']} parts, collecting, scaling and updating: kernels of "
+            f"{found['kernels_ms']:.2f} ms, {found['kernels_ratio']:.2f} × torch's fused AdamW; "
+            f"{found['vr_ms']:.2f} ms, {found['ratio']:.2f} ×, where nothing else keeps the device busy meanwhile "
+            f"(torch's: {found['fused_ms']:.2f} ms; {found['launches']['vr']} launches, "
+            f"{found['launches']['fused']} with torch's)",
         ]
     for name, found in result.get("training", {}).items():
         rows = [("", "ms a step", "of bare", "quartiles")]

@@ -6,6 +6,7 @@ import gc
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -26,6 +27,7 @@ WARM_UP = 4
 
 CONFIGS = {
     "watched, everything every step": Config(tensor_every=1, quiet=True),
+    "the same, and single examples": Config(tensor_every=1, sources=(*Config().sources, "examples"), quiet=True),
     "the same, not judged": Config(tensor_every=1, diagnose=False, quiet=True),
     "watched, default settings, between full readings": Config(quiet=True),
 }
@@ -73,16 +75,18 @@ def time_training(name: str, device: torch.device, tell: Callable[[str], object]
     parameters = list(training.model.parameters())
     bare = _Loop(training, training.optimizer, clips=True)
     ours = _Loop(training, optim.AdamW(parameters, lr=LEARNING_RATE, max_norm=MAX_NORM), clips=False)
-    times: dict[str, list[float]] = {variant: [] for variant in ("bare", "AdamW alone", *CONFIGS)}
+    unclipped = _Loop(training, training.optimizer, clips=False)
+    alone = {"bare": bare, "AdamW alone": ours, "bare, not clipped": unclipped}
+    times: dict[str, list[float]] = {variant: [] for variant in (*alone, "VRAdamW, not clipped", *CONFIGS)}
     ratios: dict[str, list[float]] = {variant: [] for variant in times}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         before = bare.time(STEPS[name])
         for number in range(ROUNDS[name]):
             for variant in times:
-                if variant == "bare":
-                    spent = bare.time(STEPS[name])
-                elif variant == "AdamW alone":
-                    spent = ours.time(STEPS[name])
+                if variant in alone:
+                    spent = alone[variant].time(STEPS[name])
+                elif variant not in CONFIGS:
+                    spent = _time_reduced(training, STEPS[name])
                 else:
                     run = Path(folder) / f"{number}-{list(times).index(variant)}"
                     spent = _time_watched(ours, CONFIGS[variant], training, STEPS[name], run)
@@ -96,6 +100,15 @@ def time_training(name: str, device: torch.device, tell: Callable[[str], object]
         "micro_batches": training.num_micro_batches,
         "variants": {variant: _summary(times[variant], ratios[variant]) for variant in times},
     }
+
+
+def _time_reduced(training: Training, steps: int) -> float:
+    """A VRAdamW of its own, which collects from any backward while it is there."""
+    parameters = list(training.model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few parts, which are meant
+        vr = optim.VRAdamW(parameters, lr=LEARNING_RATE, k=training.num_micro_batches)
+        return _Loop(training, vr, clips=False).time(steps)
 
 
 def _time_watched(loop: _Loop, config: Config, training: Training, steps: int, run: Path) -> float:

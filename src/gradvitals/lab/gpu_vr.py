@@ -13,6 +13,7 @@ from gradvitals import kernels, optim
 
 Work = Callable[[], object]
 InTurn = Callable[..., dict[str, float]]
+Launched = Callable[[Work], tuple[int, float]]
 
 BYTES = {
     "VRGD, second part": 16,
@@ -79,7 +80,7 @@ def passes(parameters: Sequence[nn.Parameter]) -> dict[str, Work]:
 
 
 def time_steps(
-    make: Callable[[], list[nn.Parameter]], num_parts: int, rounds: int, in_turn: InTurn, num_launches: Any
+    make: Callable[[], list[nn.Parameter]], num_parts: int, rounds: int, in_turn: InTurn, launched: Launched
 ) -> dict[str, Any]:
     """A whole step: gradients arrive and are added up, then the update; what collecting adds counts with it.
 
@@ -88,7 +89,7 @@ def time_steps(
         num_parts: Gradients a step is made of.
         rounds: How often each is timed.
         in_turn: Times works.
-        num_launches: Counts the kernels of a work.
+        launched: Counts the kernels of a work, and the milliseconds that they take.
     """
     plain, reduced = make(), make()
     given = [[1e-3 * torch.randn_like(p) for p in reduced] for _ in range(2)]
@@ -109,13 +110,17 @@ def time_steps(
         warnings.simplefilter("ignore")  # of few parts, which are meant
         works["fused, whole"]()  # leaves gradients for the step alone
         times = in_turn(works, rounds, repeats=5)
-        launches = {name: num_launches(work) for name, work in works.items()}
+        launches = {name: launched(work) for name, work in works.items()}
     spent = times["fused"] + times["vr, whole"] - times["fused, whole"]
+    busy = {name: milliseconds for name, (_, milliseconds) in launches.items()}
+    kernels_ms = busy["fused"] + busy["vr, whole"] - busy["fused, whole"]
     return {
         "k": num_parts,
         "fused_ms": times["fused"],
         "vr_ms": spent,
         "ratio": spent / times["fused"],
+        "kernels_ms": kernels_ms,
+        "kernels_ratio": kernels_ms / busy["fused"],
         "whole_ms": {"fused": times["fused, whole"], "vr": times["vr, whole"]},
-        "launches": {"fused": launches["fused, whole"], "vr": launches["vr, whole"]},
+        "launches": {"fused": launches["fused, whole"][0], "vr": launches["vr, whole"][0]},
     }
