@@ -99,7 +99,7 @@ class ExampleSums:
     def _clear(self) -> None:
         self.packet = Packet()
         self._sizes: dict[int, list[int]] = {}
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[tuple[int, ...], Tensor] = {}  # by rows of equal width that came together
         self._held: dict[int, Tensor] = {}
         self._run = -1
         self._spoiled: set[int] = set()
@@ -156,10 +156,24 @@ class ExampleSums:
         self._settle()
         sizes = {row: tuple(found) for row, found in self._sizes.items() if row not in self._spoiled}
         if sizes:
-            stats.add_norms(self.packet, "examples_sum", list(sizes), [self._sums[row] for row in sizes])
+            self._add_sums(set(sizes))
         packet = self.packet
         self._clear()
         return sizes, packet
+
+    @torch.no_grad()
+    def _add_sums(self, rows: set[int]) -> None:
+        """The norm of what all examples of a row add up to."""
+        every = [row for together in self._sums for row in together]
+        if len(every) == len(set(every)) and rows.issuperset(every):
+            for together, sums in self._sums.items():
+                self.packet.add("examples_sum", torch.linalg.vector_norm(sums, dim=1), together)
+            return
+        apart: dict[int, Tensor] = {}
+        for together, sums in self._sums.items():
+            for row, values in zip(together, sums, strict=True):
+                apart[row] = apart[row] + values if row in apart else values
+        stats.add_norms(self.packet, "examples_sum", sorted(rows), [apart[row] for row in sorted(rows)])
 
     def _fail(self, error: Exception) -> None:
         self.stop()
@@ -256,15 +270,16 @@ class ExampleSums:
     def _settle(self) -> None:
         """A backward is over: take the norms of what it brought."""
         held, self._held = self._held, {}
-        by_place: dict[int, list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for row, parts in held.items():
             sizes = self._sizes.setdefault(row, [])
-            by_place.setdefault(len(sizes), []).append(row)
+            alike.setdefault((len(sizes), parts.shape, parts.dtype, parts.device), []).append(row)
             sizes.append(len(parts))
-            before = self._sums.get(row)
-            self._sums[row] = parts.sum(0) if before is None else before + parts.sum(0)
-        for place, rows in by_place.items():
-            stats.add_norms(self.packet, f"examples{place}", rows, [held[row] for row in rows])
+        for (place, *_), rows in alike.items():
+            parts = torch.stack([held[row] for row in rows])
+            self.packet.add(f"examples{place}", torch.linalg.vector_norm(parts, dim=(1, 2)), rows)
+            together, before = tuple(rows), self._sums.get(tuple(rows))
+            self._sums[together] = parts.sum(1) if before is None else before + parts.sum(1)
 
 
 def _is_captured(tensor: Tensor) -> bool:

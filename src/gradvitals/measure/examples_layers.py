@@ -11,12 +11,13 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradvitals import functional
+from gradvitals import functional, kernels
 from gradvitals.measure import stats
 
 CHUNK_ELEMENTS = 2**22
@@ -69,6 +70,9 @@ class NormLayer:
             grad_output: The gradient of the output.
             scale: What `known_scale` gave.
         """
+        by_kernel = self._gradients_by_kernel(x, grad_output, scale)
+        if by_kernel is not None:
+            return by_kernel
         examples = x.shape[self.example_dim]
         at_once = max(1, CHUNK_ELEMENTS * examples // max(x.numel(), 1))
         given = (x, grad_output, *(scale or ()))
@@ -77,6 +81,32 @@ class NormLayer:
         starts = range(0, examples, at_once)
         chunks = [[part.narrow(self.example_dim, i, min(at_once, examples - i)) for part in given] for i in starts]
         return torch.cat([self._gradients(*chunk) for chunk in chunks])
+
+    def _gradients_by_kernel(
+        self, x: Tensor, grad_output: Tensor, scale: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """The same in one read, where there is a kernel for it."""
+        if self.example_dim != 0 or self.weight_dims != (-1,):
+            return None
+        if not (kernels.usable(x) and kernels.usable(grad_output)):
+            return None
+        mean, inverse = scale or (None, self._inverse_scale(x))
+        module: Any = kernels.ready("examples")
+        if inverse is None or module is None or not module.readable(x, grad_output, inverse):
+            return None
+        try:
+            found: Tensor = module.gradients(x, grad_output, mean, inverse)
+        except Exception as error:
+            kernels.give_up("examples", error, "single examples are read by torch")
+            return None
+        return found
+
+    def _inverse_scale(self, x: Tensor) -> Tensor | None:
+        """One over the root mean square of every position, of a layer that divides by that and no more."""
+        if not isinstance(self.module, nn.RMSNorm):
+            return None
+        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return norms.square_().div_(x.shape[-1]).add_(_rms_eps(self.module, x)).rsqrt_()
 
     def _gradients(self, x: Tensor, grad_output: Tensor, *scale: Tensor) -> Tensor:
         normalised = (x - scale[0]) * scale[1] if scale else self.normalise(x)

@@ -20,10 +20,6 @@ class Arrived:
         self.values = values
         self.rows = np.asarray(rows, dtype=np.intp)
 
-    def joined(self, values: Floats, rows: Sequence[int]) -> Arrived:
-        """With further values that came under the same name."""
-        return Arrived(np.append(self.values, values), np.append(self.rows, np.asarray(rows, dtype=np.intp)).tolist())
-
     def present(self, num_rows: int) -> NDArray[np.bool_]:
         """Which rows something was read of."""
         result = np.zeros(num_rows, dtype=bool)
@@ -150,8 +146,15 @@ class Shipment:
         while not self.ready():
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
-        arrived: dict[str, Arrived] = {}
+        arrays: dict[int, Floats] = {}
+        found: dict[str, tuple[list[Floats], list[int]]] = {}
         for name, rows, flat, start in self.contents:
-            part = flat.numpy()[start : start + len(rows)].astype(np.float64)
-            arrived[name] = arrived[name].joined(part, rows) if name in arrived else Arrived(part, rows)
-        return arrived
+            if id(flat) not in arrays:
+                arrays[id(flat)] = flat.numpy()
+            values, of_rows = found.setdefault(name, ([], []))
+            values.append(arrays[id(flat)][start : start + len(rows)])
+            of_rows.extend(rows)
+        return {
+            name: Arrived(np.concatenate(values, dtype=np.float64), of_rows)
+            for name, (values, of_rows) in found.items()
+        }
