@@ -6,6 +6,7 @@ wherever its content allows that. DCP's own index is a pickle too, so: resume on
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import warnings
@@ -26,6 +27,9 @@ from gradvitals.measure.ranks.shards import local as part_of
 
 Group = Any
 """The process group that snapshots are written through; None in a single process."""
+
+TAKES_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
+"""In torch 2.6 only the older functions do, which later ones call deprecated."""
 
 Index = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes by the names that tensors have in the files."""
@@ -63,9 +67,8 @@ def write_files(
     _be_quiet()
     # Copying ahead would wait for streams of a device that has nothing to do with it.
     writer = filesystem.FileSystemWriter(path, per_thread_copy_ahead=0)
-    state_dict_saver.save(
-        state | {_plain_key(place.rank): blob}, storage_writer=writer, process_group=group, no_dist=group is None
-    )
+    save: Any = state_dict_saver.save if TAKES_NO_DIST else state_dict_saver.save_state_dict
+    save(state | {_plain_key(place.rank): blob}, storage_writer=writer, process_group=group, no_dist=group is None)
     return _is_safe(content)
 
 
@@ -138,12 +141,16 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 def _load(path: Path, state: dict[str, Tensor]) -> None:
     """Each process reads what it needs by itself, so that one that cannot does not leave the others waiting."""
     _be_quiet()
-    state_dict_loader.load(state, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
+    load: Any = state_dict_loader.load if TAKES_NO_DIST else state_dict_loader.load_state_dict
+    load(state, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
 
 
 def _be_quiet() -> None:
     """DCP warns that there is one process, at every call. A filter is set, not lent: others may warn meanwhile."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    if not TAKES_NO_DIST:
+        warnings.filterwarnings("ignore", message="`(save|load)_state_dict` is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
 
 
 def _pickled(plain: Mapping[str, Any]) -> bytes:

@@ -23,6 +23,9 @@ from gradvitals.measure import stats
 CHUNK_ELEMENTS = 2**22
 """Elements of an input that are normalised at once, and at least one example: 16 MB of float32."""
 
+TELLS_OF_CHECKPOINTS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+"""Not in torch 2.6. Without it, what a checkpointed segment gives up would be kept."""
+
 PRECISE = (torch.float32, torch.float64)
 
 
@@ -123,6 +126,8 @@ def norm_layers(model: nn.Module, row_of: Mapping[int, int], example_dim: int | 
         row_of: The row of each watched parameter, by its id.
         example_dim: The dimension of their inputs that runs over examples; None finds it.
     """
+    if not TELLS_OF_CHECKPOINTS:
+        return []
     hidden = _hidden(model)
     along = example_dim if example_dim is not None else _batch_dim(model)
     found = []
@@ -140,6 +145,8 @@ def norm_layers(model: nn.Module, row_of: Mapping[int, int], example_dim: int | 
 
 def why_none_seen(model: nn.Module) -> str | None:
     """Why no calls of norm layers can be seen in a model; None where some can."""
+    if not TELLS_OF_CHECKPOINTS:
+        return f"torch {torch.__version__} does not tell whether activations are checkpointed; a newer one does"
     hidden = _hidden(model)
     layers = [module for module in model.modules() if module._parameters.get("weight") is not None and _known(module)]
     if not layers:

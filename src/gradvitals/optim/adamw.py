@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ from gradvitals.optim.one_pass import OnePass, Vitals
 from gradvitals.optim.stochastic import step_in_float32
 
 VitalsHook = Callable[[Vitals], object]
+
+ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters
+"""Until torch 2.6."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -198,6 +202,13 @@ class AdamW(torch.optim.AdamW):
         if self._clip_factor is not None:
             grads[:] = [grad * self._clip_factor.to(grad.device, grad.dtype) for grad in grads]
         return has_complex
+
+    def _lists_of(self, group: dict[str, Any]) -> list[list[Tensor]]:
+        """Parameters that have gradients, these, both moments, largest second ones, and steps; made where missing."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        more = (group["amsgrad"],) if ASKS_FOR_AMSGRAD else ()
+        self._init_group(group, *lists[:2], *more, *lists[2:])
+        return lists
 
     # -- copies and state ---------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class OnePass:
     def _lay_out(self, present: Sequence[Sequence[Tensor]], slices: Mapping[Tensor, int]) -> bool:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = {}
         for index, parameters in enumerate(present):
-            self.optimizer._init_group(self.optimizer.param_groups[index], [], [], [], [], [], [])
+            self.optimizer._lists_of(self.optimizer.param_groups[index])
             for parameter in parameters:
                 grad, state = _grad(parameter), self.optimizer.state[parameter]
                 moments = (state["exp_avg"], state["exp_avg_sq"])

@@ -17,10 +17,8 @@ def step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
         clip_factor: What its `_init_group` has multiplied gradients by, in their own precision; None for nothing.
     """
     for group in optimizer.param_groups:
-        params: list[Tensor] = []
-        lists: list[list[Tensor]] = [[], [], [], [], []]
         optimizer._clip_factor = None  # below in float32 instead
-        optimizer._init_group(group, params, *lists)
+        params, *lists = optimizer._lists_of(group)
         optimizer._clip_factor = clip_factor
         wide = [[_wide(tensor) for tensor in column] for column in (params, *lists[:4])]
         if clip_factor is not None:
