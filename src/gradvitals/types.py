@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -202,6 +203,16 @@ class Layout:
     """Layer names in depth order, from the input to the output."""
     heads: tuple[str, ...] = ()
     """Head names such as ``blocks.3.attn/head5``."""
+
+    @cached_property
+    def sizes(self) -> FloatArray:
+        """Number of elements of each tensor."""
+        return np.array([float(info.numel) for info in self.tensors])
+
+    @cached_property
+    def matrices(self) -> NDArray[np.bool_]:
+        """Which tensors have two dimensions or more."""
+        return np.array([len(info.shape) >= 2 for info in self.tensors], dtype=bool)
 
     def names(self, kind: Literal["tensors", "layers", "heads"]) -> tuple[str, ...]:
         """Row names of one kind of array."""

@@ -12,7 +12,9 @@ from torch import nn
 from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
+from gradvitals.judge import say
 from gradvitals.monitor import Monitor
+from gradvitals.show.last_words import verdicts
 from gradvitals.sinks import Sink
 from gradvitals.types import Reading
 
@@ -52,7 +54,8 @@ def watch(
         alerts: Who is told findings: `gradvitals.alerts`, or their texts such as the URL of a webhook.
 
     Returns:
-        The Monitor. Without a Guard, training goes on exactly as it would without it.
+        The Monitor. Without a Guard, training goes on exactly as it would without it. When it is closed, or the program
+        ends, it says the verdict on stderr, unless `Config(quiet=True)`.
 
     Example:
         >>> import tempfile, torch, gradvitals as gv
@@ -83,6 +86,20 @@ def watch(
         sinks=sinks,
         alerts=alerts,
     )
+    monitor.when_closed(say_last_words)
     if guard is not None:
         guard.attach(monitor)
     return monitor
+
+
+def say_last_words(monitor: Monitor) -> None:
+    """Say on stderr how a run that is closed did; of several ranks one says it. A `Config(quiet=True)` keeps silent."""
+    config = monitor.config
+    if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
+        return
+    try:
+        lines = list(verdicts({monitor.run_path: ""}))
+    except Exception as error:  # a disk that is full, say: it must not end the program
+        lines = [f"the run could not be judged: {error!r}"]
+    for line in lines:
+        say(line, quiet=False)

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from gradvitals import notices
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Rule, Sign, Step
+from gradvitals.show.findings import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -363,3 +364,10 @@ def test_the_report_of_a_run_without_diagnosis_does_not_call_it_healthy(write: W
     output = CliRunner().invoke(main, ["report", str(write(meta={}))]).output
     assert "Healthy" not in output
     assert "recorded without diagnosis" in output
+
+
+def test_a_number_that_has_not_changed_since_is_told_once() -> None:
+    seen = {"loss": 3.2, "batch_size": 16.0}
+    assert list(evidence({"seen": seen, "latest": {"step": 90, **seen}})) == ["loss 3.2, batch size 16"]
+    latest = {"step": 90, "loss": 2.9, "batch_size": 16.0}
+    assert list(evidence({"seen": seen, "latest": latest})) == ["loss 3.2, batch size 16", "at step 90: loss 2.9"]

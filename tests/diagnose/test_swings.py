@@ -61,3 +61,18 @@ def test_step_spread_is_that_of_the_noise_on_a_slope() -> None:
     noise = np.random.default_rng(0).normal(0, 0.2, 4000)
     assert step_spread(noise) == pytest.approx(0.2, rel=0.05)
     assert step_spread(noise + np.linspace(0, 50, 4000)) == pytest.approx(0.2, rel=0.05)
+
+
+def test_a_cosine_over_0_is_not_said_to_turn_round() -> None:
+    run = healthy_run()
+    run.facts = Facts(optimizer="SGD", momentum=0.9)
+    run.values["update/cosine"][200:] = 0.3
+    (finding,) = run.findings("oscillation")
+    assert finding.title.startswith("updates turn far from one step to the next: their cosine is 0.3")
+    assert finding.title.endswith("where momentum alone gives 0.9")
+    expected = finding.evidence["expected"]
+    assert expected == {"cosine": "over 0.4", "swing": "under 0.8", "loss_swing": "under 0.12"}
+    run.facts = Facts(optimizer="SGD", momentum=0.0)
+    run.values["update/cosine"][200:] = -0.9
+    (finding,) = run.findings("oscillation")
+    assert finding.title.startswith("updates turn round: the cosine of one and the next is -0.")

@@ -133,8 +133,10 @@ class BatchTooSmall(Rule):
         )
 
     def _tiny(self, step: Step, size: float) -> Sign | None:
+        if size > self.tiny:
+            return None
         losses = np.append(step.history["loss"].last(50), step.value("loss"))
-        if size > self.tiny or len(losses) < 50:
+        if len(losses) < 50:
             return None
         swing = float(np.sqrt(np.mean(np.diff(losses) ** 2) / 2) / abs(np.mean(losses)))
         if not swing > self.swing:

@@ -12,6 +12,7 @@ import numpy as np
 from gradvitals.diagnose.explain import Words, explain
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.history import History, Series
+from gradvitals.diagnose.roots import traced
 from gradvitals.diagnose.rule import Rule, Sign, build_rules, plain, restored
 from gradvitals.diagnose.step import Step
 from gradvitals.diagnose.words import WORDS
@@ -103,15 +104,16 @@ class Diagnosis:
             return []
         step = Step(readings=readings, layout=self.layout, facts=self.facts, history=self.history, frozen=self._frozen)
         changed: list[Finding] = []
-        seen, is_full = self.history.steps_seen, step.is_full
+        seen, is_full, in_turn = self.history.steps_seen, step.is_full, step.in_turn
         # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
         with np.errstate(all="ignore"):
             for rule in list(self.rules):
                 if seen < rule.min_steps or not (rule.every_step or is_full):
                     continue
                 try:
-                    passed_over = rule.expects_fall and step.in_turn
-                    changed += self._note(rule, None if passed_over else rule.look(step), step.number)
+                    sign = None if rule.expects_fall and in_turn else rule.look(step)
+                    if sign is not None or rule.id in self._open:
+                        changed += self._note(rule, sign, step.number)
                 except Exception as error:
                     self.rules.remove(rule)
                     changed += [self._close(rule.id)] if rule.id in self._open else []
@@ -120,7 +122,7 @@ class Diagnosis:
                     self._on_error(rule.id, error)
             step.remember()
         self._last = step.number
-        return changed
+        return traced(self.findings, changed) if changed else changed
 
     def _note(self, rule: Rule, sign: Sign | None, step: int) -> list[Finding]:
         entry = self._open.get(rule.id)

@@ -137,7 +137,7 @@ class Explosion(Rule):
     def _grown(self, step: Step) -> Sign | None:
         """What grows slowly is never far from what was usual just before."""
         usual = step.history.norm
-        if not len(usual.count) or usual.count[0] < usual.window or step.number % 10:
+        if step.number % 10 or not len(usual.count) or usual.count[0] < usual.window:
             return None
         losses = step.history["loss"].last(20)
         level, loss = float(np.exp(usual.level[0])), float(np.median(losses)) if len(losses) else math.nan

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.baseline import Baseline
+from gradvitals.diagnose.baseline import FewBaselines
+from gradvitals.diagnose.history import median
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Severity
@@ -22,19 +23,21 @@ START = 10
 
 def losses_since(step: Step, begin: float) -> Floats:
     """The losses from a step up to now; one far from the others counts as at the edge of them."""
-    now = step.value("loss")
-    losses = np.append(step.history["loss"].since(begin)[1], now if math.isfinite(now) else [])
-    if not len(losses):
-        return losses
-    middle = float(np.median(losses))
-    reach = 6 * float(np.median(np.abs(losses - middle)))
-    return np.asarray(np.clip(losses, middle - reach, middle + reach))
+    if begin not in step.losses:
+        now = step.value("loss")
+        losses = np.append(step.history["loss"].since(begin)[1], now if math.isfinite(now) else [])
+        if len(losses):
+            middle = median(losses)
+            reach = 6 * median(np.abs(losses - middle))
+            losses = np.minimum(np.maximum(losses, middle - reach), middle + reach)
+        step.losses[begin] = losses
+    return step.losses[begin]
 
 
 def median_of(values: Floats) -> float:
     """The median of those that are numbers; nan where none is."""
     known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
+    return median(known) if len(known) else math.nan
 
 
 def fall(values: Floats) -> tuple[float, float]:
@@ -132,8 +135,11 @@ class LossSpike(Rule):
     """Losses before one can be unusual."""
 
     first_losses: list[float] = field(default_factory=list, init=False)
-    usual: Baseline = field(default_factory=Baseline, init=False)
+    usual: FewBaselines = field(default_factory=FewBaselines, init=False)
     """Of the exponential of the loss in units of the first, as a Baseline takes logarithms; and of the loss."""
+
+    def __post_init__(self) -> None:
+        self._unit = math.nan
 
     def look(self, step: Step) -> Sign | None:
         """Fires at every loss that is unusual for this run."""
@@ -142,9 +148,12 @@ class LossSpike(Rule):
             return None
         if len(self.first_losses) < START:
             self.first_losses.append(loss)
-        unit = float(np.mean(np.abs(self.first_losses))) or 1.0
-        both = np.array([math.exp(max(-300.0, min(300.0, loss / unit))), loss])
-        (ratio, _), (z, log_z) = (part.tolist() for part in self.usual.judge(both))
+            self._unit = math.nan
+        if math.isnan(self._unit):
+            self._unit = float(np.mean(np.abs(self.first_losses))) or 1.0
+        unit = self._unit
+        both = [math.exp(max(-300.0, min(300.0, loss / unit))), loss]
+        (ratio, _), (z, log_z) = self.usual.judge(both)
         usual = unit * float(self.usual.level[0])
         known = self.usual.count[0] >= self.first_steps
         outlier = known and z > self.z and not log_z <= self.z and math.log(ratio) > self.rise

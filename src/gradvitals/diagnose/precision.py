@@ -60,7 +60,7 @@ class PrecisionUnderflow(Rule):
         zeros = step.tensors("grad/zero_fraction")
         if zeros is not None:
             self.zero_share = np.asarray(zeros, dtype=np.float64)
-        sizes = np.array([info.numel for info in step.layout.tensors], dtype=np.float64)
+        sizes = step.layout.sizes
         # Of the elements that are not zero, as far as known: rows of an embedding are zero for a good reason.
         alive = np.where(self.zero_share < 1, 1 - self.zero_share, 1.0)
         rms = np.asarray(norms, dtype=np.float64) / np.sqrt(sizes * alive)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, Step
-from gradvitals.types import TensorInfo
+from gradvitals.types import Layout, TensorInfo
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -117,6 +117,10 @@ class TrappedScale(Rule):
     near_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     """The step of the first of them."""
 
+    def __post_init__(self) -> None:
+        self._layout: Layout | None = None
+        self._matrix: Mask = np.zeros(0, dtype=bool)
+
     def look(self, step: Step) -> Sign | None:
         """Fires at readings of the weights, once the start is forgotten."""
         decay, lr, norms = decay_of(step.facts), step.value("lr"), step.tensors("weight/norm")
@@ -124,9 +128,10 @@ class TrappedScale(Rule):
             return None
         sign = None
         if norms is not None:
-            infos = step.layout.tensors
-            matrix = np.array([is_plain_matrix(info) for info in infos])
-            squares = np.square(np.asarray(norms)) / np.array([float(info.numel) for info in infos])
+            if step.layout is not self._layout:
+                self._layout = step.layout
+                self._matrix = np.array([is_plain_matrix(info) for info in step.layout.tensors], dtype=bool)
+            squares, matrix = np.square(np.asarray(norms)) / step.layout.sizes, self._matrix
             held = self.weigh(step.number, squares, matrix)
             sign = self._sign(step, held, squares, matrix) if held.any() else None
         if step.was_made:

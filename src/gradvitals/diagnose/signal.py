@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.history import median
 from gradvitals.diagnose.loss import fall, losses_since, median_of
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
@@ -63,7 +64,7 @@ class NearZeroInitialGsnr(Rule):
         recent = losses_since(step, step.number / 2)
         if step.number < self.after or average.count < self.readings or len(recent) < 10:
             return None
-        begin, now, high = float(np.median(losses[:5])), float(np.mean(recent)), average.high * average.per_step
+        begin, now, high = median(np.array(losses[:5])), float(recent.mean()), average.high * average.per_step
         fell, error = fall(recent)
         silent = average.low <= 0 and high < self.most
         stays = fell + 2 * error < self.falls * abs(now) and begin - self.lowest < self.fallen * abs(begin)
@@ -331,7 +332,7 @@ class HighEffortLowProgress(Rule):
             return None
         loss, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))
         self.best = min(self.best, loss)
-        usual, now = float(np.median(norms.last(1024))), float(np.median(norms.last(self.span)))
+        usual, now = median(norms.last(1024)), median(norms.last(self.span))
         high = average.high * average.per_step
         low_signal = average.low <= 0 and high < self.most
         worse = loss - self.best > max(self.worse * abs(self.best), 3 * error)
@@ -373,7 +374,7 @@ class NoisyGradients(Rule):
         moments = step.reading("adam")
         if moments is not None and "gsnr/below_one_fraction" in moments.tensors:
             below = np.asarray(moments.tensors["gsnr/below_one_fraction"])
-            sizes = np.array([float(info.numel) for info in step.layout.tensors])[: len(below)]
+            sizes = step.layout.sizes[: len(below)]
             known = np.isfinite(below)
             self.share = float((below * sizes)[known].sum() / sizes[known].sum()) if known.any() else math.nan
         average = step.average

@@ -38,11 +38,13 @@ class Step:
     """Tensors that are not to be trained, by their index."""
     general: Reading = field(init=False)
     """Loss, norms, weights and updates."""
+    losses: dict[float, Floats] = field(init=False, default_factory=dict)
+    """What `losses_since` has found, by where it begins: several rules ask for the same."""
 
     def __post_init__(self) -> None:
-        by_source = {reading.source: reading for reading in self.readings}
+        self._by_source = {reading.source: reading for reading in self.readings}
         first = self.readings[0]
-        self.general = by_source.get(None, Reading(step=first.step, time=first.time))
+        self.general = self._by_source.get(None) or Reading(step=first.step, time=first.time)
 
     @property
     def was_made(self) -> bool:
@@ -69,7 +71,7 @@ class Step:
 
     def reading(self, source: Source) -> Reading | None:
         """The reading of one GSNR source, where this step has one."""
-        return next((reading for reading in self.readings if reading.source == source), None)
+        return self._by_source.get(source)
 
     @property
     def in_turn(self) -> bool:
@@ -109,8 +111,8 @@ class Step:
     @cached_property
     def norm_judged(self) -> tuple[float, float]:
         """The global norm against what is usual: ratio and z-score."""
-        ratio, z = self.history.norm.judge(np.array([self.value("grad/norm")]))
-        return float(ratio[0]), float(z[0])
+        ratio, z = self.history.norm.judge([self.value("grad/norm")])
+        return ratio[0], z[0]
 
     @cached_property
     def norms_judged(self) -> tuple[Floats, Floats] | None:
@@ -149,7 +151,7 @@ class Step:
         for reading in self.readings:
             prefix = "" if reading.source is None else f"{reading.source}:"
             history.push_values(reading.step, reading.values, prefix)
-        history.norm.push(np.array([self.value("grad/norm")]))
+        history.norm.push([self.value("grad/norm")])
         norms = self.tensors("grad/norm")
         if norms is not None:
             history.norms.push(np.asarray(norms))

@@ -86,14 +86,18 @@ class Oscillation(Rule):
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
         seen["what"] = f"the loss swings by {100 * loss_swing:.2g} % from one step to the next"
         if turning:
-            seen["what"] = f"updates turn round: the cosine of one and the next is {cosine:.2g} on average"
+            seen["what"] = _turning(cosine, expected)
         elif swing > self.swing:
             seen["what"] = f"the gradient norm swings by a factor of {math.exp(swing):.2g} from one step to the next"
         cause = self._cause(step, seen, turning)
         return Sign(
             severity="warning" if turning else "info",
             seen=seen,
-            expected={"cosine": expected, "swing": self.swing, "loss_swing": self.loss_swing},
+            expected={
+                "cosine": f"over {expected - self.turn:.2g}",
+                "swing": f"under {self.swing:g}",
+                "loss_swing": f"under {self.loss_swing:g}",
+            },
             since=step.number - self.lasted + 1,
             causes=(cause,),
             cures=(cause,),
@@ -119,6 +123,16 @@ class Oscillation(Rule):
         if turning or not len(gsnr):
             return "edge_of_stability" if turning else "batch_too_small"
         return "batch_too_small" if gsnr[0] < 0.2 else "edge_of_stability"
+
+
+def _turning(cosine: float, expected: float) -> str:
+    """What is said of updates that turn: round, or by more than momentum leaves room for."""
+    if cosine < 0:
+        return f"updates turn round: the cosine of one and the next is {cosine:.2g} on average"
+    return (
+        f"updates turn far from one step to the next: their cosine is {cosine:.2g} on average, where momentum alone "
+        f"gives {expected:.2g}"
+    )
 
 
 @register
@@ -170,7 +184,7 @@ class UnstableNorm(Rule):
         self.count += known
         # A spike is one change up and one down: it must not count for many.
         least = np.minimum(change, 3 * self.change + 1)
-        rate = 1 / np.clip(self.count, 1, self.window)
+        rate = 1 / np.minimum(np.maximum(self.count, 1), self.window)
         self.change = np.where(known, self.change + rate * (least - self.change), self.change)
         if step.number % self.every:
             return None

@@ -225,7 +225,7 @@ class UpdateRatio(Rule):
             too_little &= ~step.negligible
         most = False
         if too_much.any():  # a bias, a gain or a few weights have no size of their own to be compared with
-            matrix = np.array([len(info.shape) >= 2 and info.numel >= 16 for info in step.layout.tensors], dtype=bool)
+            matrix = step.layout.matrices & (step.layout.sizes >= 16)
             too_much &= matrix
             # One matrix alone, as in linear regression, has no depth to pass a signal through: it may begin small.
             most = bool(too_much.sum() > max(1, 0.5 * matrix.sum()))
@@ -312,11 +312,11 @@ class UpdateRatio(Rule):
     def _cut(self, step: Step) -> Sign | None:
         """From one step to the next the learning rate is a small part of what it was, as when it lost its zeros."""
         lr, rms = step.value("lr"), step.value("update/rms")
-        rates, moves = step.history["lr"].last(10), step.history["update/rms"].last(20)
+        rates, moves = step.history["lr"].values[-10:], step.history["update/rms"].values[-20:]
         if self.cut_at < 0:
             # A schedule comes to its end step by step.
-            if len(rates) == 10 and len(moves) == 20 and 0 < lr < self.collapse * float(rates.min()):
-                self.cut_at, self.cut = step.number, {"lr": float(rates[-1]), "rms": float(np.median(moves))}
+            if len(rates) == 10 and len(moves) == 20 and 0 < lr < self.collapse * min(rates):
+                self.cut_at, self.cut = step.number, {"lr": rates[-1], "rms": float(np.median(moves))}
             return None
         if not 0 < lr < self.collapse * self.cut["lr"]:
             self.cut_at = -1

@@ -207,10 +207,13 @@ def student_t_quantile(probability: float, dof: ArrayLike) -> Array:
     nu = np.asarray(dof, dtype=np.float64)
     if probability == 0.5:
         return np.where(nu >= 1, 0.0, np.nan)
-    # Live readings ask for the same few degrees of freedom again and again.
+    tail, sign = 2 * min(probability, 1 - probability), math.copysign(1.0, probability - 0.5)
+    # Live readings ask for the same few degrees of freedom again and again, and often for one alone.
+    if nu.size and (nu == nu.flat[0]).all():
+        return np.full(nu.shape, sign * _t_tail_quantile(tail, float(nu.flat[0])))
     unique, inverse = np.unique(nu, return_inverse=True)
-    q = np.array([_t_tail_quantile(2 * min(probability, 1 - probability), float(v)) for v in unique])
-    result: Array = math.copysign(1.0, probability - 0.5) * q[inverse].reshape(nu.shape)
+    q = np.array([_t_tail_quantile(tail, float(v)) for v in unique])
+    result: Array = sign * q[inverse].reshape(nu.shape)
     return result
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from gradvitals import watching
 from gradvitals.integrations.backward import Backwards, observe_part
-from gradvitals.integrations.last_words import say_last_words
 from gradvitals.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ def watch(
     monitor = watching.watch(model, optimizer, **options)
     backwards = Backwards(lambda: None, lambda loss: observe_part(monitor, loss))
     monitor.at_close(backwards.stop)
-    monitor.when_closed(say_last_words)
     backwards.start()
     if checkpoint:
         accelerator.register_for_checkpointing(monitor)

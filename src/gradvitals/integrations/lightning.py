@@ -16,7 +16,6 @@ from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import observe_part
-from gradvitals.integrations.last_words import say_last_words
 from gradvitals.integrations.logged import newest
 from gradvitals.integrations.sharded import show_shards
 from gradvitals.monitor import Monitor
@@ -75,7 +74,6 @@ class GradvitalsCallback(Callback):
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         show_shards(model)  # the sanity check may have gathered them
         self.monitor = watch(model, trainer.optimizers, **self._options)
-        self.monitor.when_closed(say_last_words)
         if self._state is not None:
             self.monitor.load_state_dict(self._state)
             self._state = None

@@ -14,7 +14,6 @@ from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Backwards, observe_part
-from gradvitals.integrations.last_words import say_last_words
 from gradvitals.integrations.logged import newest
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
@@ -64,7 +63,6 @@ class GradvitalsCallback(TrainerCallback):
         self._close()
         samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
         self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
-        self.monitor.when_closed(say_last_words)
         if not _restore(self.monitor, _state_file(args, state)) and state.global_step:
             self.monitor.tap.start(state.global_step)
         self._backwards.start()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.ranks.shards import local
+from gradvitals.measure.ranks.shards import local, placements
 
 COORDINATES = 64
 """Coordinates of each tensor, evenly spread."""
@@ -86,6 +86,7 @@ class Changes:
         self._rows: list[int] = []
         self._parameters: Sequence[nn.Parameter] = ()
         self._weights: Sequence[float] = ()
+        self._are_spread = False
         self._addresses: list[int] = []
         self._groups: list[_Group | _HostGroup] | None = None
 
@@ -95,23 +96,26 @@ class Changes:
         """Follow these parameters from the next step on; those of one weight among ranks are summed together."""
         self._rows, self._parameters, self._groups = list(rows), list(parameters), None
         self._weights = weights if weights is not None else [1.0] * len(self._rows)
+        self._are_spread = any(map(placements, self._parameters))
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Before a step: take a first look, unless the one after the last step still holds."""
         if self._groups is None or self._moved():
-            self._addresses = self._where()
-            self._groups = []
-            for weight in dict.fromkeys(self._weights):
-                alike = [p for p, other in enumerate(self._weights) if other == weight]
-                rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
-                self._groups += [_group(*group) for group in stats.by_device_and_dtype(rows, tensors)]
-            sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
-            self.lengths = {
-                row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
-            }
+            self._look_first()
 
     @torch.no_grad()
+    def _look_first(self) -> None:
+        self._addresses = self._where()
+        self._groups = []
+        for weight in dict.fromkeys(self._weights):
+            alike = [p for p, other in enumerate(self._weights) if other == weight]
+            rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
+            self._groups += [_group(*group) for group in stats.by_device_and_dtype(rows, tensors)]
+        sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
+        self.lengths = {
+            row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
+        }
+
     def add(self, packet: Packet) -> None:
         """After a step: put the sum of squared changes of every tensor, and their agreement with the last, in."""
         if self._groups is None or self._moved():
@@ -120,7 +124,8 @@ class Changes:
             group.add(packet)
 
     def _where(self) -> list[int]:
-        return [local(parameter).data_ptr() for parameter in self._parameters]
+        tensors = map(local, self._parameters) if self._are_spread else self._parameters
+        return [tensor.data_ptr() for tensor in tensors]
 
     def _moved(self) -> bool:
         return self._where() != self._addresses  # the loop has put other storage under a parameter

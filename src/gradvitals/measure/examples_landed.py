@@ -52,8 +52,8 @@ def land_examples(
     squares = np.zeros(len(scale))
     weights = np.full(len(common), 1 / count) if weighing == "size" else 1 / (len(common) * np.array(common))
     for place, weight in enumerate(weights):
-        squares += np.square(_by_row(arrived[f"examples{place}"], len(scale)) / scale) / weight
-    total = np.square(_by_row(arrived["examples_sum"], len(scale)) / scale)
+        squares += np.square(arrived[f"examples{place}"].sums(len(scale)) / scale) / weight
+    total = np.square(arrived["examples_sum"].sums(len(scale)) / scale)
     seen = _complete(sizes, common, total, gradients)
     if not seen.any():
         return "what the examples add up to is not the gradient of the norm layers' weights"
@@ -82,7 +82,3 @@ def _complete(
     broken = ~np.isfinite(told)  # NaN in a gradient is told as such
     alike: Flags = broken | (np.abs(own - told) <= TOLERANCE * told)
     return seen & gradients.present & alike
-
-
-def _by_row(found: Arrived, num_rows: int) -> Floats:
-    return np.where(found.present(num_rows), found.by_row(num_rows), 0.0)

@@ -24,7 +24,7 @@ class Ring:
 
     def align(self, names: Sequence[str]) -> None:
         """Have exactly these columns, keeping what is known of each name."""
-        if tuple(names) == self.names:
+        if names is self.names or tuple(names) == self.names:
             return
         column = {name: index for index, name in enumerate(self.names)}
         values = np.full((self.size, len(names)), np.nan)
@@ -35,11 +35,11 @@ class Ring:
                 position[index] = self._next[column[name]]
         self.names, self.values, self._next = tuple(names), values, position
 
-    def push(self, values: Floats) -> None:
-        """Add one value to each series, over its oldest."""
-        columns = np.flatnonzero(np.isfinite(values))
-        self.values[self._next[columns], columns] = values[columns]
-        self._next[columns] = (self._next[columns] + 1) % self.size
+    def push(self, columns: NDArray[np.intp], values: Floats | float) -> None:
+        """Add one finite value to each of these series, over its oldest."""
+        places = self._next[columns]
+        self.values[places, columns] = values
+        self._next[columns] = (places + 1) % self.size
 
     def state_dict(self) -> dict[str, Any]:
         """Names and values as plain lists."""
@@ -138,10 +138,12 @@ class RatioHistory:
 
     def push(self, names: Sequence[str], signal: Floats, noise: Floats, step: int) -> None:
         """Remember one reading's signal and noise of every row."""
-        together = np.isfinite(signal) & np.isfinite(noise)
-        for ring, values in ((self._signal, signal), (self._noise, noise), (self._steps, float(step))):
+        columns = np.flatnonzero(np.isfinite(signal) & np.isfinite(noise))
+        for ring in self._rings().values():
             ring.align(names)
-            ring.push(np.where(together, values, np.nan))
+        self._signal.push(columns, signal[columns])
+        self._noise.push(columns, noise[columns])
+        self._steps.push(columns, float(step))
 
     def estimate(
         self, known: NDArray[np.bool_], step: int, correlation: Floats | float = 0.0
@@ -155,13 +157,12 @@ class RatioHistory:
             correlation: Correlation between one reading and the next, by which their number counts for less.
         """
         recent = self._steps.values >= step / 2
-        x, y = (np.where(recent, ring.values, np.nan) for ring in (self._signal, self._noise))
-        count = np.isfinite(x).sum(0).astype(np.float64)
-        mean_x, mean_y = np.nansum(x, axis=0) / count, np.nansum(y, axis=0) / count
-        dx, dy = x - mean_x, y - mean_y
+        x, y = np.where(recent, self._signal.values, 0.0), np.where(recent, self._noise.values, 0.0)
+        count = recent.sum(0).astype(np.float64)
+        mean_x, mean_y = x.sum(0) / count, y.sum(0) / count
+        dx, dy = np.where(recent, x - mean_x, 0.0), np.where(recent, y - mean_y, 0.0)
         dof = np.where(count > 1, count - 1, np.nan)
-        var_x, var_y = np.nansum(dx**2, axis=0) / dof, np.nansum(dy**2, axis=0) / dof
-        cov = np.nansum(dx * dy, axis=0) / dof
+        var_x, var_y, cov = (dx * dx).sum(0) / dof, (dy * dy).sum(0) / dof, (dx * dy).sum(0) / dof
         effective = count * (1 - correlation) / (1 + correlation)
         value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
         value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)

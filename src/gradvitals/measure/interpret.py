@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradvitals import functional
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
-from gradvitals.measure.landed import StepSums, is_estimable
+from gradvitals.measure.landed import StepSums, Table, is_estimable
 from gradvitals.measure.sums import PartSums
 from gradvitals.measure.window import NUM_BLOCKS
 from gradvitals.types import Layout, Reading
@@ -54,7 +54,7 @@ class Interpreter:
 
         An error in one of them is told, and that one is silent from then on.
         """
-        readings = []
+        readings: list[Reading] = []
         for part, applies, make in (
             ("general", True, self._general),
             ("microbatch", is_estimable(step), self._from_parts),
@@ -64,7 +64,8 @@ class Interpreter:
         ):
             if not applies or part in self._broken:
                 continue
-            time.sleep(BREATH_SECONDS)
+            if step.full or not readings:
+                time.sleep(BREATH_SECONDS)
             try:
                 # Zero over zero is an answer here: there is nothing to tell.
                 with np.errstate(all="ignore"):
@@ -85,7 +86,7 @@ class Interpreter:
         sizes = step.table.sizes
         if step.has("norm"):
             norm, total = step.norm("norm"), math.sqrt(step.total("norm"))
-            ratio, variation = self._norms.push(step.table.with_whole, np.append(total, norm))
+            ratio, variation = self._norms.push(step.table.with_whole, np.concatenate(([total], norm)))
             step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
             values |= {"grad/norm": total, "grad/nonfinite": step.total("nonfinite")}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
@@ -150,11 +151,11 @@ class Interpreter:
         read = step.rows["parts"].present & step.rows["norm"].present
         square = np.where(read, step.rows["norm"].values, np.nan)
         signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
-        names, all_signal, all_noise = _with_sums(layout, signal, noise, read)
+        names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
         if layout.heads and "heads" in step.slots and "parts" in step.slots:
             heads, whole = step.by_head(step.slots["parts"]), step.by_head(step.slots["heads"])
             more_signal, more_noise = _signal_and_noise(heads, whole, parts)
-            names += [f"head:{name}" for name in layout.heads]
+            names = step.table.with_heads
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
             self._micro.push(names, all_signal, all_noise, step.step)
@@ -186,7 +187,7 @@ class Interpreter:
         assert parts is not None
         read = step.rows["examples"].present
         signal, noise = _signal_and_noise(step.known("examples"), step.known("examples_sum"), parts)
-        names, all_signal, all_noise = _with_sums(layout, signal, noise, read)
+        names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
         if not step.outlier:
             self._examples.push(names, all_signal, all_noise, step.step)
         per_sample = self._examples.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
@@ -209,7 +210,7 @@ class Interpreter:
         )
         noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
         begun = step.known("adam_step") >= 2  # one gradient has no spread
-        names, all_signal, all_noise = _with_sums(layout, signal, noise, begun)
+        names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
         gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
@@ -234,6 +235,8 @@ class Interpreter:
             norms = self._window_norms.setdefault(names[row], [])
             norms.append(window.square)
             del norms[: -2 * self.config.window_steps]
+        if not any(window.block_steps for window in step.windows.values()):
+            return None
         value, low, high = np.full((3, step.num_rows), np.nan)
         for row, window in step.windows.items():
             length = (window.block_steps or 0) * NUM_BLOCKS
@@ -246,8 +249,6 @@ class Interpreter:
             left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
             error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
             low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
-        if not any(window.block_steps for window in step.windows.values()):
-            return None
         return step.reading(source="window", tensors={"gsnr": value, "gsnr_low": low, "gsnr_high": high})
 
     # -- resuming -----------------------------------------------------------------------------------------------
@@ -283,35 +284,33 @@ def _signal_and_noise(squares: Floats, total: Floats, parts: PartSums) -> tuple[
 
 
 def _with_sums(
-    layout: Layout, signal: Floats, noise: Floats, read: NDArray[np.bool_]
-) -> tuple[list[str], Floats, Floats]:
+    table: Table, signal: Floats, noise: Floats, read: NDArray[np.bool_]
+) -> tuple[tuple[str, ...], Floats, Floats]:
     """Put the sums of the whole model before those of the tensors, and those of every layer after them.
 
     A sum over tensors of which one was read and is not finite is not known: nan.
     """
-    names = ["", *(info.name for info in layout.tensors), *(f"layer:{name}" for name in layout.layers)]
-    layer = np.array([info.depth for info in layout.tensors], dtype=np.int64)
-    whole = []
+    layer, num_layers, whole = table.depths, len(table.layout.layers), []
     finite = np.isfinite(signal) & np.isfinite(noise)
-    broken = np.bincount(layer, weights=read & ~finite, minlength=len(layout.layers)) > 0
-    empty = np.bincount(layer, weights=finite, minlength=len(layout.layers)) == 0
+    broken = np.bincount(layer, weights=read & ~finite, minlength=num_layers) > 0
+    empty = np.bincount(layer, weights=finite, minlength=num_layers) == 0
     for sums in (signal, noise):
         known = np.where(finite, sums, 0.0)
-        layers = np.bincount(layer, weights=known, minlength=len(layout.layers))
+        layers = np.bincount(layer, weights=known, minlength=num_layers)
         total = math.nan if broken.any() or not finite.any() else known.sum()
         whole.append(np.concatenate([[total], sums, np.where(broken | empty, np.nan, layers)]))
-    return names, whole[0], whole[1]
+    return table.with_layers, whole[0], whole[1]
 
 
 def _spread(
     layout: Layout, estimate: Any
 ) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
     """Cut (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
-    ends = np.cumsum([1, len(layout.tensors), len(layout.layers)])
-    ids = ("gsnr", "gsnr_low", "gsnr_high")
-    cut = {name: np.split(part, ends) for name, part in zip(ids, estimate, strict=True)}
-    values = {name: float(parts[0][0]) for name, parts in cut.items()}
-    tensors, layers, heads = ({name: parts[kind] for name, parts in cut.items()} for kind in (1, 2, 3))
+    of = dict(zip(("gsnr", "gsnr_low", "gsnr_high"), estimate, strict=True))
+    last, end = 1 + len(layout.tensors), 1 + len(layout.tensors) + len(layout.layers)
+    values = {name: float(part[0]) for name, part in of.items()}
+    tensors = {name: part[1:last] for name, part in of.items()}
+    layers, heads = ({name: part[cut] for name, part in of.items()} for cut in (slice(last, end), slice(end, None)))
     return values, tensors, layers, heads if len(heads["gsnr"]) else {}
 
 

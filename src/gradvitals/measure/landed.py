@@ -7,6 +7,7 @@ sums of many ranks are again such sums, and one process and a thousand of them a
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from gradvitals.config import Config
 from gradvitals.measure.clock import Lap
 from gradvitals.measure.examples_landed import land_examples
-from gradvitals.measure.packet import Arrived
+from gradvitals.measure.packet import Arrived, Places
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.sums import Flags, Floats, PartSums, RowSums
 from gradvitals.types import Layout, Reading, Stage
@@ -51,9 +52,26 @@ class Table:
         self.layout = layout
         self.names = tuple(info.name for info in layout.tensors)
         self.with_whole = ("", *self.names)
+        self.with_layers = (*self.with_whole, *(f"layer:{name}" for name in layout.layers))
+        self.with_heads = (*self.with_layers, *(f"head:{name}" for name in layout.heads))
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
+        self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
+        """The layer of each tensor."""
         self.slots = slots
         self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
+        self.places: dict[str, Places] = {}
+        """Rows of the numbers that came last, by their name."""
+        self._sampled: list[dict[int, tuple[int, int]]] = []
+        self._expansion: Floats = np.zeros((2, 0))
+
+    def expansion(self, sampled: list[dict[int, tuple[int, int]]]) -> Floats:
+        """Coordinates of each row that its change was read of, and all there are; nan for a row without any."""
+        if len(sampled) != len(self._sampled) or any(map(operator.is_not, sampled, self._sampled)):
+            self._sampled, self._expansion = list(sampled), np.full((2, len(self.names)), np.nan)
+            for lengths in sampled:
+                for row, found in lengths.items():
+                    self._expansion[:, row] = found
+        return self._expansion
 
 
 @dataclass
@@ -162,7 +180,7 @@ class _Landing:
     def __init__(self, raw: RawStep, table: Table, config: Config) -> None:
         self.raw, self.table, self.config = raw, table, config
         self.num_rows = len(table.names)
-        self.arrived: Mapping[str, Arrived] = raw.shipment.wait()
+        self.arrived: Mapping[str, Arrived] = raw.shipment.wait(table.places)
         self.loss_scale, self.grad_scale = np.ones((2, self.num_rows))
         self.part_scale = np.ones(self.num_rows)
         """What micro-batches are multiplied by, over their share of the gradient."""
@@ -173,7 +191,8 @@ class _Landing:
                 self.loss_scale[station.rows] = self.arrived[f"scale{index}"].values[0]
                 if station.scaled:
                     self.grad_scale[station.rows] = self.loss_scale[station.rows]
-            self.part_scale[station.rows] = self.loss_scale[station.rows] * station.divided
+            if self.under_scaler or station.divided != 1:
+                self.part_scale[station.rows] = self.loss_scale[station.rows] * station.divided
 
     def sums(self) -> StepSums:
         raw = self.raw
@@ -215,12 +234,10 @@ class _Landing:
             step.rows["update"] = RowSums(sums.values / covered, sums.present)
         if "change_sq" in self.arrived:
             self._take_changes(step)
-        for place, name in enumerate(("beta1", "beta2")):
-            if raw.betas:
-                values, present = np.zeros(self.num_rows), np.zeros(self.num_rows, dtype=bool)
-                values[list(raw.betas)] = [pair[place] for pair in raw.betas.values()]
-                present[list(raw.betas)] = True
-                step.rows[name] = RowSums(values, present)
+        if raw.betas:
+            rows, present, betas = list(raw.betas), np.zeros(self.num_rows, dtype=bool), np.zeros((2, self.num_rows))
+            betas[:, rows], present[rows] = np.array(list(raw.betas.values())).T, True
+            step.rows["beta1"], step.rows["beta2"] = RowSums(betas[0], present), RowSums(betas[1], present)
         count = max((station.micro_batches for station in raw.stations), default=0)
         if count and {"micro0", "micro_heads0"} & self.arrived.keys():
             self._take_parts(step, count)
@@ -248,16 +265,13 @@ class _Landing:
         return own is not None and not bool(np.isfinite(own.values).all())
 
     def _rows(self, name: str) -> RowSums:
-        arrived = self.arrived[name]
-        present = arrived.present(self.num_rows)
-        return RowSums(np.where(present, arrived.by_row(self.num_rows), 0.0), present)
+        return RowSums(self.arrived[name].sums(self.num_rows), self.arrived[name].present(self.num_rows))
 
     def _parts(self, name: str, num_rows: int) -> tuple[Floats, Flags]:
         """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
         if name not in self.arrived:
             return np.zeros(num_rows), np.zeros(num_rows, dtype=bool)
-        present = self.arrived[name].present(num_rows)
-        return np.where(present, self.arrived[name].by_row(num_rows), 0.0), present
+        return self.arrived[name].sums(num_rows), self.arrived[name].present(num_rows)
 
     def _loss(self) -> float | None:
         """The step's loss, averaged over its observations by their size; None where the loop told none."""
@@ -268,6 +282,8 @@ class _Landing:
             for i, loss in enumerate(self.raw.losses)
         ]
         sizes = self.raw.sizes
+        if len(losses) == 1 and (len(sizes) != 1 or sizes[0] is None):
+            return losses[0]
         if len(sizes) == len(losses) and all(size is not None for size in sizes):
             return float(np.average(losses, weights=np.array(sizes, dtype=np.float64)))
         return float(np.mean(losses))
@@ -291,10 +307,7 @@ class _Landing:
 
     def _take_changes(self, step: StepSums) -> None:
         """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
-        counts, sizes = np.full((2, self.num_rows), np.nan)
-        for lengths in self.raw.sampled:
-            for row, (length, size) in lengths.items():
-                counts[row], sizes[row] = length, size
+        counts, sizes = self.table.expansion(self.raw.sampled)
         sums = self._rows("change_sq")
         read = sums.present & np.isfinite(counts)
         step.rows["change"] = RowSums(np.where(read, sums.values / counts * sizes, 0.0), read)

@@ -156,7 +156,7 @@ class MicrobatchSums:
 
     def _weight(self, row: int) -> Tensor | None:
         """The values of a row's leaf on this rank; None where they are not at hand."""
-        return local(self.parameters[row]).detach()
+        return local(self.parameters[row])
 
     def _is_fleeting(self, row: int) -> bool:
         """Whether the leaf's values are there only during backward."""

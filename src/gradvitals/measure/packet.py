@@ -13,23 +13,52 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 
 
+class Places:
+    """The rows of the model that the numbers under one name belong to: as a rule the same from step to step."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.listed = rows
+        self.rows = np.asarray(rows, dtype=np.intp)
+        self.are_distinct = len(set(rows)) == len(rows)
+        self._present: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+
+    def present(self, num_rows: int) -> NDArray[np.bool_]:
+        """Which rows are among them."""
+        if len(self._present) != num_rows:
+            self._present = np.zeros(num_rows, dtype=bool)
+            self._present[self.rows] = True
+            self._present.setflags(write=False)
+        return self._present
+
+
 class Arrived:
     """What reached the host under one name: values, and the row of the model each belongs to."""
 
-    def __init__(self, values: Floats, rows: Sequence[int]) -> None:
+    def __init__(self, values: Floats, places: Places) -> None:
         self.values = values
-        self.rows = np.asarray(rows, dtype=np.intp)
+        self.places = places
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The row of each value."""
+        return self.places.rows
 
     def present(self, num_rows: int) -> NDArray[np.bool_]:
-        """Which rows something was read of."""
-        result = np.zeros(num_rows, dtype=bool)
-        result[self.rows] = True
-        return result
+        """Which rows something was read of. Not to be changed."""
+        return self.places.present(num_rows)
+
+    def sums(self, num_rows: int) -> Floats:
+        """One value a row; 0 where nothing was read. Parts of one row are summed."""
+        sums = np.zeros(num_rows)
+        if self.places.are_distinct:
+            sums[self.rows] = self.values
+        else:
+            np.add.at(sums, self.rows, self.values)
+        return sums
 
     def by_row(self, num_rows: int) -> Floats:
-        """One value a row; nan where nothing was read. Parts of one row are summed."""
-        sums = np.bincount(self.rows, weights=self.values, minlength=num_rows)
-        return np.where(self.present(num_rows), sums, np.nan)
+        """The same, nan where nothing was read."""
+        return np.where(self.present(num_rows), self.sums(num_rows), np.nan)
 
 
 Part = tuple[str, Sequence[int], Tensor | Sequence[Tensor]]
@@ -140,21 +169,32 @@ class Shipment:
         """Whether everything has arrived. Never waits."""
         return all(event.query() for event in self.events)
 
-    def wait(self) -> dict[str, Arrived]:
-        """Wait, off the training thread, and return what arrived by name."""
+    def wait(self, known: dict[str, Places] | None = None) -> dict[str, Arrived]:
+        """Wait, off the training thread, and return what arrived by name.
+
+        Args:
+            known: The places of earlier steps by name, which are used again where they are the same.
+        """
         pause = 0.0002
         while not self.ready():
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
-        arrays: dict[int, Floats] = {}
-        found: dict[str, tuple[list[Floats], list[int]]] = {}
+        known = {} if known is None else known
+        joined: dict[str, tuple[list[Floats], list[int]]] = {}
+        last, array = None, np.zeros(0)
         for name, rows, flat, start in self.contents:
-            if id(flat) not in arrays:
-                arrays[id(flat)] = flat.numpy()
-            values, of_rows = found.setdefault(name, ([], []))
-            values.append(arrays[id(flat)][start : start + len(rows)])
-            of_rows.extend(rows)
-        return {
-            name: Arrived(np.concatenate(values, dtype=np.float64), of_rows)
-            for name, (values, of_rows) in found.items()
-        }
+            if flat is not last:
+                last, array = flat, flat.numpy()
+            part = array[start : start + len(rows)]
+            if name in joined:
+                joined[name][0].append(part)
+                joined[name][1].extend(rows)
+            else:
+                joined[name] = ([part], list(rows))
+        arrived = {}
+        for name, (parts, of_rows) in joined.items():
+            if name not in known or known[name].listed != of_rows:
+                known[name] = Places(of_rows)
+            values = np.concatenate(parts, dtype=np.float64) if len(parts) > 1 else parts[0].astype(np.float64)
+            arrived[name] = Arrived(values, known[name])
+        return arrived

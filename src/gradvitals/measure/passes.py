@@ -15,6 +15,9 @@ from gradvitals.measure.views import HeadView
 MOST_SETS = 256
 """Sets remembered at a time: a model's gradients may come in other portions once in a while."""
 
+MOST_LIES = 2**16
+"""Ways in which tensors lay that are remembered."""
+
 NORM, LARGEST, NONZERO, NONFINITE, INNER = range(5)
 """What can be asked of every tensor."""
 
@@ -24,6 +27,7 @@ class Passes:
 
     def __init__(self) -> None:
         self._readers: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[tuple[Any, ...], bool] = {}  # whether kernels can read what lies like this
 
     def read(
         self,
@@ -60,10 +64,15 @@ class Passes:
         left = []
         for position, (row, tensor, other) in enumerate(zip(rows, tensors, others, strict=True)):
             view = heads.get(row) if heads else None
-            if not _readable(tensor, other, view):
+            # For every tensor, in every reading: as little as can be.
+            lies = (row, view is None, *_lies(tensor), *(() if other is None else _lies(other)))
+            well = self._known.get(lies)
+            if well is None:
+                well = self._note(lies, _readable(tensor, other, view))
+            if not well:
                 left.append(position)
                 continue
-            kind = (tensor.device, tensor.dtype, None if other is None else other.dtype)
+            kind = (tensor.get_device(), tensor.dtype, None if other is None else other.dtype)
             alike.setdefault(kind, []).append(position)
         for places in alike.values():
             if heads:
@@ -79,6 +88,12 @@ class Passes:
                 continue
             self._add(packet, names, some, numbers, views, name_of_heads, heads_instead, bool(beside))
         return sorted(left)
+
+    def _note(self, lies: tuple[Any, ...], well: bool) -> bool:
+        if len(self._known) >= MOST_LIES:
+            self._known.clear()
+        self._known[lies] = well
+        return well
 
     def _numbers(
         self,
@@ -121,6 +136,13 @@ class Passes:
         for view in views.values():
             packet.add(name_of_heads, numbers[NORM, begin : begin + len(view.heads)], view.slots)
             begin += len(view.heads)
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """What decides whether kernels can read a tensor."""
+    if tensor.is_sparse:
+        return (None,)
+    return type(tensor), tensor.dtype, tensor.layout, tensor.get_device(), tensor.shape, tensor.stride()
 
 
 def _readable(tensor: Tensor, other: Tensor | None, view: HeadView | None) -> bool:

@@ -121,8 +121,10 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
     if others:
         yield ("with " if beside else "") + others
     latest = content.get("latest")
-    if isinstance(latest, Mapping) and _known(latest):
-        yield f"at step {latest.get('step')}: {_known(latest)}"
+    if isinstance(latest, Mapping):
+        news = _known({name: value for name, value in latest.items() if name not in seen or value != seen[name]})
+        if news:
+            yield f"at step {latest.get('step')}: {news}"
 
 
 def _known(seen: Mapping[str, Any], told: Mapping[str, Any] | None = None) -> str:

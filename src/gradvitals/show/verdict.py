@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from gradvitals.diagnose.roots import root_of
 from gradvitals.types import SEVERITIES, Finding, Severity
 
 Level = Literal["healthy", "watch", "unhealthy"]
@@ -158,10 +159,12 @@ def _comes_again(finding: Finding, episodes: Sequence[Finding], clear: int) -> b
     return clear <= max(later - earlier for earlier, later in pairwise(starts))
 
 
-def _order(item: Weighed) -> tuple[int, bool, int, bool, int]:
+def _order(item: Weighed) -> tuple[int, bool, bool, int, bool, int]:
     finding = item.finding
     is_end = finding.id == STOPPED and item.clear is None
-    return -_rank(item.weight), not is_end, -_rank(finding.severity), item.clear is not None, finding.first_step
+    # What follows from another finding comes after it, as far as both weigh the same.
+    follows, over = bool(root_of(finding)), item.clear is not None
+    return -_rank(item.weight), not is_end, follows, -_rank(finding.severity), over, finding.first_step
 
 
 def _rank(severity: Severity) -> int:

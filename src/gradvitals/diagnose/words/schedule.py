@@ -34,15 +34,17 @@ WORDS: dict[str, Words] = {
         name="Learning rate too high",
         pattern=(
             "Within the first steps, at the full learning rate, the loss rises to ten times the first one or more, the "
-            "gradient with it, and the weights change by a large part of their size. It is over when the loss is back "
-            "under the first one."
+            "gradient with it, and the weights change by a large part of their size: critical until the loss is back "
+            "under the first one. Or the first steps multiply the weights, and from then on the loss stays high and "
+            "no signal is left in most tensors: a warning."
         ),
-        title=(
-            "the learning rate of {lr} is too high: within {steps} steps the loss went from {first_loss} to {loss} and"
-            " the gradient norm from {first_norm} to {norm}"
-        ),
+        title="the learning rate of {lr} is too high: {harm}",
         causes={
             "too_far": "one step changed the weights by {ratio} of their size, and what they began with is lost",
+            "no_signal": (
+                "what the weights began with is lost, and no signal is left in the gradients of most tensors, with a "
+                "median GSNR of {gsnr}: they cancel from step to step, or are far smaller than they were"
+            ),
         },
         cures={
             "lower": "start again and lower the learning rate from {lr} to about {lr_proposed}",

@@ -8,8 +8,8 @@ WORDS: dict[str, Words] = {
     "oscillation": Words(
         name="Oscillation",
         pattern=(
-            "Over a window of steps, updates turn round from one to the next (a warning), or the norm or the loss "
-            "swings by a large part of itself while the loss is still high (advice)."
+            "Over a window of steps, updates turn from one to the next by far more than momentum explains (a warning), "
+            "or the norm or the loss swings by a large part of itself while the loss is still high (advice)."
         ),
         title="{what}",
         causes={

@@ -75,7 +75,7 @@ class Launch:
         if not is_first:  # it may be on another machine than the run
             runs = {path: model for path, model in runs.items() if path.exists()}
         if runs:
-            from gradvitals.integrations.verdicts import verdicts
+            from gradvitals.show.last_words import verdicts
 
             return verdicts(runs)
         if not is_first or (watcher is not None and (watcher.watches_itself or watcher.said_elsewhere)):

@@ -20,7 +20,6 @@ from gradvitals.integrations.zero_code.watched import Watched
 from gradvitals.judge import say
 from gradvitals.measure import Tap, interpose
 from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
 
 MAX_RUNS = 8
 """Models that are watched in one process, at the same time or one after the other."""
@@ -178,7 +177,7 @@ class Watcher:
         show_shards(found.model)
         interpose.detach(self.ear)  # so that it looks anew for what there is to listen to
         try:
-            return watch(
+            return Monitor(  # not watch(): what there is to say at the end is said of all models together
                 found.model,
                 found.optimizers,
                 run=resume or path,

@@ -79,6 +79,11 @@ def _never_zero(training: Training, planted: int) -> None:
     training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
 
 
+def _without_schedule(recipe: Recipe) -> Recipe:
+    """As a plain loop is: the full learning rate at every step."""
+    return with_changes(recipe, schedule="constant")
+
+
 def _strong_decay(recipe: Recipe) -> Recipe:
     """Ten percent off every weight at every step."""
     return with_changes(recipe, weight_decay=0.1 / recipe.lr)
@@ -91,6 +96,16 @@ OPTIMIZER_FAULTS = (
         kind="step",
         tasks=ALL,
         finds=(*DIVERGES, "update_spike", "update_ratio", "loss_spike", "oscillation"),
+        lr_factor=30.0,
+    ),
+    Fault(
+        id="lr_x30_always",
+        description="learning rate × 30 from the start to the end, without a warmup",
+        kind="slow",
+        tasks=ALL,
+        finds=("lr_too_high",),
+        later=False,
+        change=_without_schedule,
         lr_factor=30.0,
     ),
     Fault(

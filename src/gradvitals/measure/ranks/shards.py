@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+PLAIN = (Tensor, nn.Parameter)
+"""Types that are never spread over ranks: to look for attributes they do not have would take longer."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -12,7 +15,7 @@ def local(tensor: Tensor) -> Tensor:
 
     Operations on DTensors go through a dispatcher that takes longer than what we do, and may start collectives.
     """
-    part: Any = getattr(tensor, "_local_tensor", None)
+    part: Any = None if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", None)
     if part is None:
         return tensor
     # What an asynchronous collective has yet to fill; waiting is for the device, not for the host.
@@ -23,6 +26,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def placements(tensor: Tensor) -> tuple[Any, ...]:
     """How a tensor lies on each dimension of its mesh; nothing for a plain tensor."""
+    if type(tensor) in PLAIN:
+        return ()
     return tuple(getattr(tensor, "placements", ()) or ()) if hasattr(tensor, "_local_tensor") else ()
 
 
@@ -71,6 +76,8 @@ def rows_held(tensor: Tensor, dim: int) -> range:
 
 def is_summand(grad: Tensor, leaf: Tensor) -> bool:
     """Whether all that keeps a gradient from lying like its parameter is a sum over ranks."""
+    if type(grad) in PLAIN:
+        return False
     lie, wanted = placements(grad), placements(leaf)
     others = [(here, there) for here, there in zip(lie, wanted, strict=False) if here != there]
     return bool(others) and all(here.is_partial() and there.is_replicate() for here, there in others)
@@ -81,7 +88,7 @@ def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
 
     Gradients of tensor-parallel embeddings may come in another layout: whole on every rank, or as summands of it.
     """
-    if placements(grad) != placements(leaf) and placements(leaf):
+    if type(leaf) not in PLAIN and placements(leaf) and placements(grad) != placements(leaf):
         grad = grad.detach().redistribute(placements=placements(leaf))  # type: ignore[attr-defined]
     return local(grad)
 

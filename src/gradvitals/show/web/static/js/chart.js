@@ -2,6 +2,7 @@
 import { css } from "./dom.js";
 import { tick, tickTime } from "./format.js";
 import { DASHES } from "./palette.js";
+import { bothSides, decades, scaleOf, spread } from "./value_axis.js";
 
 const uPlot = window.uPlot;
 
@@ -27,6 +28,8 @@ export class Chart {
     this.stale = true;
     this.plot = null;
     this.shape = "";
+    this.linear = 0; // of an axis by the logarithm on both sides of 0
+    this.below = 0; // values that are not above 0, on an axis by the logarithm
     host.chart = this;
     seen.observe(host);
     this.resizing = new ResizeObserver(() => this.resize());
@@ -34,11 +37,13 @@ export class Chart {
   }
 
   // Each line: {x, mean, low, high, colour, dash, band}; low and high are a band around the mean where there is one.
-  setLines(lines) { this.lines = lines; this.refresh(); }
+  setLines(lines) { this.lines = lines; this.rescale(); this.refresh(); }
 
   setMarks(marks, shade) { this.marks = marks; this.shade = shade; this.plot?.redraw(false, false); }
 
-  setLog(log) { this.options.log = log; this.shape = ""; this.refresh(); }
+  setLog(log) { this.options.log = log; this.shape = ""; this.rescale(); this.refresh(); }
+
+  rescale() { Object.assign(this, scaleOf(this.lines, this.options.log)); }
 
   restyle() { this.shape = ""; this.refresh(); }
 
@@ -51,7 +56,7 @@ export class Chart {
     this.stale = true;
     if (!this.visible || !this.host.clientWidth) return;
     this.stale = false;
-    const shape = `${this.options.log}|${this.lines.map((line) => `${line.colour},${Boolean(line.low)}`).join("|")}`;
+    const shape = `${this.options.log},${this.linear}|${this.lines.map((line) => `${line.colour},${Boolean(line.low)}`).join("|")}`;
     const data = this.data();
     if (this.plot && shape === this.shape) {
       this.plot.setData(data, false);
@@ -84,7 +89,7 @@ export class Chart {
   }
 
   data() {
-    const log = this.options.log;
+    const log = this.options.log && !this.linear;
     const tables = this.lines.map((line) => {
       const cap = line.low ? largest(line.mean) * 1e4 : 0;
       const table = [line.x, drawable(line.mean, log)];
@@ -97,6 +102,7 @@ export class Chart {
 
   uplotOptions() {
     const { axis, height, log, showX, gutter, sync } = this.options;
+    const linear = this.linear;
     const ink = css("--dim");
     const rule = css("--rule");
     const font = "11px system-ui, sans-serif";
@@ -119,7 +125,7 @@ export class Chart {
       padding: [6, 12, showX ? 0 : 4, 0],
       scales: {
         x: { time: false, auto: false, range: (_, min, max) => [min, max] },
-        y: { distr: log ? 3 : 1, range: (_, min, max) => spread(min, max, log, banded) },
+        y: { distr: linear ? 4 : log ? 3 : 1, asinh: linear || 1, range: (_, min, max) => spread(min, max, log, banded, linear) },
       },
       axes: [
         {
@@ -129,7 +135,7 @@ export class Chart {
           incrs: axis.mode === "step" ? STEPS : SECONDS,
         },
         {
-          size: gutter, stroke: ink, font, gap: 4, space: log ? 22 : 26, ticks: { show: false }, grid: { stroke: rule, width: 1 }, ...(log ? { splits: decades, filter: (_, ticks) => ticks } : {}),
+          size: gutter, stroke: ink, font, gap: 4, space: log ? 22 : 26, ticks: { show: false }, grid: { stroke: rule, width: 1 }, ...(log ? { splits: linear ? bothSides(linear) : decades, filter: (_, ticks) => ticks } : {}),
           values: (_, ticks) => ticks.map((value) => value === null || !this.lines.length ? "" : tick(value)),
         },
       ],
@@ -143,6 +149,7 @@ export class Chart {
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.pointed(plot)],
         drawClear: [(plot) => this.drawShade(plot)],
+        drawAxes: [(plot) => this.drawZero(plot)],
         draw: [(plot) => this.drawMarks(plot)],
       },
     };
@@ -185,6 +192,19 @@ export class Chart {
     ctx.restore();
   }
 
+  // A line at 0 where values lie on both sides of it.
+  drawZero(plot) {
+    const { min, max } = plot.scales.y;
+    if (!(min < 0) || !(max > 0) || !this.lines.length) return;
+    const { ctx, bbox } = plot;
+    const y = Math.round(plot.valToPos(0, "y", true));
+    ctx.save();
+    ctx.fillStyle = css("--dim");
+    ctx.globalAlpha = 0.7;
+    ctx.fillRect(bbox.left, y, bbox.width, devicePixelRatio);
+    ctx.restore();
+  }
+
   drawMarks(plot) {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -213,28 +233,6 @@ export class Chart {
   }
 }
 
-// Ticks of a log axis: powers of ten, with 2 and 5 between where there is room, or round numbers in less than a decade.
-function decades(plot, _, low, high) {
-  const span = Math.log10(high / low);
-  const room = Math.max(2, plot.bbox.height / devicePixelRatio / 20);
-  if (!(low > 0) || !(span > 0) || !Number.isFinite(span)) return [];
-  if (span < 0.7) {
-    const rough = (high - low) / Math.min(4, room);
-    const unit = 10 ** Math.floor(Math.log10(rough));
-    const width = unit * [1, 2, 5, 10].find((times) => unit * times >= rough * 0.999);
-    const first = Math.ceil(low / width);
-    return Array.from({ length: Math.floor(high / width) - first + 1 }, (__, i) => Number(((first + i) * width).toPrecision(12)));
-  }
-  const every = Math.max(1, Math.ceil(span / room));
-  const between = 3 * span <= room ? [1, 2, 5] : 1.5 * span <= room ? [1, 3] : [1];
-  const made = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
-    if (power % every) continue;
-    for (const times of between) made.push(Number((times * 10 ** power).toPrecision(3)));
-  }
-  return made.filter((value) => value >= low && value <= high);
-}
-
 // Numbers that can be drawn, null where there is a gap. What is fine as it is stays the array it is.
 function drawable(values, log) {
   let fine = true;
@@ -255,16 +253,6 @@ function largest(values) {
   let found = 0;
   for (const value of values) if (Number.isFinite(value) && Math.abs(value) > found) found = Math.abs(value);
   return found;
-}
-
-function spread(min, max, log, banded) {
-  if (min === null || max === null || !Number.isFinite(min) || !Number.isFinite(max)) return log ? [0.1, 1] : [0, 1];
-  if (log) {
-    const room = banded ? 2.2 : 1.15;
-    return [min / room, max * (max > 1.2 * min ? room : 1.5)];
-  }
-  const room = max > min ? (banded ? 0.25 : 0.08) * (max - min) : Math.abs(max) * 0.1 || 0.5;
-  return [min >= 0 && min - room < 0 ? 0 : min - room, max + room];
 }
 
 export function nearest(x, wanted) {

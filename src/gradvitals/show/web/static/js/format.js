@@ -38,11 +38,12 @@ export function ago(then, now) {
 
 export function tick(value) {
   const size = Math.abs(value);
+  const sign = value < 0 ? "−" : "";
   if (value === 0) return "0";
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  if (size < 1e-3) return value.toExponential(0).replace("e-", "e−");
-  return String(Number(value.toPrecision(4)));
+  if (size >= 1e6) return `${sign}${Number((size / 1e6).toPrecision(4))}M`;
+  if (size >= 1e4) return `${sign}${Number((size / 1e3).toPrecision(4))}k`;
+  if (size < 1e-3) return sign + size.toExponential(0).replace("e-", "e−");
+  return sign + String(Number(size.toPrecision(4)));
 }
 
 export function tickTime(seconds, span) {

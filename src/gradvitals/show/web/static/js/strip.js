@@ -131,8 +131,10 @@ export class Strip {
       lines.push(line);
     }
     if (this.metric === "loss" && !this.isChosen) this.suit(lines);
-    this.state.hidden = lines.length > 0;
-    if (!lines.length) {
+    const isUntold = lines.length > 0 && ESTIMATED.has(this.metric) && !lines.some((line) => line.mean.some(Number.isFinite));
+    this.state.hidden = lines.length > 0 && !isUntold;
+    if (isUntold) this.state.textContent = "Not identifiable at any step so far: noise hides it";
+    else if (!lines.length) {
       const missing = this.runs.length && this.runs.every((run) => !this.has(run) || this.all.has(run));
       this.state.textContent = missing ? (this.runs.some((run) => this.has(run)) ? "Nothing read yet" : "Not measured in this run") : "Loading";
     }
@@ -174,7 +176,8 @@ export class Strip {
     }
     const source = this.sources.get(this.runs[0])?.source;
     if (x !== null && first) parts.unshift(el("span", { class: "at", text: this.axis.mode === "step" ? `step ${step(first.x)}` : duration(first.x) }));
-    else if (source) parts.push(el("span", { class: "source", text: `from ${source}`, title: "Where the samples behind it come from" }));
+    else if (this.metric === "gsnr" && own >= 0) parts.push(...noSignal(lines[own].mean));
+    if (source && !(x !== null && first)) parts.push(el("span", { class: "source", text: `from ${source}`, title: "Where the samples behind it come from" }));
     fill(this.more, parts);
   }
 
@@ -183,7 +186,8 @@ export class Strip {
     let low = Infinity;
     let high = -Infinity;
     for (const value of line.mean) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
-    this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric} over ${this.axis.mode === "step" ? "steps" : "time"}: now ${this.worded(line.now.mean)}, between ${number(low)} and ${number(high)}`);
+    if (low > high) { this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric}: ${this.worded(line.now.mean)} at any step`); return; }
+    this.plotHost.setAttribute("aria-label", `${NAMES[this.metric] || this.metric} over ${this.axis.mode === "step" ? "steps" : "time"}: now ${this.worded(line.now.mean)}, between ${number(low)} and ${number(high)}${low <= 0 && this.metric === "gsnr" ? `, ${belowZero(line.mean)}` : ""}`);
   }
 
   destroy() { this.chart.destroy(); }
@@ -193,6 +197,19 @@ export class Strip {
 function nowOf(data) {
   const [mean, low, high] = data.now;
   return { mean, low, high };
+}
+
+// How often no signal could be told from noise, where that was so.
+function noSignal(values) {
+  const text = belowZero(values);
+  return text ? [el("span", { class: "below-zero", text, title: "A GSNR of 0 or less: no signal could be told from noise there" })] : [];
+}
+
+function belowZero(values) {
+  let below = 0;
+  let known = 0;
+  for (const value of values) if (Number.isFinite(value)) { known += 1; below += value <= 0; }
+  return below ? `0 or less: ${step(below)} of ${step(known)}` : "";
 }
 
 function joined(before, after) {

@@ -1,4 +1,4 @@
-"""What is said when a script is over: how each of its models did, and where to read more."""
+"""What is said when training is over: how each of its models did, and where to read more."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""Findings that follow from another point to it, whichever came first."""
+
+from __future__ import annotations
+
+import numpy as np
+from made_up import make_layout
+
+from gradvitals.diagnose import RULES, Diagnosis
+from gradvitals.diagnose.roots import FOLLOWS, root_of, traced
+from gradvitals.show.verdict import judge
+from gradvitals.types import Finding, Reading
+
+
+def finding(name: str, first: int, last: int | None = None, found: int | None = None, cure: str = "own") -> Finding:
+    return Finding(
+        id=name,
+        severity="warning",
+        title=f"{name}: of step {first}",
+        first_step=first,
+        last_step=last,
+        found_step=found,
+        causes=("own",),
+        cures=(cure,),
+    )
+
+
+def test_the_lesser_ones_take_the_roots_cure() -> None:
+    findings = [finding("update_ratio", 1, 4, found=4), finding("oscillation", 80), finding("lr_too_high", 0)]
+    changed = traced(findings, findings[2:])
+    assert [(one.id, root_of(one)) for one in findings] == [
+        ("update_ratio", "lr_too_high"),
+        ("oscillation", "lr_too_high"),
+        ("lr_too_high", ""),
+    ]
+    assert findings[0].causes == ("this follows from lr_too_high: lr_too_high",)
+    assert findings[1].cures == ("as for lr_too_high: own",)
+    assert changed == findings  # all of them are told anew
+    assert traced(findings, []) == []  # and once is enough
+
+
+def test_the_deepest_root_is_named() -> None:
+    findings = [finding("lr_too_high", 0, found=60), finding("stale_gradients", 1), finding("explosion", 30)]
+    traced(findings, findings)
+    assert [root_of(one) for one in findings] == ["stale_gradients", "", "stale_gradients"]
+
+
+def test_what_has_a_reason_of_its_own_stays_as_it_is() -> None:
+    findings = [
+        finding("lr_too_high", 0, last=40),
+        finding("loss_spike", 150),  # long after
+        finding("dead_tensor", 0, found=19),  # it never had a gradient
+        finding("frozen_weights", 0),
+    ]
+    before = list(findings)
+    assert traced(findings, findings[1:2]) == [before[1]]
+    assert findings == before
+
+
+def test_every_id_is_that_of_a_rule() -> None:
+    assert {*FOLLOWS, *(name for names in FOLLOWS.values() for name in names)} <= set(RULES)
+
+
+def never_zeroed(steps: int = 120) -> list[list[Reading]]:
+    """Sums of gradients that grow without end, and a loss that rises with them."""
+    return [
+        [
+            Reading(
+                step=step,
+                time=0.0,
+                values={
+                    "loss": 2.0 * 1.05**step,
+                    "lr": 0.1,
+                    "grad/norm": 1.1**step,
+                    "grad/carried": float(step > 0),
+                },
+                tensors={"grad/norm": np.full(6, 1.1**step / 6**0.5)},
+            )
+        ]
+        for step in range(steps)
+    ]
+
+
+def test_a_run_whose_gradients_are_never_zeroed_has_one_cure() -> None:
+    diagnosis = Diagnosis()
+    diagnosis.describe(make_layout())
+    told = [one for readings in never_zeroed() for one in diagnosis.read(readings)]
+    found = {one.id: one for one in diagnosis.findings if one.severity != "info"}
+    assert {"stale_gradients", "loss_rising", "warmup_needed"} <= set(found)
+    assert {root_of(found[name]) for name in found if name != "stale_gradients"} == {"stale_gradients"}
+    assert all("learning rate" not in cure for one in found.values() for cure in one.cures)
+    assert {one.id: one for one in told}["warmup_needed"] == found["warmup_needed"]  # as it is kept
+    verdict = judge(diagnosis.findings, last_step=119, steps=120)
+    assert verdict.worst is not None
+    assert verdict.worst.finding.id == "stale_gradients"

@@ -1,0 +1,61 @@
+"""What a plain loop says at its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+
+LOOP = """
+import torch, gradvitals as gv
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+monitor = gv.watch(model, optimizer, run="runs/plain")
+for _ in range(60):
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 4)).square().mean()
+    loss.backward()
+    monitor.observe(loss)
+    optimizer.step()
+"""
+
+
+def test_a_script_that_just_ends_says_how_it_went_and_where_to_read_more(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOOP], cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[-2].startswith("gradvitals: Healthy: 60 steps")
+    assert lines[-1] == f"gradvitals: see: gradvitals doctor {Path('runs/plain')}"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "said"),
+    [
+        (gv.Config(), 3, 2),
+        (gv.Config(), 0, 0),  # nothing was trained
+        (gv.Config(quiet=True), 3, 0),
+        (gv.Config(diagnose=False), 3, 0),  # nobody asked for a verdict
+    ],
+)
+def test_when_it_speaks(
+    config: gv.Config, steps: int, said: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    monitor.close()  # once more: it is said once
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if "3 steps" in line or "doctor" in line]) == said
