@@ -1,6 +1,6 @@
 """What every example adds to the gradient of a norm layer's weight: one read of its input and its output's gradient.
 
-Positions are cut into parts, so that few examples keep a device busy too; parts are added up in a fixed order.
+Positions are cut into parts, so that few examples keep a device busy too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _sum_positions(  # type: ignore[no-untyped-def]
 
 
 def gradients(x: Tensor, grad_output: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
-    """What each example adds to the gradient of the weight, `[B, n]` in float32.
+    """What each example adds to the gradient of the weight, `[B, P, n]` in float32: in P parts, to be added up.
 
     Args:
         x: The layer's input: examples first, what the weight is as wide as last, contiguous.
@@ -72,7 +72,7 @@ def gradients(x: Tensor, grad_output: Tensor, mean: Tensor | None, inverse: Tens
             COLUMNS=COLUMNS,
             num_warps=NUM_WARPS,
         )
-    return sums[:, 0] if parts == 1 else sums.sum(1)
+    return sums
 
 
 def readable(*tensors: Tensor) -> bool:

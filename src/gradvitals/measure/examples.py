@@ -276,7 +276,7 @@ class ExampleSums:
             alike.setdefault((len(sizes), parts.shape, parts.dtype, parts.device), []).append(row)
             sizes.append(len(parts))
         for (place, *_), rows in alike.items():
-            parts = torch.stack([held[row] for row in rows])
+            parts = torch.stack([held[row] for row in rows]).sum(2)
             self.packet.add(f"examples{place}", torch.linalg.vector_norm(parts, dim=(1, 2)), rows)
             together, before = tuple(rows), self._sums.get(tuple(rows))
             self._sums[together] = parts.sum(1) if before is None else before + parts.sum(1)

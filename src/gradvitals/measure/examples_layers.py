@@ -66,7 +66,7 @@ class NormLayer:
         return mean.detach(), inverse.detach()
 
     def gradients(self, x: Tensor, grad_output: Tensor, scale: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """What each example adds to the gradient of the weight, `[B, n]`.
+        """What each example adds to the gradient of the weight, `[B, P, n]`: in P parts, which are to be added up.
 
         Args:
             x: The input.
@@ -80,10 +80,10 @@ class NormLayer:
         at_once = max(1, CHUNK_ELEMENTS * examples // max(x.numel(), 1))
         given = (x, grad_output, *(scale or ()))
         if at_once >= examples:
-            return self._gradients(*given)
+            return self._gradients(*given).unsqueeze(1)
         starts = range(0, examples, at_once)
         chunks = [[part.narrow(self.example_dim, i, min(at_once, examples - i)) for part in given] for i in starts]
-        return torch.cat([self._gradients(*chunk) for chunk in chunks])
+        return torch.cat([self._gradients(*chunk) for chunk in chunks]).unsqueeze(1)
 
     def _gradients_by_kernel(
         self, x: Tensor, grad_output: Tensor, scale: tuple[Tensor, Tensor] | None
