@@ -8,7 +8,7 @@ from torch import nn
 
 from gradvitals.kernels.adding import Adding
 from gradvitals.lab import gpu_vr
-from gradvitals.lab.gpu import moments_works
+from gradvitals.lab.gpu import PAIRS, format_gpu, moments_works
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -64,3 +64,29 @@ def test_readings_of_moments_agree_with_torchs(device: torch.device) -> None:
     found = works["moments"]()
     torch.testing.assert_close(found[:2].float(), torch.stack([torch.stack(norms), torch.stack(sums)]))
     assert works["medians of moments"]().isfinite().all()
+
+
+def test_the_result_is_shown_as_it_was_measured() -> None:
+    work = {"ms": 2.0, "bytes_per_parameter": 4, "share_of_copy": 0.5, "launches": 2}
+    names = [name for pair in PAIRS for name in pair]
+    step = {"ms": 75.0, "host_ms": 70.0, "ratio": 0.99, "ratio_low": 0.98, "ratio_high": 1.01}
+    reduced = {"k": 2, "kernels_ms": 1.5, "kernels_ratio": 1.4, "vr_ms": 3.0, "ratio": 2.9, "fused_ms": 1.0}
+    shape = {"parameters": 10**9, "tensors": 3, "works": dict.fromkeys(names, work)}
+    result = {
+        "machine": "a GPU",
+        "torch": "2",
+        "triton": "3",
+        "date": "today",
+        "rounds": 1,
+        "copy_bytes_per_second": 4e12,
+        "shapes": {"gpt": shape | {"from_idle_ms": dict.fromkeys(names, 3.0)}},
+        "small": {"statistics": {"from_idle_ms": 0.5, "launches": 2}},
+        "vr": [reduced | {"launches": {"vr": 24, "fused": 175}}],
+        "training": {"gpt": {"micro_batches": 2, "variants": {"bare": step}}},
+    }
+    lines = [" ".join(line.replace("|", " ").split()) for line in format_gpu(result).splitlines()]
+    assert f"{names[0]} 2.000 4 1.000 50 % 2" in lines  # 4 GB at 4 TB a second
+    assert f"{names[0]} / {names[1]}: 1.00 on the device, 1.00 from idle (3.00 and 3.00 ms)" in lines
+    assert "statistics 0.500 2" in lines
+    assert any("kernels of 1.50 ms, 1.40 × torch's fused AdamW; 3.00 ms, 2.90 ×" in line for line in lines)
+    assert "bare 75.00 70.00 0.9900 [0.9800, 1.0100]" in lines

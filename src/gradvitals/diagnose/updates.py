@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.loss import pushed_by, rate_rose
+from gradvitals.diagnose.loss import median_of, pushed_by, rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, NEGLIGIBLE, Step
 
@@ -286,8 +286,8 @@ class UpdateRatio(Rule):
         )
 
     def _slow(self, step: Step, whole: float) -> Sign | None:
-        start, recent = self.first_losses, step.history["loss"].last(20)
-        hardly = len(recent) > 0 and np.mean(start) - np.median(recent) < self.fallen * abs(float(np.mean(start)))
+        recent, start = median_of(step.history["loss"].last(20)), float(np.mean(self.first_losses or [math.nan]))
+        hardly = start - recent < self.fallen * abs(start)
         meant = step.value("lr") < self.decayed * self.highest_lr
         gone = step.value("grad/norm") < self.gone * self.largest
         if meant or gone or not 0 < whole < (self.slow_model if hardly else self.low_model):

@@ -98,6 +98,7 @@ def run_gpu(
             result["shapes"][name]["works"] |= _rows(more, gpu_vr.BYTES, gpt_tensors(name), rounds, bandwidth)
             del more
             torch.cuda.empty_cache()
+            tell("\n".join(_kernel_lines(name, result["shapes"][name], bandwidth)))
         tell(f"{NUM_SMALL} small tensors")
         result["small"] = _time_small(device, rounds)
         tell("gpt-124m: VRAdamW")
@@ -105,7 +106,10 @@ def run_gpu(
         result["vr"] = [gpu_vr.time_steps(make, k, rounds, in_turn, launched) for k in NUM_PARTS]
         torch.cuda.empty_cache()
     if "training" in parts:
-        result["training"] = {name: time_training(name, device, tell) for name in names}
+        result["training"] = {}
+        for name in names:
+            result["training"][name] = time_training(name, device, tell)
+            tell("\n".join(_training_lines(name, result["training"][name])))  # the rest takes minutes
     return result
 
 
@@ -299,30 +303,8 @@ def format_gpu(result: dict[str, Any]) -> str:
         f"{result['machine']}, torch {result['torch']}, Triton {result['triton']}, {result['date']}",
         f"a copy moves {copy / 1e9:,.0f} GB/s; medians of {result['rounds']} rounds, in turn, in one process",
     ]
-    rows: list[tuple[str, ...]]
     for name, shape in result["shapes"].items():
-        works = shape["works"]
-        rows = [("", "ms", "bytes a parameter", "floor ms", "of a copy's bandwidth", "launches")]
-        for work, found in works.items():
-            floor = found["bytes_per_parameter"] * shape["parameters"] / copy * 1000
-            rows.append(
-                (
-                    work,
-                    f"{found['ms']:.3f}",
-                    str(found["bytes_per_parameter"]),
-                    f"{floor:.3f}",
-                    f"{100 * found['share_of_copy']:.0f} %",
-                    str(found["launches"]),
-                )
-            )
-        lines += ["", f"{name}: {shape['parameters'] / 1e6:.0f}M parameters in {shape['tensors']} tensors, float32", ""]
-        lines += [markdown_table(rows), ""]
-        for ours, theirs in PAIRS:
-            idle = shape["from_idle_ms"]
-            lines.append(
-                f"{ours} / {theirs}: {works[ours]['ms'] / works[theirs]['ms']:.2f} on the device, "
-                f"{idle[ours] / idle[theirs]:.2f} from idle ({idle[ours]:.2f} and {idle[theirs]:.2f} ms)"
-            )
+        lines += _kernel_lines(name, shape, copy)
     if "small" in result:
         rows = [("", "from idle, ms", "launches")]
         rows += [(work, f"{it['from_idle_ms']:.3f}", str(it["launches"])) for work, it in result["small"].items()]
@@ -337,10 +319,41 @@ def format_gpu(result: dict[str, Any]) -> str:
             f"{found['launches']['fused']} with torch's)",
         ]
     for name, found in result.get("training", {}).items():
-        rows = [("", "ms a step", "of bare", "quartiles")]
-        for variant, times in found["variants"].items():
-            low, high = times["ratio_low"], times["ratio_high"]
-            rows.append((variant, f"{times['ms']:.2f}", f"{times['ratio']:.4f}", f"[{low:.4f}, {high:.4f}]"))
-        lines += ["", f"{name}: whole training steps, {found['micro_batches']} micro-batches, bf16 autocast", ""]
-        lines.append(markdown_table(rows))
+        lines += _training_lines(name, found)
     return "\n".join(lines)
+
+
+def _kernel_lines(name: str, shape: dict[str, Any], copy: float) -> list[str]:
+    works = shape["works"]
+    rows: list[tuple[str, ...]] = [("", "ms", "bytes a parameter", "floor ms", "of a copy's bandwidth", "launches")]
+    for work, found in works.items():
+        floor = found["bytes_per_parameter"] * shape["parameters"] / copy * 1000
+        rows.append(
+            (
+                work,
+                f"{found['ms']:.3f}",
+                str(found["bytes_per_parameter"]),
+                f"{floor:.3f}",
+                f"{100 * found['share_of_copy']:.0f} %",
+                str(found["launches"]),
+            )
+        )
+    lines = ["", f"{name}: {shape['parameters'] / 1e6:.0f}M parameters in {shape['tensors']} tensors, float32", ""]
+    lines += [markdown_table(rows), ""]
+    for ours, theirs in PAIRS:
+        idle = shape["from_idle_ms"]
+        lines.append(
+            f"{ours} / {theirs}: {works[ours]['ms'] / works[theirs]['ms']:.2f} on the device, "
+            f"{idle[ours] / idle[theirs]:.2f} from idle ({idle[ours]:.2f} and {idle[theirs]:.2f} ms)"
+        )
+    return lines
+
+
+def _training_lines(name: str, found: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "ms a step", "host ms a step", "of bare", "quartiles")]
+    for variant, times in found["variants"].items():
+        low, high = times["ratio_low"], times["ratio_high"]
+        row = (f"{times['ms']:.2f}", f"{times['host_ms']:.2f}", f"{times['ratio']:.4f}", f"[{low:.4f}, {high:.4f}]")
+        rows.append((variant, *row))
+    title = f"{name}: whole training steps, {found['micro_batches']} micro-batches, bf16 autocast"
+    return ["", title, "", markdown_table(rows)]

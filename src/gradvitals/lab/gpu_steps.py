@@ -55,8 +55,8 @@ class _Loop:
             nn.utils.clip_grad_norm_(training.model.parameters(), MAX_NORM)
         self.optimizer.step()
 
-    def time(self, steps: int, observe: Callable[[Tensor], object] | None = None) -> float:
-        """Milliseconds a step, from idle to idle."""
+    def time(self, steps: int, observe: Callable[[Tensor], object] | None = None) -> tuple[float, float]:
+        """Milliseconds a step, from idle to idle; and those of the host, until it had launched everything."""
         for _ in range(WARM_UP):
             self.step(observe)
         gc.collect()
@@ -64,8 +64,9 @@ class _Loop:
         started = time.perf_counter()
         for _ in range(steps):
             self.step(observe)
+        launched = time.perf_counter()
         torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - started) / steps
+        return 1000 * (time.perf_counter() - started) / steps, 1000 * (launched - started) / steps
 
 
 def time_training(name: str, device: torch.device, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -78,31 +79,33 @@ def time_training(name: str, device: torch.device, tell: Callable[[str], object]
     unclipped = _Loop(training, training.optimizer, clips=False)
     alone = {"bare": bare, "AdamW alone": ours, "bare, not clipped": unclipped}
     times: dict[str, list[float]] = {variant: [] for variant in (*alone, "VRAdamW, not clipped", *CONFIGS)}
+    hosts: dict[str, list[float]] = {variant: [] for variant in times}
     ratios: dict[str, list[float]] = {variant: [] for variant in times}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        before = bare.time(STEPS[name])
+        before, _ = bare.time(STEPS[name])
         for number in range(ROUNDS[name]):
             for variant in times:
                 if variant in alone:
-                    spent = alone[variant].time(STEPS[name])
+                    spent, host = alone[variant].time(STEPS[name])
                 elif variant not in CONFIGS:
-                    spent = _time_reduced(training, STEPS[name])
+                    spent, host = _time_reduced(training, STEPS[name])
                 else:
                     run = Path(folder) / f"{number}-{list(times).index(variant)}"
-                    spent = _time_watched(ours, CONFIGS[variant], training, STEPS[name], run)
-                after = bare.time(STEPS[name])
+                    spent, host = _time_watched(ours, CONFIGS[variant], training, STEPS[name], run)
+                after, _ = bare.time(STEPS[name])
                 times[variant].append(spent)
+                hosts[variant].append(host)
                 ratios[variant].append(spent / statistics.fmean((before, after)))
                 before = after
             so_far = statistics.median(ratios["watched, everything every step"])
             tell(f"{name}: round {number + 1} of {ROUNDS[name]}, everything every step at {so_far:.4f} of bare")
     return {
         "micro_batches": training.num_micro_batches,
-        "variants": {variant: _summary(times[variant], ratios[variant]) for variant in times},
+        "variants": {variant: _summary(times[variant], hosts[variant], ratios[variant]) for variant in times},
     }
 
 
-def _time_reduced(training: Training, steps: int) -> float:
+def _time_reduced(training: Training, steps: int) -> tuple[float, float]:
     """A VRAdamW of its own, which collects from any backward while it is there."""
     parameters = list(training.model.parameters())
     with warnings.catch_warnings():
@@ -111,7 +114,7 @@ def _time_reduced(training: Training, steps: int) -> float:
         return _Loop(training, vr, clips=False).time(steps)
 
 
-def _time_watched(loop: _Loop, config: Config, training: Training, steps: int, run: Path) -> float:
+def _time_watched(loop: _Loop, config: Config, training: Training, steps: int, run: Path) -> tuple[float, float]:
     with watch(training.model, loop.optimizer, run=run, config=config, batch_size=training.batch_size) as monitor:
         # A young run is read more often; this one is just after a full reading.
         monitor._tap.start(20 * config.tensor_every * config.detail_factor + 1)
@@ -124,6 +127,13 @@ def _time_watched(loop: _Loop, config: Config, training: Training, steps: int, r
     return spent
 
 
-def _summary(times: list[float], ratios: list[float]) -> dict[str, Any]:
+def _summary(times: list[float], hosts: list[float], ratios: list[float]) -> dict[str, Any]:
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return {"ms": statistics.median(times), "ratio": middle, "ratio_low": low, "ratio_high": high, "ratios": ratios}
+    return {
+        "ms": statistics.median(times),
+        "host_ms": statistics.median(hosts),
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        "ratios": ratios,
+    }
