@@ -203,6 +203,21 @@ def test_a_metric_may_be_called_as_columns_are_and_a_missing_loss_is_told(tmp_pa
     assert import_run(path, tmp_path / "other", columns={"nll": "loss"}).notes == ()
 
 
+@pytest.mark.parametrize("column", ["learn_rate", "learnRate", "LearningRate", "lrate", "train/learn_rate", "last_lr"])
+def test_a_learning_rate_is_known_by_the_names_it_has(column: str) -> None:
+    assert choose(["step", "loss", column], {})["lr"] == column
+
+
+def test_what_a_history_does_not_have_is_not_told_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    losses = [12.6 if i == 250 else 0.7 + 0.001 * (i % 7) for i in range(400)]
+    path.write_text("step,loss\n" + "".join(f"{i},{loss}\n" for i, loss in enumerate(losses)))
+    import_run(path, tmp_path / "run")
+    told = CliRunner().invoke(main, ["doctor", str(tmp_path / "run")]).stdout
+    assert "loss_spike" in told
+    assert "nan" not in told
+
+
 def test_what_gradvitals_writes_itself_can_be_imported(write_run: Callable[..., Path], tmp_path: Path) -> None:
     table = tmp_path / "readings.csv"
     assert CliRunner().invoke(main, ["export", str(write_run()), "--csv", str(table)]).exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,12 @@ def test_the_value_now_is_the_last_reading_and_not_the_last_that_could_be_told(
     page = open_page(url)
     wait(page, DRAWN)
     if "b" in page.locator(".run[aria-current]").inner_text():
-        page.keyboard.press("k")
+        page.keyboard.press("j")
     wait(page, "document.querySelector('.run[aria-current] .run-name').textContent === 'a'")
     wait(page, "document.querySelector(\".strip[aria-label='GSNR'] .value\").textContent === 'not identifiable'")
     assert strip(page, "Noise scale").locator(".value").inner_text() == "not identifiable"
     assert "now not identifiable" in strip(page, "GSNR").locator(".plot").get_attribute("aria-label")
-    page.keyboard.press("j")
+    page.keyboard.press("k")
     wait(page, "document.querySelector(\".strip[aria-label='Loss'] .value\").textContent === '7'")
     [broken] = lines(page, "Loss", "Array.from(line.broken)")
     assert len(broken) == 2  # one tick for each bucket in which there was one, though their means are numbers
@@ -76,7 +77,7 @@ def test_beside_another_run_each_figure_is_of_its_own_run_and_no_peak_is_lost(
     page = open_page(serve(tmp_path).url)
     wait(page, DRAWN)
     if "b" in page.locator(".run[aria-current]").inner_text():
-        page.keyboard.press("k")
+        page.keyboard.press("j")
     wait(page, "document.querySelector('.run[aria-current] .run-name').textContent === 'a'")
     page.get_by_label("Compare b").click()
     wait(page, "document.querySelectorAll('.legend-run').length === 2")
@@ -138,7 +139,7 @@ def test_on_the_axis_of_time_the_map_names_the_time_and_ends_with_its_run(
     page = open_page(serve(tmp_path).url, height=1400)
     wait(page, DRAWN)
     if "b" in page.locator(".run[aria-current]").inner_text():
-        page.keyboard.press("k")
+        page.keyboard.press("j")
     page.get_by_label("Compare b").click()
     wait(page, "document.querySelector(\".strip[aria-label='Loss'] .plot\").chart.lines.length === 2")
     wait(page, "performance.getEntriesByName('layers').length")
@@ -209,3 +210,29 @@ def test_a_live_page_names_one_step_everywhere(
         assert drawn == 79
         assert "Last step79" in facts
         wait(page, "document.querySelector('.judged')?.textContent === 'Judged up to step 79'")
+
+
+def test_the_last_news_reach_the_map_and_the_worst_tensors_though_they_came_too_soon(
+    tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage
+) -> None:
+    with writing(tmp_path / "live") as write:
+        page = open_page(serve(tmp_path).url, height=1600)
+        wait(page, DRAWN)
+        wait(page, "performance.getEntriesByName('layers').length")
+        page.locator(".worst button").first.focus()  # as it is after its tensor was opened and closed
+        page.evaluate("() => { const usual = setTimeout; window.setTimeout = (work, ms) => usual(work, ms / 20); }")
+
+        def told(*, step: int) -> None:
+            wait(page, f"document.querySelector('.run-step').textContent.includes('{step}')")
+
+        write(20)
+        told(step=79)
+        page.requested.clear()
+        write(50)  # within the time that the map and the lists leave between two looks
+        told(step=129)
+        end = time.monotonic() + 15
+        while not all(any(part in url for url in page.requested) for part in ("/heatmap", "/worst")):
+            assert time.monotonic() < end, page.requested
+            page.wait_for_timeout(30)
+        wait(page, "document.querySelector('.worst').textContent.includes('at 100')")
+        assert page.evaluate("document.activeElement.closest('.worst') !== null")

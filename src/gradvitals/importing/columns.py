@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "lr": (
         *("lr", "learning_rate", "train_lr", "train_learning_rate", "optim_lr", "optim_learning_rate"),
+        *("learn_rate", "learningrate", "learnrate", "lrate", "train_learn_rate", "current_lr", "cur_lr", "last_lr"),
         *("lr_0", "lr_group0", "lr_pg1", "optim_learning_rate_group0", "lr_adamw", "lr_adam", "lr_sgd"),
     ),
 }

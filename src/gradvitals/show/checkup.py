@@ -55,6 +55,9 @@ reader takes them together: where the loss rose a thousandfold, "no loss stood o
 
 NO_RANKS = "no workers to compare: it takes several processes"
 
+HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes a step"
+NO_PASSES = "no noise scale: it needs two or more backward passes a step, or several workers"
+
 RANKS_LACK = {
     "ranks/norm_dispersion": "the ranks' own gradients could not be told apart here, or Config.audit_every is None",
     "ranks/checksum_mismatch": "there are no copies to compare: each shard of the weights is on one rank alone",
@@ -177,14 +180,23 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     verdict = judge(findings, last_step=last_step, steps=steps, live=run.is_live)
     if is_cut_off(run) and stop_of(verdict.findings) is None:  # else it is known why
         verdict = judge((*findings, run_cut_off(run, last_step)), last_step=last_step, steps=steps)
-    again = about_restarts(restarts(run))
-    return replace(verdict, line=f"{verdict.line} {again}") if again else verdict
+    more = [again] if (again := about_restarts(restarts(run))) else []
+    unheard = next((finding for finding in findings if finding.id == "observe_ignored"), None)
+    if unheard is not None and "loss" not in values:  # what judges the loss, most of all, cannot say anything
+        more.append(f"No loss was heard: {unheard.title}.")
+    return replace(verdict, line=" ".join((verdict.line, *more)))
 
 
 def num_ranks(meta: Mapping[str, Any]) -> int:
     """Processes that the run was recorded with."""
     count = meta.get("ranks", 1)
     return count if isinstance(count, int) and count > 0 else 1
+
+
+def knows_batch(run: Run) -> bool:
+    """Whether the loop told how many samples a step has."""
+    counted = next((name for name in ("grad/norm", "loss") if name in run.metrics("values")), None)
+    return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
 
 
 def name_of(rule: str) -> str:
@@ -220,6 +232,10 @@ class _Record:
         if metric not in self._run.metrics(kind):
             if self._several_ranks and metric in RANKS_LACK:
                 return RANKS_LACK[metric]
+            if kind == "heads" and self._run.layout.heads:
+                return HEADS_UNREAD
+            if metric == "noise_scale" and knows_batch(self._run):
+                return NO_PASSES
             reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
             return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
         lacking = next((part for part in of if part in SOURCES and part not in sources), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ TITLE = 320
 BULLET = "  - "
 SELF_EXPLAINING = ("loss", "norm", "ratio", "lr", "gsnr", "noise_scale", "batch_size", "weight_decay")
 """Numbers of the evidence that are shown beside those with an expectation."""
+RELATIVE = ("ratio",)
+"""Those of them that say nothing without an expectation: of what."""
+MADE_NAN = ("loss", "norm")
+"""Those that training itself may make NaN."""
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,35 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(seen, Mapping):
         return
     usual: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
-    beside = [f"{_named(name, seen[name])} (expected {_value(usual[name])})" for name in seen if name in usual]
+    beside = [_beside(name, seen[name], usual[name]) for name in seen if name in usual]
     yield from beside
-    others = _known(seen, usual)
+    others = _known({name: value for name, value in seen.items() if name not in usual and name not in RELATIVE})
     if others:
         yield ("with " if beside else "") + others
     latest = content.get("latest")
     if isinstance(latest, Mapping):
-        news = _known({name: value for name, value in latest.items() if name not in seen or value != seen[name]})
+        told = {name for name in latest if name in usual or name not in RELATIVE}
+        news = _known({name: latest[name] for name in latest if name in told and latest[name] != seen.get(name)})
         if news:
             yield f"at step {latest.get('step')}: {news}"
 
 
-def _known(seen: Mapping[str, Any], told: Mapping[str, Any] | None = None) -> str:
+def _known(seen: Mapping[str, Any]) -> str:
     """Numbers whose names say what they are; the others are for the title and the cures."""
-    named = [name for name in SELF_EXPLAINING if name in seen and name not in (told or {}) and _is_number(seen[name])]
+    named = [name for name in SELF_EXPLAINING if name in seen and _is_told(name, seen[name])]
     return ", ".join(_named(name, seen[name]) for name in named)
+
+
+def _is_told(name: str, value: Any) -> bool:
+    """Whether there is a number to tell: NaN is one where training makes it, elsewhere nobody knew it."""
+    is_unknown = value == "nan" or (isinstance(value, float) and math.isnan(value))
+    return _is_number(value) and (name in MADE_NAN or not is_unknown)
+
+
+def _beside(name: str, value: Any, expected: Any) -> str:
+    if name == "share" and expected == 0 and isinstance(value, (int, float)) and math.isfinite(value):
+        return f"{number(100.0 * value)} % of their numbers (expected none)"
+    return f"{_named(name, value)} (expected {_value(expected)})"
 
 
 def _named(name: str, value: Any) -> str:

@@ -15,7 +15,7 @@ def verdicts(runs: Mapping[Path, str]) -> Iterator[str]:
     for path, model in runs.items():
         with open_run(path) as run:
             line = examine(run).verdict.line
-        yield f"{clean(model)}: {line}" if len(runs) > 1 else line
+        yield f"{clean(model)} ({shown(path)}): {line}" if len(runs) > 1 else line
     for path in runs:
         yield f"see: gradvitals doctor {shown(path)}"
 

@@ -103,8 +103,8 @@ def plain_line(head: str, latest: Mapping[str, float], *, ended: bool = False) -
     """The latest values in one line of text, of a run that goes on or has ended."""
     loss, norm, gsnr = (latest.get(name, NAN) for name in ("loss", "grad/norm", "gsnr"))
     line = f"{head}  loss {number(loss):<6}  norm {number(norm):<6}  GSNR {number(gsnr):<7}"
-    if ended and interval(*noise_scale_of(latest)) == "-":
-        return line.rstrip()  # what could not be told by now never will
+    if "noise_scale" not in latest or (ended and interval(*noise_scale_of(latest)) == "-"):
+        return line.rstrip()  # it is not measured in this loop, or what could not be told by now never will
     return f"{line}  noise scale {noise_text(noise_scale_of(latest))}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.show.again import was_diagnosed
-from gradvitals.show.checkup import judge_run, num_ranks
+from gradvitals.show.checkup import judge_run, knows_batch, num_ranks
 from gradvitals.show.ending import State, state_of
 from gradvitals.show.standouts import (
     LayerRow,
@@ -62,6 +62,8 @@ class NoiseScale:
     low: float = NAN
     high: float = NAN
     source: str | None = None
+    batch_told: bool = False
+    """Whether the loop told how many samples a step has."""
 
     @property
     def identifiable(self) -> bool:
@@ -193,7 +195,7 @@ def _noise_scale(run: Run) -> NoiseScale:
     for name, metric in (("value", "noise_scale"), ("low", "noise_scale_low"), ("high", "noise_scale_high")):
         values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
         parts[name] = float(values[-1]) if values.size else NAN
-    return NoiseScale(source=source, measured="noise_scale" in available, **parts)
+    return NoiseScale(source=source, measured="noise_scale" in available, batch_told=knows_batch(run), **parts)
 
 
 def _batch_size(run: Run, source: str | None) -> float | None:

@@ -123,7 +123,8 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     elif scale.measured:
         yield "noise scale", "-", "not identifiable from these readings"
     else:
-        yield "noise scale", "-", "needs micro-batches and watch(..., batch_size=...)"
+        also = "" if scale.batch_told else ", and watch(..., batch_size=...)"
+        yield "noise scale", "-", f"needs two or more backward passes a step{also}"
 
 
 def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:

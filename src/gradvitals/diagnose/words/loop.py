@@ -39,8 +39,7 @@ WORDS: dict[str, Words] = {
         title="{frozen} of {tensors} tensors are frozen and stay as they are: {where}",
         causes={"frozen": "requires_grad is False for {first}: it was frozen, as for fine-tuning, or by mistake"},
         cures={
-            "meant": "nothing, if {first} is meant to stay as it is",
-            "thaw": "if not, call requires_grad_(True) on it before training",
+            "meant": "nothing, if {first} is meant to stay as it is; else requires_grad_(True) on it before training",
         },
         fine="no tensor is frozen",
     ),

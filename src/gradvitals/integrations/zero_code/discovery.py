@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,29 @@ def _found(optimizers: list[torch.optim.Optimizer], roots: list[nn.Module]) -> F
         named[name] = root
     # A module that only names them; they do not know of it.
     return Found(nn.ModuleDict(named), optimizers, "+".join(named) or type(optimizers[0]).__name__, bool(named))
+
+
+def distinct_name(found: Found, taken: Collection[str], variables: Mapping[str, object]) -> str:
+    """A name that tells a model from the others of its script.
+
+    Its class, unless that is one of torch's own, such as Sequential, or another model has it: then the variable that
+    holds it, or else the class with a number.
+
+    Args:
+        found: The model.
+        taken: Names that other models have.
+        variables: Those of the script, by name. A model made inside a function is in none of them.
+    """
+    own = bare(found.model)
+    if found.name not in taken and not type(own).__module__.startswith("torch."):
+        return found.name
+    for variable, value in variables.items():
+        if variable not in taken and issubclass(type(value), nn.Module) and bare(value) is own:  # type: ignore[arg-type]
+            return variable
+    name, number = found.name, 2
+    while name in taken:
+        name, number = f"{found.name}-{number}", number + 1
+    return name
 
 
 def bare(module: nn.Module) -> nn.Module:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from torch import distributed as dist
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Ear
 from gradvitals.integrations.sharded import sharded_modules, show_shards
-from gradvitals.integrations.zero_code.discovery import Found, find, parameters_of
+from gradvitals.integrations.zero_code.discovery import Found, distinct_name, find, parameters_of
 from gradvitals.integrations.zero_code.settings import Settings
 from gradvitals.integrations.zero_code.watched import Watched
 from gradvitals.judge import say
@@ -40,6 +42,7 @@ class Watcher:
         self.ear = Ear()
         """What was heard before a model had a Monitor that hears it itself."""
         self._num_begun = 0
+        self._names: set[str] = set()
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
         self._left: list[weakref.ref[torch.optim.Optimizer]] = []
         """Optimizers that are not watched: superseded, or too many."""
@@ -154,6 +157,9 @@ class Watcher:
             self._say(f"{MAX_RUNS} models have been watched already; {found.name} is not")
         elif self.speaks or _has_others():  # of processes that do not know each other, one is watched
             try:
+                if resume is None:
+                    variables = dict(vars(sys.modules["__main__"]))
+                    found = replace(found, name=distinct_name(found, self._names, variables))
                 watched = Watched(found, self._watch, resume)
                 watched.last_backward = self._backwards
                 watched.catch_up(self._losses, self.ear)
@@ -162,6 +168,7 @@ class Watcher:
             else:
                 self.watched.append(watched)
                 self._num_begun += resume is None
+                self._names.add(found.name)
                 return watched
         self._left += map(weakref.ref, found.optimizers)
         return None

@@ -36,6 +36,11 @@ export function ago(then, now) {
   return seconds < 5 ? "now" : `${duration(seconds).replace(/ \d+ (s|min|h)$/, "")} ago`;
 }
 
+// A date and a time, of the reader's own clock.
+export function moment(seconds) {
+  return new Date(1000 * seconds).toLocaleString("en-GB", { day: "numeric", month: "short", year: "numeric", hour: "2-digit", minute: "2-digit" });
+}
+
 export function tick(value) {
   const size = Math.abs(value);
   const sign = value < 0 ? "−" : "";

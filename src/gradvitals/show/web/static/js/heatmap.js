@@ -16,6 +16,7 @@ export class Heatmap {
     this.onopen = onopen;
     this.picture = "norm";
     this.expanded = new Set();
+    this.isPointed = false; // whether the mouse chose last, and not the keys
     this.tables = new Map(); // rows -> picture
     this.cell = null;
     this.runs = [];
@@ -294,6 +295,7 @@ export class Heatmap {
   }
 
   click(event) {
+    this.isPointed = true; // + and - mean the axis to who uses the mouse, and a layer to who came by arrow keys
     const found = this.at(event);
     if (found) this.open(found);
   }
@@ -336,6 +338,7 @@ export class Heatmap {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -far], ArrowRight: [0, far], Home: [0, -table.columns], End: [0, table.columns] };
     const row = this.shown[cell.index];
     if (event.key in moves) {
+      this.isPointed = false;
       const [down, along] = this.cell ? moves[event.key] : [0, 0];
       const column = Math.max(0, Math.min(table.columns - 1, cell.column + along));
       this.cell = { index: Math.max(0, Math.min(this.shown.length - 1, cell.index + down)), column, at: table.starts[column] };
@@ -344,7 +347,7 @@ export class Heatmap {
       event.stopPropagation();
       await this.open({ ...cell, label: false });
       return;
-    } else if (event.key === "+" || event.key === "-") {
+    } else if ((event.key === "+" || event.key === "-") && !this.isPointed) {
       event.stopPropagation();
       if (this.expanded.has(row.layer) === (event.key === "-")) await this.toggle(row.layer);
     } else return;

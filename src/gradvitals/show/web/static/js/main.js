@@ -4,7 +4,7 @@ import { showHelp } from "./details.js";
 import { byId, el, fill } from "./dom.js";
 import { closeDrawer } from "./drawer.js";
 import { Live } from "./live.js";
-import { RunList } from "./runs.js";
+import { RunList, newestFirst } from "./runs.js";
 import { RunView } from "./view.js";
 
 const UNSEEN_EVERY = 20000; // milliseconds from one look to the next while the page is hidden
@@ -55,7 +55,7 @@ async function refreshRuns() {
     if (!runs.length) state("The server does not answer", el("p", { text: "Is gradvitals serve still running? This page tries again by itself." }));
     return;
   }
-  runs = found.runs;
+  runs = newestFirst(found.runs);
   texts = found.metrics;
   byId("folder").textContent = found.folder;
   document.body.classList.toggle("one-run", runs.length < 2);

@@ -1,6 +1,6 @@
 // The list of runs, with their verdicts; ticking one draws it beside the run that is looked at.
 import { byId, el, fill } from "./dom.js";
-import { ago, step } from "./format.js";
+import { ago, moment, step } from "./format.js";
 import { LEVEL_SIGNS, LEVEL_WORDS, MOST_RUNS, lineColour } from "./palette.js";
 
 const FILTER_FROM = 8;
@@ -15,7 +15,8 @@ export class RunList {
     this.list = el("ul", { class: "run-list" });
     this.input = el("input", { type: "search", placeholder: "Filter", "aria-label": "Filter runs by name", oninput: () => { this.filter = this.input.value.toLowerCase(); this.draw(); } });
     this.note = el("p", { class: "dim run-note" });
-    fill(this.host, el("div", { class: "runs-head" }, el("h2", { text: "Runs" })), this.input, this.list, this.note);
+    this.order = el("span", { class: "dim", text: "newest first" });
+    fill(this.host, el("div", { class: "runs-head" }, el("h2", { text: "Runs" }), this.order), this.input, this.list, this.note);
   }
 
   set(runs, current, compared) {
@@ -38,6 +39,7 @@ export class RunList {
   draw() {
     const focused = document.activeElement?.closest?.(".run-list li")?.dataset.run;
     const within = document.activeElement?.tagName;
+    this.order.hidden = this.runs.length < 2;
     this.input.hidden = this.runs.length < FILTER_FROM;
     const shown = this.runs.filter((run) => !this.filter || run.name.toLowerCase().includes(this.filter));
     fill(this.list, shown.map((run) => this.row(run)));
@@ -60,15 +62,21 @@ export class RunList {
       el("button", { type: "button", class: "run", "aria-current": isCurrent ? "true" : undefined, title: run.line, onclick: () => this.onopen(run.id) },
         el("span", { class: `level ${run.level}`, role: "img", "aria-label": LEVEL_WORDS[run.level], text: LEVEL_SIGNS[run.level] }),
         el("span", { class: "run-name", text: run.name }),
-        el("span", { class: `run-step${run.state === "running" ? " live" : ""}`, text: stepText(run) })));
+        el("span", { class: `run-step${run.state === "running" ? " live" : ""}`, text: stepText(run), title: run.started_at ? `Started ${moment(run.started_at)}` : undefined })));
   }
+}
+
+// By when they were started, which stays as it is while they train; runs of the same moment by name, those not read yet last.
+export function newestFirst(runs) {
+  return [...runs].sort((a, b) => (b.started_at ?? -Infinity) - (a.started_at ?? -Infinity) || (a.name < b.name ? -1 : 1));
 }
 
 function stepText(run) {
   if (run.state === "error") return "cannot be read";
   if (run.state === "unread") return "not read yet";
   const at = run.last_step === null ? "no step yet" : `step ${step(run.last_step)}`;
+  const when = run.heard_at ? ago(run.heard_at, Date.now() / 1000) : "";
   if (run.state === "running") return `${at}, running`;
-  if (run.state === "stopped") return `${at}, cut off`;
-  return run.heard_at ? `${at}, ${ago(run.heard_at, Date.now() / 1000)}` : at;
+  if (run.state === "stopped") return `${at}, cut off${when ? ` ${when}` : ""}`;
+  return when ? `${at}, ${when}` : at;
 }

@@ -133,7 +133,7 @@ export class Strip {
     if (this.metric === "loss" && !this.isChosen) this.suit(lines);
     const isUntold = lines.length > 0 && ESTIMATED.has(this.metric) && !lines.some((line) => line.mean.some(Number.isFinite));
     this.state.hidden = lines.length > 0 && !isUntold;
-    if (isUntold) this.state.textContent = "Not identifiable at any step so far: noise hides it";
+    if (isUntold) this.state.textContent = "Not identifiable at any step so far";
     else if (!lines.length) {
       const missing = this.runs.length && this.runs.every((run) => !this.has(run) || this.all.has(run));
       this.state.textContent = missing ? (this.runs.some((run) => this.has(run)) ? "Nothing read yet" : "Not measured in this run") : "Loading";

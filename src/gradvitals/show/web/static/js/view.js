@@ -28,6 +28,7 @@ export class RunView {
     this.layouts = new Map(); // run -> what its rows stand for, on its way or there
     this.opened = new Map(); // what is open at the side and wants news, and of which runs
     this.done = { heatmap: 0, worst: 0, overview: 0 };
+    this.due = {}; // timers of what is to be done again
     this.chosen = null;
     this.verdict = el("section", { class: "verdict", "aria-label": "Verdict", "aria-live": "polite" });
     this.judged = el("p", { class: "dim judged", "aria-live": "off" });
@@ -256,11 +257,14 @@ export class RunView {
     this.done.worst = Date.now();
     let found;
     try { found = await api.worst(run); } catch (trouble) { found = { lists: [], trouble: trouble.message }; }
-    if (run !== this.run || this.worst.contains(document.activeElement)) return;
+    if (run !== this.run) return;
+    const buttons = () => [...this.worst.querySelectorAll("button")];
+    const focused = buttons().indexOf(document.activeElement);
     fill(this.worst, el("div", { class: "card-head" }, el("h2", { text: "Worst tensors" })),
       found.lists.length ? null : el("p", { class: "dim", text: found.trouble || "Single tensors were not read in this run." }),
       el("div", { class: "worst" }, found.lists.map((list) => el("table", {}, el("caption", { text: list.title, title: this.texts[list.metric] }), el("thead", {}, el("tr", {}, ["Tensor", "Value", "Step"].map((text) => el("th", { scope: "col" }, el("span", { class: "unseen", text }))))),
         el("tbody", {}, list.rows.map((item) => el("tr", {}, el("td", {}, tensorButton(item, (kind, row) => this.openTensor(kind, row))), el("td", { class: "n", text: number(item.value) }), el("td", { class: "n dim", text: `at ${step(item.step)}`, title: `step ${step(item.step)}` }))))))));
+    if (focused >= 0) buttons()[focused]?.focus({ preventScroll: true }); // the same place in the lists
   }
 
   openFinding(finding) {
@@ -320,9 +324,15 @@ export class RunView {
     else await this.extend(news.run);
     if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
     for (const [load, runs] of this.opened) if (runs.includes(news.run)) load(true);
-    if (this.heatmap.shows(news.run) && now - this.done.heatmap > HEATMAP_EVERY) { this.done.heatmap = now; this.heatmap.refresh(); }
-    if (news.run !== this.run) return;
-    if (now - this.done.worst > WORST_EVERY) this.loadWorst();
+    if (this.heatmap.shows(news.run)) this.inTime("heatmap", HEATMAP_EVERY, () => this.heatmap.refresh());
+    if (news.run === this.run) this.inTime("worst", WORST_EVERY, () => this.loadWorst());
+  }
+
+  // Now, or as soon as it is due again: these may be the last news for a long time.
+  inTime(what, every, work) {
+    const now = () => { this.due[what] = undefined; this.done[what] = Date.now(); work(); };
+    const after = this.done[what] + every - Date.now();
+    if (after <= 0) { clearTimeout(this.due[what]); now(); } else this.due[what] ??= setTimeout(now, after);
   }
 
   // What was written since the charts were drawn. Whoever is about to name a step waits for it.

@@ -1,0 +1,59 @@
+"""What is said of numbers that a run does not have: why it has none, and nothing that was done already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gradvitals.cli import main
+from gradvitals.show.checkup import examine
+from gradvitals.show.live import plain_line
+from gradvitals.store.reader import open_run
+from gradvitals.store.writer import RunWriter
+from gradvitals.types import Layout, Reading, TensorInfo
+
+
+def write(path: Path, *, batch_size: float | None = None, heads: tuple[str, ...] = ()) -> Path:
+    tensor = TensorInfo(index=0, name="att.in_proj_weight", shape=(6, 2), dtype="float32", layer="att", depth=0)
+    with RunWriter(path, meta={"facts": {}}) as writer:
+        writer.write(Layout(tensors=(tensor,), layers=("att",), heads=heads))
+        for step in range(60):
+            values = {"loss": 1.0, "grad/norm": 1.0}
+            writer.write(Reading(step=step, time=step, batch_size=batch_size, values=values))
+    return path
+
+
+def reason(path: Path, rule: str) -> str:
+    with open_run(path) as run:
+        [missing] = [missing for missing in examine(run).not_judged if rule in missing.ids]
+    return missing.reason
+
+
+@pytest.mark.parametrize("told", [None, 16.0])
+def test_a_batch_size_that_was_told_is_not_asked_for(tmp_path: Path, told: float | None) -> None:
+    run = write(tmp_path / "run", batch_size=told)
+    report = CliRunner().invoke(main, ["report", str(run)]).stdout
+    assert "needs two or more backward passes a step" in report
+    for text in (reason(run, "batch_too_small"), report):
+        assert ("watch(..., batch_size=...)" in text) == (told is None), text
+
+
+def test_heads_that_were_found_and_not_read_are_not_called_missing(tmp_path: Path) -> None:
+    found = write(tmp_path / "found", heads=("att/head0", "att/head1"))
+    assert reason(found, "sparse_feature_noise").startswith(
+        "no GSNR of single attention heads was measured: it needs two or more"
+    )
+    assert (
+        reason(write(tmp_path / "none"), "sparse_feature_noise")
+        == "no attention heads were found: Config.heads sets them"
+    )
+
+
+def test_a_noise_scale_that_is_not_measured_is_not_promised() -> None:
+    latest = {"loss": 1.0, "grad/norm": 2.0}
+    assert "noise scale" not in plain_line("step 3", latest)
+    unclear = {**latest, "noise_scale": float("nan")}
+    assert plain_line("step 3", unclear).endswith("noise scale not identifiable yet")
+    assert "noise scale" not in plain_line("step 3", unclear, ended=True)
