@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import act, advise, alerts, diagnose, functional, multipliers, optim, sinks
+    from gradvitals import act, advise, alerts, diagnose, functional, multipliers, optim, sinks, types
     from gradvitals.act import Guard
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor
@@ -35,6 +35,7 @@ __all__ = [
     "optim",
     "probe",
     "sinks",
+    "types",
     "watch",
 ]
 
@@ -55,7 +56,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("act", "advise", "alerts", "diagnose", "functional", "multipliers", "optim", "probe", "sinks"):
+    if name in (
+        "act", "advise", "alerts", "diagnose", "functional", "multipliers", "optim", "probe", "sinks", "types"
+    ):  # fmt: skip
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

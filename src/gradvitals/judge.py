@@ -27,7 +27,7 @@ class Judge:
         on_error: Callable[[str, Exception], None],
     ) -> None:
         self._quiet = config.quiet
-        self._told: dict[str, Severity] = {}
+        self._told: dict[tuple[Any, ...], Severity] = {}  # of what is open
         self.failed = False
         """Whether it has met an error of its own, and looks no more."""
         self.judged = -1
@@ -52,12 +52,13 @@ class Judge:
         return changed
 
     def _tell(self, finding: Finding, step: int) -> None:
-        told = self._told.get(finding.id)
+        episode = _episode(finding)
+        told = self._told.get(episode)
         if finding.last_step is not None:
-            if self._told.pop(finding.id, None) is not None:
+            if self._told.pop(episode, None) is not None:
                 say(f"over since step {finding.last_step + 1}: {finding.title} ({finding.id})", self._quiet)
         elif finding.severity != "info" and (told is None or _worse(finding.severity, told)):
-            self._told[finding.id] = finding.severity
+            self._told[episode] = finding.severity
             self.opened.append((step, finding))
             cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
             say(f"{finding}{cure}", self._quiet)
@@ -89,7 +90,12 @@ class Judge:
         self.judged = int(state.get("judged", -1))
         self.opened.clear()
         self.opened.extend((step, Finding.from_json(finding)) for step, finding in state.get("opened", ()))
-        self._told = {f.id: f.severity for f in self.findings if f.last_step is None and f.severity != "info"}
+        known = [finding for finding in self.findings if finding.last_step is None and finding.severity != "info"]
+        self._told = {_episode(finding): finding.severity for finding in known}
+
+
+def _episode(finding: Finding) -> tuple[Any, ...]:
+    return finding.id, finding.first_step, finding.found_step
 
 
 def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:

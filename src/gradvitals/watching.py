@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,6 @@ def say_last_words(monitor: Monitor) -> None:
     config = monitor.config
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
-    try:
-        lines = list(verdicts({monitor.run_path: ""}))
-    except Exception as error:  # a disk that is full, say: it must not end the program
-        lines = [f"the run could not be judged: {error!r}"]
-    for line in lines:
-        say(line, quiet=False)
+    with suppress(Exception):  # a disk that is full, say, or a stderr that is gone: it must not end the program
+        for line in verdicts({monitor.run_path: ""}):
+            say(line, quiet=False)

@@ -143,6 +143,19 @@ def test_that_it_is_over_is_told_where_its_beginning_was() -> None:
     assert terse.sent == [("explosion", False, 0), ("training_stopped", False, 1)]
 
 
+def test_what_was_over_before_is_not_told_again_when_its_root_is_found() -> None:
+    pointing = {"evidence": {"follows": "lr_too_high"}}
+    alert = Kept()
+    alert.finding(finding(first_step=3))
+    alert.finding(finding(first_step=3, last_step=9))
+    told = len(alert.sent)
+    alert.finding(finding(first_step=3, last_step=9, **pointing))
+    assert len(alert.sent) == told
+    resumed = Kept()  # and one that remembers nothing of it
+    resumed.finding(finding(first_step=3, last_step=9, **pointing))
+    assert not resumed.sent
+
+
 def test_what_never_arrived_is_not_told_to_be_over() -> None:
     class Down(Kept):
         def send(self, message: Message) -> None:

@@ -26,21 +26,21 @@ def finding(name: str, first: int, last: int | None = None, found: int | None = 
 
 def test_the_lesser_ones_take_the_roots_cure() -> None:
     findings = [finding("update_ratio", 1, 4, found=4), finding("oscillation", 80), finding("lr_too_high", 0)]
-    changed = traced(findings, findings[2:])
+    changed = traced(findings, findings[2:], {})
     assert [(one.id, root_of(one)) for one in findings] == [
         ("update_ratio", "lr_too_high"),
         ("oscillation", "lr_too_high"),
         ("lr_too_high", ""),
     ]
-    assert findings[0].causes == ("this follows from lr_too_high: lr_too_high",)
+    assert findings[0].causes == ("this follows from lr_too_high: lr_too_high", "own")
     assert findings[1].cures == ("as for lr_too_high: own",)
     assert changed == findings  # all of them are told anew
-    assert traced(findings, []) == []  # and once is enough
+    assert traced(findings, [], {}) == []  # and once is enough
 
 
 def test_the_deepest_root_is_named() -> None:
     findings = [finding("lr_too_high", 0, found=60), finding("stale_gradients", 1), finding("explosion", 30)]
-    traced(findings, findings)
+    traced(findings, findings, {})
     assert [root_of(one) for one in findings] == ["stale_gradients", "", "stale_gradients"]
 
 
@@ -52,8 +52,14 @@ def test_what_has_a_reason_of_its_own_stays_as_it_is() -> None:
         finding("frozen_weights", 0),
     ]
     before = list(findings)
-    assert traced(findings, findings[1:2]) == [before[1]]
+    assert traced(findings, findings[1:2], {}) == [before[1]]
     assert findings == before
+
+
+def test_a_root_that_is_silent_explains_nothing_new() -> None:
+    findings = [finding("lr_too_high", 0), finding("loss_spike", 60), finding("explosion", 110)]
+    traced(findings, findings, {"lr_too_high": 80})  # not closed yet, but not seen since
+    assert [root_of(one) for one in findings] == ["", "lr_too_high", ""]
 
 
 def test_every_id_is_that_of_a_rule() -> None:

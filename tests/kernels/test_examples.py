@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from gradvitals import functional, kernels
 from gradvitals.kernels import examples
+from gradvitals.measure.clock import Clock
+from gradvitals.measure.examples import ExampleSums
 from gradvitals.measure.examples_layers import NormLayer, norm_layers
+from gradvitals.measure.packet import Packet
+from gradvitals.measure.passes import NORM, Passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -94,3 +100,28 @@ def test_a_kernel_that_fails_leaves_it_to_torch(device: torch.device, monkeypatc
         torch.testing.assert_close(layer.gradients(x, grad), expected)
     torch.testing.assert_close(layer.gradients(x, grad), expected)
     monkeypatch.undo()
+
+
+def test_calls_of_other_lengths_and_an_empty_batch(device: torch.device, launches: list[int]) -> None:
+    norm = nn.LayerNorm(16, device=device)
+    wrong: list[Exception] = []
+    sums = ExampleSums(norm_layers(norm, {id(norm.weight): 0}, None), clock=Clock(), on_error=wrong.append)
+    short, long = (torch.randn(2, length, 16, device=device) for length in (40, 400))
+    sums.arm()
+    (norm(short).square().sum() + norm(long).square().sum()).backward()
+    sizes, packet = sums.finish()
+    assert sizes == {0: (2,)}
+    ((_, total),) = packet.named("examples_sum")
+    torch.testing.assert_close(total.float(), norm.weight.grad.norm().reshape(1), rtol=1e-4, atol=1e-4)
+    assert len(launches) == 2
+    sums.arm()
+    norm(short[:0]).sum().backward()
+    assert sums.finish()[0] == {}
+    assert not wrong
+
+
+def test_a_gradient_in_rows_is_left_to_torch(device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch calls it a beta
+        in_rows = torch.eye(3, device=device).to_sparse_csr()
+    assert Passes().read(Packet(), {NORM: "norm"}, [0, 1], [torch.ones(3, device=device), in_rows]) == [1]

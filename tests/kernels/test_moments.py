@@ -46,8 +46,12 @@ def sampled(values: torch.Tensor) -> torch.Tensor:
     if len(values) < moments.SPAN:
         return values
     stretches = values.split(moments.SPAN)
-    every = -(-len(stretches) // moments.MOST_STRETCHES)
-    return torch.cat([part[: moments.BLOCK] for part in stretches[::every]])
+    every = -(-len(stretches) // moments.MOST_STRETCHES) | 1
+    found = []
+    for place in range(0, len(stretches), every):
+        shift = moments.BLOCK * (7 * place % 16) if place < len(stretches) - 1 else 0
+        found.append(stretches[place][shift : shift + moments.BLOCK])
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 2.0])
@@ -73,6 +77,15 @@ def test_a_long_tensor_is_sampled_from_end_to_end(device: torch.device) -> None:
     assert float(found[0]) == pytest.approx(float(rising.square().median()), rel=0.05)
     assert float(found[1]) == pytest.approx(0.01, rel=0.13)
     assert reader.num_sampled == 50 * moments.BLOCK + 100
+
+
+def test_what_comes_again_with_every_row_is_not_taken_for_the_whole(device: torch.device) -> None:
+    """Rows of 4,096, of which the first of every 64 is another: a head's first, say."""
+    first = torch.full((1024, 4096), 0.1, device=device)
+    first[::64] = 1.0
+    second = torch.ones_like(first)
+    (found,) = MomentReader([first.numel()], device).medians([first], [second]).tolist()
+    assert found == pytest.approx(0.01, rel=0.13)
 
 
 def test_ends_of_the_scale_and_nothing_at_all(device: torch.device) -> None:

@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounter
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.judge import facts_of
+from gradvitals.judge import Judge, facts_of
+from gradvitals.types import Finding, Layout, Reading
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -129,3 +130,20 @@ def test_gradients_that_nobody_zeroes_are_told(tmp_path: Path) -> None:
         if stale:
             assert stale[0].first_step == 1
             assert "zero_grad" in stale[0].cures[0]
+
+
+def test_what_points_elsewhere_now_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finding of an earlier time that is over, and one that is open: the root of both is found later."""
+    judge = Judge([make()[1]], gv.Config(), world_size=1, on_error=lambda name, error: None)
+    old = Finding(id="loss_spike", severity="warning", title="a jump", first_step=3, last_step=3, found_step=3)
+    now = Finding(id="loss_spike", severity="warning", title="a jump", first_step=50, found_step=50)
+    root = Finding(id="lr_too_high", severity="warning", title="too high", first_step=0, found_step=60)
+    steps = [[now], [old, now, root]]
+    monkeypatch.setattr(judge.diagnosis, "read", lambda readings: steps.pop(0))
+    for step in (50, 60):
+        judge.read([Reading(step=step, time=0.0)], Layout(tensors=(), layers=(), heads=()))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("(")[2] for line in lines] == ["loss_spike)", "lr_too_high)"]
+    assert [finding.id for _, finding in judge.opened] == ["loss_spike", "lr_too_high"]

@@ -59,3 +59,14 @@ def test_when_it_speaks(
     monitor.close()  # once more: it is said once
     lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if "3 steps" in line or "doctor" in line]) == said
+
+
+def test_a_stderr_that_is_full_ends_nothing(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    script = f"{LOOP}\nmonitor.close()\nprint('went on')"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=full, text=True
+        )
+    assert done.stdout == "went on\n"

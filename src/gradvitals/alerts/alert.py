@@ -47,6 +47,7 @@ class Alert:
         self.tell_over = tell_over
         self._run = ""
         self._told: dict[tuple[Any, ...], bool] = {}
+        self._over: set[tuple[Any, ...]] = set()
         self._latest: dict[str, tuple[float, int]] = {}
         self._recent: deque[float] = deque()
         self._held_back = 0
@@ -73,7 +74,11 @@ class Alert:
         level = SEVERITIES.index(finding.severity)
         if level < SEVERITIES.index(self.severity):
             return
-        key = (finding.id, finding.rank, finding.first_step)
+        key = (finding.id, finding.rank, finding.first_step, finding.found_step)
+        if finding.last_step is not None:
+            if key in self._over or (key not in self._told and "follows" in finding.evidence):
+                return  # it was over before: what it follows from has been found since
+            self._over.add(key)
         over = finding.last_step is not None and key in self._told
         if over and not (self.tell_over and self._told[key]):
             return

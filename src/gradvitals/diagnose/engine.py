@@ -122,7 +122,9 @@ class Diagnosis:
                     self._on_error(rule.id, error)
             step.remember()
         self._last = step.number
-        return traced(self.findings, changed) if changed else changed
+        if not changed:
+            return changed
+        return traced(self.findings, changed, {name: entry.last_seen for name, entry in self._open.items()})
 
     def _note(self, rule: Rule, sign: Sign | None, step: int) -> list[Finding]:
         entry = self._open.get(rule.id)

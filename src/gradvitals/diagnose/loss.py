@@ -138,9 +138,6 @@ class LossSpike(Rule):
     usual: FewBaselines = field(default_factory=FewBaselines, init=False)
     """Of the exponential of the loss in units of the first, as a Baseline takes logarithms; and of the loss."""
 
-    def __post_init__(self) -> None:
-        self._unit = math.nan
-
     def look(self, step: Step) -> Sign | None:
         """Fires at every loss that is unusual for this run."""
         loss = step.value("loss")
@@ -148,10 +145,7 @@ class LossSpike(Rule):
             return None
         if len(self.first_losses) < START:
             self.first_losses.append(loss)
-            self._unit = math.nan
-        if math.isnan(self._unit):
-            self._unit = float(np.mean(np.abs(self.first_losses))) or 1.0
-        unit = self._unit
+        unit = float(np.mean(np.abs(self.first_losses))) or 1.0
         both = [math.exp(max(-300.0, min(300.0, loss / unit))), loss]
         (ratio, _), (z, log_z) = self.usual.judge(both)
         usual = unit * float(self.usual.level[0])

@@ -118,6 +118,8 @@ class LrTooHigh(Rule):
     growth: float = 2.5
     """Size of the weights over what it was before the first step, the median over matrices. Runs that learn well stay
     below 2 or bring the loss down."""
+    thrown: float = 1.1
+    """Highest loss of the first steps over the first loss: a run that was not thrown may be at its lowest."""
     high: float = 0.5
     """Share of the first loss above which such a run has not learnt."""
     silent: float = 0.8
@@ -222,6 +224,8 @@ class LrTooHigh(Rule):
     def _judge(self, step: Step, loss: float) -> None:
         first = self.first["loss"]
         if math.isnan(self.stuck_at):
+            if self.peak["loss"] < self.thrown * first:
+                return
             high = self.no_gain if math.isnan(self.signal) else self.high
             if loss > high * first and not self.signal < self.silent:
                 self.stuck_at, self.found = loss, step.number

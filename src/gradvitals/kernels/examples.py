@@ -23,8 +23,8 @@ def _sum_positions(  # type: ignore[no-untyped-def]
     x, grad, mean, inverse, sums, num_positions, width, per_part,
     CENTRED: tl.constexpr, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    example, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    example, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = part * per_part
     last = tl.minimum(first + per_part, num_positions)
     total = tl.zeros((POSITIONS, COLUMNS), dtype=tl.float32)
@@ -58,7 +58,7 @@ def gradients(x: Tensor, grad_output: Tensor, mean: Tensor | None, inverse: Tens
     per_part = triton.cdiv(num_positions, parts * POSITIONS) * POSITIONS
     sums = torch.empty((examples, parts, width), dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device if x.device.type == "cuda" else -1):
-        _sum_positions[(blocks, examples, parts)](
+        _sum_positions[(examples, blocks, parts)](
             x,
             grad_output,
             inverse if mean is None else mean,

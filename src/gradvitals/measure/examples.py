@@ -189,7 +189,7 @@ class ExampleSums:
         if torch._C._functorch.is_functorch_wrapped_tensor(output) or _is_captured(output):
             return
         x = given[0].detach() if len(given) == 1 and isinstance(given[0], Tensor) else None
-        if x is None or x.shape != output.shape or not layer.fits(x):
+        if x is None or x.shape != output.shape or not layer.fits(x) or not x.numel():
             self._spoiled.add(layer.row)
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -263,6 +263,8 @@ class ExampleSums:
                 self._held[layer.row] = part
             elif held.shape == part.shape:
                 held += part
+            elif len(held) == len(part):  # inputs of other lengths come in another number of parts
+                self._held[layer.row] = held.sum(1, keepdim=True) + part.sum(1, keepdim=True)
             else:  # calls over different examples
                 self._spoiled.add(layer.row)
 
@@ -276,7 +278,7 @@ class ExampleSums:
             alike.setdefault((len(sizes), parts.shape, parts.dtype, parts.device), []).append(row)
             sizes.append(len(parts))
         for (place, *_), rows in alike.items():
-            parts = torch.stack([held[row] for row in rows]).sum(2)
+            parts = torch.stack([held[row].squeeze(1) if held[row].shape[1] == 1 else held[row].sum(1) for row in rows])
             self.packet.add(f"examples{place}", torch.linalg.vector_norm(parts, dim=(1, 2)), rows)
             together, before = tuple(rows), self._sums.get(tuple(rows))
             self._sums[together] = parts.sum(1) if before is None else before + parts.sum(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradvitals import kernels
@@ -15,8 +16,8 @@ from gradvitals.measure.views import HeadView
 MOST_SETS = 256
 """Sets remembered at a time: a model's gradients may come in other portions once in a while."""
 
-MOST_LIES = 2**16
-"""Ways in which tensors lay that are remembered."""
+MOST_LAYOUTS = 2**16
+"""Ways to lie in memory that are remembered."""
 
 NORM, LARGEST, NONZERO, NONFINITE, INNER = range(5)
 """What can be asked of every tensor."""
@@ -65,10 +66,10 @@ class Passes:
         for position, (row, tensor, other) in enumerate(zip(rows, tensors, others, strict=True)):
             view = heads.get(row) if heads else None
             # For every tensor, in every reading: as little as can be.
-            lies = (row, view is None, *_lies(tensor), *(() if other is None else _lies(other)))
-            well = self._known.get(lies)
+            layout = (row, view is None, *_layout_of(tensor), *(() if other is None else _layout_of(other)))
+            well = self._known.get(layout)
             if well is None:
-                well = self._note(lies, _readable(tensor, other, view))
+                well = self._note(layout, _readable(tensor, other, view))
             if not well:
                 left.append(position)
                 continue
@@ -89,10 +90,10 @@ class Passes:
             self._add(packet, names, some, numbers, views, name_of_heads, heads_instead, bool(beside))
         return sorted(left)
 
-    def _note(self, lies: tuple[Any, ...], well: bool) -> bool:
-        if len(self._known) >= MOST_LIES:
+    def _note(self, layout: tuple[Any, ...], well: bool) -> bool:
+        if len(self._known) >= MOST_LAYOUTS:
             self._known.clear()
-        self._known[lies] = well
+        self._known[layout] = well
         return well
 
     def _numbers(
@@ -138,11 +139,11 @@ class Passes:
             begin += len(view.heads)
 
 
-def _lies(tensor: Tensor) -> tuple[Any, ...]:
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """What decides whether kernels can read a tensor."""
-    if tensor.is_sparse:
-        return (None,)
-    return type(tensor), tensor.dtype, tensor.layout, tensor.get_device(), tensor.shape, tensor.stride()
+    if tensor.layout is not torch.strided:
+        return (tensor.layout,)
+    return type(tensor), tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride()
 
 
 def _readable(tensor: Tensor, other: Tensor | None, view: HeadView | None) -> bool:

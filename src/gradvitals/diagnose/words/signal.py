@@ -143,8 +143,8 @@ WORDS: dict[str, Words] = {
                 " be told from the noise yet"
             ),
             "small_batch": (
-                "a larger batch has less noise: at {batch_size} samples a step the GSNR is {median}, at twice "
-                "as many it is twice that"
+                "a larger batch has less noise: with twice the {batch_size} samples a step the true GSNR, whatever it "
+                "is now, is twice as large"
             ),
         },
         cures={
