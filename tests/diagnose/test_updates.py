@@ -191,6 +191,14 @@ def pushed(run: Run, steps: slice, factor: float) -> Run:
     return run
 
 
+def test_what_a_gradient_left_in_momentum_is_laid_to_that_gradient() -> None:
+    run = pushed(healthy_run(), slice(251, 253), 50.0)
+    run.scale_gradient(250, 100.0)
+    finding = only(run.findings("update_spike"))
+    assert finding.causes[0].startswith("the gradient of step 250 was far too large")
+    assert "step 250" in finding.cures[0]
+
+
 def test_a_large_update_on_an_ordinary_gradient_is_momentums_doing() -> None:
     finding = only(pushed(healthy_run(), slice(250, 252), 50.0).findings("update_spike"))
     assert (finding.severity, finding.first_step, finding.last_step, finding.tensors) == ("warning", 250, 251, ())

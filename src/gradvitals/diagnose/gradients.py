@@ -204,11 +204,18 @@ class Explosion(Rule):
             return None
         return Sign(severity="warning", seen=self.seen, tensors=tuple(self.names), causes=tuple(self.blamed))
 
+    @property
+    def _was_pushed(self) -> bool:
+        """Whether an update was too large just before any gradient was."""
+        return 0 <= self.since - self.pushed <= 3
+
     def _causes(self) -> tuple[str, ...]:
         if self.lr_rose:
             return ("learning_rate",)
-        if self.since - self.pushed <= 3 or self.told == "momentum":
+        if self._was_pushed or self.told == "momentum":
             return ("momentum",)
+        if self.told == "lingers":
+            return ("lingers",)
         if self.times > 3 and self.last - self.since < 2 * self.times:
             return ("learning_rate",)
         return ("harmless", "dirty_batch") if self.harmless else ("dirty_batch",)
@@ -239,8 +246,9 @@ class Explosion(Rule):
         if self.since < 0 or self.told or passed > 20 or "z" not in self.seen:
             return None
         self.hot_updates += hot
-        if self.hot_updates >= 3 or (self.since - self.pushed <= 3 and passed >= self.recovers):
-            self.told = "learning_rate" if self.lr_rose else "momentum"
+        if self.hot_updates >= 3 or (self._was_pushed and passed >= self.recovers):
+            own = "momentum" if self._was_pushed or self.times > 3 else "lingers"
+            self.told = "learning_rate" if self.lr_rose else own
         elif passed >= self.recovers and self.times <= 3 and not self.hot_updates:
             self.told = "harmless" if self.harmless else "dirty_batch"
         else:

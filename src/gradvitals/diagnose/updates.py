@@ -14,8 +14,8 @@ from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, NEGLIGIBLE, Step
 
 Floats = NDArray[np.float64]
-
 HALF = ("float16", "bfloat16")
+LINGERS = 5  # steps for which momentum shows a gradient that was far too large
 
 
 def grown(kept: Floats, size: int) -> Floats:
@@ -356,9 +356,11 @@ class UpdateSpike(Rule):
     """Updates before one can be unusual."""
 
     highest_lr: float = field(default=0.0, init=False)
+    exploded: int = field(default=-LINGERS - 1, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires at every step that moves the weights too far."""
+        self.exploded = step.number if step.norm_judged[1] > 2 * self.gradient_z else self.exploded
         lr, highest = step.value("lr"), self.highest_lr
         self.highest_lr = max(highest, lr) if lr == lr else highest
         judged, gradients = step.updates_judged, step.norms_judged
@@ -384,14 +386,13 @@ class UpdateSpike(Rule):
         hot = hot[np.argsort(-ratio[1:][hot])]
         place = 0 if whole else int(hot[0]) + 1
         seen = {"ratio": float(ratio[place]), "z": float(z[place]), "at": step.number, "lr": lr, "lr_before": before}
-        cause = "lr" if jumped else "momentum"
+        seen |= {"gradient_z": step.norm_judged[1], "exploded": self.exploded}
+        limit = self.ratio if whole else self.tensor_ratio
+        cause = "lr" if jumped else "lingers" if step.number - self.exploded <= LINGERS else "momentum"
         return Sign(
             severity="warning",
-            seen=seen | {"gradient_z": step.norm_judged[1]},
-            expected={
-                "ratio": f"under {self.ratio if whole else self.tensor_ratio:g}",
-                "gradient_z": f"under {self.gradient_z:g}",
-            },
+            seen=seen,
+            expected={"ratio": f"under {limit:g}", "gradient_z": f"under {self.gradient_z:g}"},
             # Where it is everywhere there is no use in naming all.
             tensors=() if whole and len(hot) > 0.5 * len(known) else step.names(hot[:NAMED]),
             causes=(cause,),

@@ -47,6 +47,10 @@ WORDS: dict[str, Words] = {
             "dirty_batch": "the batch of step {at} is corrupted: the norm rose at this step and came back",
             "learning_rate": "the learning rate of {lr} is too high: the norm stays up or goes on growing",
             "momentum": "bad steps are in the optimizer's momentum: weights move too far on ordinary gradients",
+            "lingers": (
+                "the batch of step {began} is corrupted: the norm rose at this step and came back, but the optimizer's "
+                "momentum kept it for some steps more"
+            ),
             "harmless": "one step alone, and the loss shows nothing of it: healthy runs have such steps too",
             "initialisation": "weights are too large at the start, or a recurrence multiplies what passes through it",
             "loss_scale": "the loss is on the wrong scale: summed instead of averaged, or multiplied and never divided",
@@ -55,6 +59,10 @@ WORDS: dict[str, Words] = {
             "dirty_batch": "skip the batch of step {at}, and look at it: inputs not normalised, broken, wrong labels",
             "learning_rate": "lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "go back to before step {began} and reset the optimizer's state",
+            "lingers": (
+                "skip the batch of step {began}, and look at it; where the loss has not come back, go back to before "
+                "it and reset the optimizer's state"
+            ),
             "harmless": "nothing to do at step {at}; where it comes back, look at its batches",
             "initialisation": "begin with smaller weights, of spread 1 / sqrt(inputs): the norm of step {at} is {norm}",
             "loss_scale": "take the mean of the loss over samples and micro-batches: the norm at step {at} was {norm}",

@@ -78,11 +78,13 @@ WORDS: dict[str, Words] = {
                 "the optimizer's momentum holds something that does not belong there, or its second moment had become "
                 "too small for the gradients to come"
             ),
+            "lingers": "the gradient of step {exploded} was far too large, and is still in the optimizer's momentum",
             "lr": "the learning rate rose from {lr_before} to {lr}",
             "outside": "something else changed the weights: a checkpoint was loaded, or an average swapped in",
         },
         cures={
             "momentum": "go back to before step {at} and reset the optimizer's state (momentum and second moments)",
+            "lingers": "keep gradients such as that of step {exploded} out: clip them, or leave that batch out",
             "lr": "take the learning rate back from {lr} to {lr_before}, or raise it over some hundred steps",
             "beta2": "lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
         },
