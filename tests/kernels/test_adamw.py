@@ -78,6 +78,12 @@ def test_clipping_inside_is_clipping_before(max_norm: float, device: torch.devic
     torch.testing.assert_close(optimizer.total_norm, nn.utils.get_total_norm(grads))  # .grad is as it was
 
 
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
+def test_what_is_no_norm_is_refused(max_norm: object) -> None:
+    with pytest.raises(ValueError, match=r"max_norm is .*; expected a norm above 0"):
+        gv.optim.AdamW([nn.Parameter(torch.ones(2))], max_norm=max_norm)
+
+
 def test_a_learning_rate_on_the_device(device: torch.device) -> None:
     kept = []
     for lr in (1e-2, torch.tensor(1e-2, device=device)):

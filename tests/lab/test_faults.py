@@ -357,7 +357,7 @@ def test_cases_can_be_picked() -> None:
     assert {case.seed for case in cases(2)} == {0, 1}
     assert {case.seed for case in cases(2, first_seed=7)} == {7, 8}
     assert {case.task for case in cases(1, "transformer")} == {"transformer"}
-    assert [case.label for case in cases(1, "cnn.lr_x30")] == ["cnn.lr_x30.0"]
+    assert [case.label for case in cases(1, "cnn.lr_x30$")] == ["cnn.lr_x30.0"]
     assert sorted(f"{case.task}.{case.name}" for case in cases(3, quick=True)) == sorted(QUICK)
     with pytest.raises(GradvitalsError, match="no run of the zoo"):
         cases(1, "elephant")

@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
         max_norm: float | None = None,
         stochastic_rounding: bool = False,
     ) -> None:
-        if max_norm is not None and not max_norm > 0:
+        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
             raise ValueError(f"max_norm is {max_norm!r}; expected a norm above 0, e.g. 1.0, or None")
         self._begin_passes(max_norm, stochastic_rounding)
         super().__init__(
