@@ -57,3 +57,14 @@ def test_a_noise_scale_that_is_not_measured_is_not_promised() -> None:
     unclear = {**latest, "noise_scale": float("nan")}
     assert plain_line("step 3", unclear).endswith("noise scale not identifiable yet")
     assert "noise scale" not in plain_line("step 3", unclear, ended=True)
+
+
+def test_what_only_single_examples_tell_is_not_called_fine(tmp_path: Path) -> None:
+    tensor = TensorInfo(index=0, name="norm.weight", shape=(6,), dtype="float32", layer="norm", depth=0)
+    with RunWriter(tmp_path / "run", meta={"facts": {}}) as writer:
+        writer.write(Layout(tensors=(tensor,), layers=("norm",)))
+        for step in range(600):
+            writer.write(Reading(step=step, time=step, batch_size=16.0, values={"loss": 1.0, "grad/norm": 1.0}))
+            scale = {"noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
+            writer.write(Reading(step=step, time=step, source="examples", batch_size=16.0, values=scale))
+    assert reason(tmp_path / "run", "batch_too_small").startswith("only norm layers' single examples tell it")

@@ -56,6 +56,9 @@ reader takes them together: where the loss rose a thousandfold, "no loss stood o
 NO_RANKS = "no workers to compare: it takes several processes"
 
 HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes a step"
+ONLY_EXAMPLES = (
+    "only norm layers' single examples tell it, which no rule goes by: it needs two or more backward passes a step"
+)
 NO_PASSES = "no noise scale: it needs two or more backward passes a step, or several workers"
 
 RANKS_LACK = {
@@ -226,7 +229,9 @@ class _Record:
         kinds = [kind for kind in KINDS if kind in of]
         # GSNR and noise scale count where the whole model has them; of single tensors alone they judge little.
         kind = kinds[0] if kinds else "values" if metric in NOT_A_NUMBER else None
-        sources = self._run.sources(metric, kind)
+        sources = [source for source in self._run.sources(metric, kind) if source != "examples"]
+        if not sources and self._run.sources(metric, kind):
+            return ONLY_EXAMPLES
         if "ranks" in sources:  # samples at one set of weights, as micro-batches are
             of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
         if metric not in self._run.metrics(kind):
