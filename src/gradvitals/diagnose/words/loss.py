@@ -43,7 +43,7 @@ WORDS: dict[str, Words] = {
     "loss_rising": Words(
         name="Loss rising",
         pattern="The mean of the last 20 losses is far above the lowest such mean: much of what was learned is lost.",
-        title="the loss has risen to {loss} from {expected_loss} at step {best_step}, and stays there",
+        title="the loss rose to {loss} from {expected_loss} at step {best_step}, and stayed up",
         causes={
             "lr": "the learning rate rose from {lr_before} to {lr}, which this model cannot take",
             "update": "step {pushed} moved the weights {moved}× as far as usual, to a place where they know less",
