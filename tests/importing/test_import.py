@@ -7,6 +7,7 @@ import json
 import math
 import random
 import struct
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,11 @@ def write_wandb(rows: Rows, folder: Path) -> Path:
         for row in rows:
             run.log({"train": {"loss": row["loss"], "grad_norm": row["grad_norm"]}, "trainer/global_step": row["step"]})
         run.finish()
+    # Its other process may write the last block, which is not a whole one, a moment later.
+    (path,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    until = time.monotonic() + 20
+    while path.stat().st_size % 32768 == 0 and time.monotonic() < until:
+        time.sleep(0.05)
     return folder / "wandb"
 
 
