@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradvitals.diagnose.baseline import Baseline
+from gradvitals.diagnose.baseline import Baseline, FewBaselines
 
 
 def fed(values: np.ndarray, **settings: float) -> Baseline:
@@ -71,3 +71,15 @@ def test_the_scale_of_a_series_does_not_matter(scale: float) -> None:
     values = lognormal(30, 0.3)
     plain, scaled = fed(values), fed(scale * values)
     assert scaled.judge(np.array([3 * scale]))[1][0] == pytest.approx(plain.judge(np.array([3.0]))[1][0], rel=1e-6)
+
+
+@given(st.lists(st.one_of(st.floats(1e-6, 1e6), st.just(float("nan")), st.just(0.0)), max_size=80), st.integers(0, 40))
+def test_plain_numbers_say_the_same_to_the_last_bit(values: list[float], shift: int) -> None:
+    """Two series at once, one of them the other's from another place on."""
+    arrays, few = Baseline(), FewBaselines()
+    pairs = list(zip(values, [*values[shift:], *values[:shift]], strict=True))
+    for pair in pairs:
+        for one, other in zip(arrays.judge(np.array(pair)), few.judge(pair), strict=True):
+            np.testing.assert_array_equal(one, other)
+        arrays.push(np.array(pair))
+        few.push(pair)
