@@ -86,12 +86,34 @@ def in_order(text: str, parts: Iterable[str]) -> bool:
     return -1 not in at and at == sorted(at)
 
 
-def test_a_healthy_run_is_one_line_and_what_is_fine(write: Write) -> None:
+def test_a_healthy_run_is_one_line_and_how_much_is_fine(write: Write) -> None:
     result = doctor(write())
     assert result.exit_code == 0
     assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
-    assert in_order(result.output, ["What is fine\n", "- the loss was finite at every step"])
+    assert in_order(result.output, ["Fine: ", "patterns looked for and not found (loss ", "Not judged: ", "--all"])
+    assert "the loss was finite at every step" not in result.output
+    assert result.output.count("\n") <= 12
     assert "About the monitoring" not in result.output
+
+
+def test_what_is_fine_is_counted_and_all_names_each(write: Write) -> None:
+    run = write()
+    data = json.loads(doctor(run, "--json").output)
+    line = next(line for line in doctor(run, width=1000).output.splitlines() if line.startswith("Fine: "))
+    total, counts = line.removeprefix("Fine: ").partition(" patterns")[0], line.partition("(")[2].rstrip(")")
+    assert int(total) == len(data["fine"]) == sum(int(part.rpartition(" ")[2]) for part in counts.split(", "))
+    whole = doctor(run, "--all", width=1000).output
+    assert in_order(whole, ["What is fine\n", "- the loss was finite at every step", "What could not be judged"])
+    assert all(f"  - {item['text']}\n" in whole for item in data["fine"])
+    assert all(item["reason"] in whole for item in data["not_judged"])
+
+
+def test_what_was_not_judged_is_told_by_its_reasons_and_what_comes_later_by_its_name(write: Write) -> None:
+    output = doctor(write(steps=60, reading=lambda step: calm(step, loss=False)), width=2000).output
+    [line] = [line for line in output.splitlines() if line.startswith("Not judged: ")]
+    assert line.count("No loss was observed: call monitor.observe(loss) after backward.") == 1
+    assert "Unstable norm" in line.partition("Too early for: ")[2]
+    assert "Loss not finite" not in line
 
 
 def test_a_finding_is_told_with_place_time_evidence_causes_and_cures(write: Write) -> None:
@@ -110,7 +132,7 @@ def test_a_finding_is_told_with_place_time_evidence_causes_and_cures(write: Writ
         "to do 1. skip the batch of step 300",
         "2. lower the learning rate from 0.003 to 0.001",
         "--explain",
-        "What is fine otherwise",
+        "Fine: ",
     )
     assert in_order(result.output, parts)
     assert "nobody thinks of" not in result.output
@@ -162,7 +184,7 @@ def test_json_holds_everything(write: Write) -> None:
 
 
 def test_what_could_not_be_judged_says_why_once_for_all(write: Write) -> None:
-    output = doctor(write(reading=lambda step: calm(step, loss=False)), width=300).output
+    output = doctor(write(reading=lambda step: calm(step, loss=False)), "--all", width=300).output
     [line] = [line for line in output.splitlines() if "monitor.observe(loss)" in line]
     assert "Loss not finite" in line
     assert "the loss was finite" not in output
@@ -262,9 +284,7 @@ def test_a_rule_is_fine_only_with_the_source_it_needs(
 def test_monitoring_is_told_apart_and_last(write: Write) -> None:
     result = doctor(write(notices.source_unavailable("micro-batches", "one pass a step", 1)))
     assert result.output.startswith("Healthy")
-    assert in_order(
-        result.output, ["What is fine", "About the monitoring\n  - GSNR from micro-batches is not available"]
-    )
+    assert in_order(result.output, ["Fine: ", "About the monitoring\n  - GSNR from micro-batches is not available"])
 
 
 def test_again_judges_the_kept_readings_by_the_rules_of_today(write: Write) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "report --html": ["report", "--html", os.devnull],
     "doctor": ["doctor"],
     "doctor --again": ["doctor", "--again"],
+    "doctor --all": ["doctor", "--all"],
     "watch": ["watch", "--once"],
     "export": ["export", "--csv", os.devnull],
     "import": ["import", "--run", os.devnull],

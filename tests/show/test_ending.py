@@ -136,6 +136,6 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
         for step in range(60):
             values = {"grad/norm": 1.0, "ranks/norm_dispersion": 0.1}
             writer.write(Reading(step=step, time=0.0, values=values))
-    said = doctor(tmp_path)
+    said = doctor(tmp_path, "--all")
     assert "each shard of the weights is on one rank alone (Replicas differ)" in said
     assert "it takes several processes" not in said

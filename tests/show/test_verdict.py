@@ -94,13 +94,28 @@ def test_nothing_found() -> None:
     [
         ([found()], "1 finding open."),
         ([found(), found(name="other"), found(last=200)], "2 findings open, 1 over."),
-        ([found("info"), found(last=200)], "1 note, 1 finding over."),
-        ([found("info"), found("critical"), found("info", last=300)], "1 finding open, 1 note, 1 over."),
+        ([found("info"), found(last=200)], "1 note (gradient explosion), 1 finding over."),
+        (
+            [found("info"), found("critical"), found("info", last=300)],
+            "1 finding open, 1 note (gradient explosion), 1 over (gradient explosion).",
+        ),
         ([found(last=200), found(last=300)], "2 findings, all over."),
     ],
 )
 def test_the_line_counts_what_is_open_and_what_is_over(findings: list[Finding], counts: str) -> None:
     assert f"1,000 steps, {counts}" in verdict(*findings).line
+
+
+def test_a_note_is_named() -> None:
+    assert verdict(found("info", name="noisy_gradients")).line == "Healthy: 1,000 steps, 1 note (noisy gradients)."
+    names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")
+    assert verdict(*(found("info", name=name) for name in names)).line == (
+        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never, GSNR not well known, 2 more)."
+    )
+    assert verdict(found("info", name="my_own_rule")).line == "Healthy: 1,000 steps, 1 note (my_own_rule)."
+    assert verdict(found("info", last=300, name="clip_idle")).line == (
+        "Healthy: 1,000 steps, 1 finding, now over (clipping never)."
+    )
 
 
 def test_reaches_compares_by_weight() -> None:

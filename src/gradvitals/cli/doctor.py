@@ -26,6 +26,7 @@ SEVERITIES = ("info", "warning", "critical")
     help="Exit with 1 where something weighs this much or more.",
 )
 @click.option("--again", is_flag=True, help="Judge the kept readings by the rules of today.")
+@click.option("--all", "whole", is_flag=True, help="Name each pattern that is fine or was not judged.")
 @click.option("--rules", "list_rules", is_flag=True, help="List every rule with its pattern, instead of judging a run.")
 @click.option(
     "--explain",
@@ -41,6 +42,7 @@ def doctor(
     run: Path | None,
     fail_on: Severity,
     again: bool,
+    whole: bool,
     list_rules: bool,
     rule: str | None,
     markdown: bool,
@@ -55,6 +57,7 @@ def doctor(
     \b
     Example:
       gradvitals doctor runs/demo
+      gradvitals doctor runs/demo --all
       gradvitals doctor runs/demo --json --fail-on critical
       gradvitals doctor --rules
       gradvitals doctor --explain explosion
@@ -73,7 +76,7 @@ def doctor(
     else:
         from gradvitals.show.doctor import render_checkup
 
-        console().print(render_checkup(checkup))
+        console().print(render_checkup(checkup, whole=whole))
     return int(checkup.verdict.reaches(fail_on))
 
 

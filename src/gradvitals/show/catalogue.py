@@ -120,7 +120,7 @@ def entry(name: str) -> Entry:
     words = WORDS.get(name) or Words(name=name, pattern=inspect.getdoc(rule) or "", title="", causes={}, cures={})
     return Entry(
         id=name,
-        family=_family(rule),
+        family=family_of(name),
         words=words,
         needs=rule.needs,
         min_steps=rule.min_steps,
@@ -215,9 +215,10 @@ def _listed(words: Iterable[str], last: str) -> str:
     return f"{', '.join(head)} {last} {tail}" if head else tail
 
 
-def _family(rule: type[Rule]) -> str:
-    homes = {module.__name__ for module in FAMILIES}
-    return _family_name(rule.__module__) if rule.__module__ in homes else OTHERS
+def family_of(name: str) -> str:
+    """The family that a rule is of, by its id."""
+    home = RULES[name].__module__
+    return _family_name(home) if home in {module.__name__ for module in FAMILIES} else OTHERS
 
 
 def _family_name(module: str) -> str:

@@ -13,7 +13,7 @@ from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
-from gradvitals.show.verdict import Verdict, about_itself, judge, stop_of
+from gradvitals.show.verdict import Verdict, about_itself, judge, name_of, stop_of
 from gradvitals.store.frames import KINDS
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding
@@ -52,6 +52,11 @@ BELIES = {
 }
 """By what was found: what is not told to be fine beside it, though its own rule saw nothing. Rules are apart, and a
 reader takes them together: where the loss rose a thousandfold, "no loss stood out" only says which rule was silent."""
+
+TOO_EARLY = "too early"
+"""How a reason begins where a longer run is all it takes."""
+UNMEASURED = " was not measured"
+"""How one ends where there is no more to say about a metric."""
 
 NO_RANKS = "no workers to compare: it takes several processes"
 
@@ -202,11 +207,6 @@ def knows_batch(run: Run) -> bool:
     return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
 
 
-def name_of(rule: str) -> str:
-    """A pattern in two or three words; its id where it has none."""
-    return WORDS[rule].name if rule in WORDS else rule
-
-
 class _Record:
     """What a run has of each metric, looked up once."""
 
@@ -242,7 +242,7 @@ class _Record:
             if metric == "noise_scale" and knows_batch(self._run):
                 return NO_PASSES
             reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
-            return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
+            return next(filter(None, reasons), MISSING.get(metric, f"{metric}{UNMEASURED}"))
         lacking = next((part for part in of if part in SOURCES and part not in sources), None)
         if lacking is not None:
             return MISSING_FROM.get(lacking, f"{metric} has no source {lacking}")
@@ -282,5 +282,5 @@ def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str
         return "the model is trained in turn with another, as in a GAN, not to bring one loss down"
     lacking = next(filter(None, map(record.lacks, rule.needs)), "")
     if not lacking and record.steps <= max(rule.min_steps, rule.judges_after):
-        return f"too early: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"
+        return f"{TOO_EARLY}: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"
     return lacking

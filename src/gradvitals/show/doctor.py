@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradvitals.show.catalogue import Entry, Setting
-from gradvitals.show.checkup import Checkup
+from gradvitals.show.catalogue import Entry, Setting, family_of
+from gradvitals.show.checkup import TOO_EARLY, UNMEASURED, Checkup, Fine, NotJudged
 from gradvitals.show.findings import BULLET, Hanging, about_actions, about_monitoring, in_full, verdict_line
 from gradvitals.show.text import clean
 
+GROUPS = {
+    "Loss": "loss",
+    "Nonfinite": "gradients",
+    "Gradients": "gradients",
+    "Swings": "gradients",
+    "Precision": "gradients",
+    "Clipping": "clipping",
+    "Updates": "updates",
+    "Signal": "signal",
+    "Batch": "batch",
+    "Scale": "schedule",
+    "Schedule": "schedule",
+    "Loop": "training loop",
+    "Ranks": "workers",
+}
+"""What the patterns of a family are about, in the order they are told; others are about other things."""
 
-def render_checkup(checkup: Checkup) -> RenderableType:
-    """A checkup, ready for `rich.console.Console.print`."""
-    return Group(*_sections(checkup))
+
+def render_checkup(checkup: Checkup, *, whole: bool = False) -> RenderableType:
+    """A checkup, ready for `rich.console.Console.print`.
+
+    Args:
+        checkup: What there is to say.
+        whole: Name each pattern that is fine or was not judged, instead of counting them.
+    """
+    return Group(*_sections(checkup, whole))
 
 
 def render_rules(entries: Sequence[Entry]) -> RenderableType:
@@ -29,7 +52,7 @@ def render_rule(entry: Entry) -> RenderableType:
     return Group(*_rule_sections(entry))
 
 
-def _sections(checkup: Checkup) -> Iterator[RenderableType]:
+def _sections(checkup: Checkup, whole: bool) -> Iterator[RenderableType]:
     yield verdict_line(checkup.verdict)
     yield Hanging("", Text(_origin(checkup), style="dim"))
     verdict = checkup.verdict
@@ -43,18 +66,47 @@ def _sections(checkup: Checkup) -> Iterator[RenderableType]:
             yield Hanging(BULLET, clean(f"at step {restart.step:,}; before: {restart.why}"))
     if checkup.actions:
         yield from (Text(), *about_actions(checkup.actions))
-    if checkup.fine:
-        yield from (
-            Text(),
-            Text("What is fine" if verdict.level == "healthy" else "What is fine otherwise", style="bold"),
-        )
-        yield from (Hanging(BULLET, clean(item.text)) for item in checkup.fine)
-    if checkup.not_judged:
-        yield from (Text(), Text("What could not be judged", style="bold"))
-        for missing in checkup.not_judged:
-            yield Hanging(BULLET, clean(f"{missing.reason} ({', '.join(missing.names)})"))
+    if checkup.fine or checkup.not_judged:
+        yield from (Text(), *(_one_by_one(checkup) if whole else _counted(checkup)))
     if checkup.monitoring:
         yield from (Text(), *about_monitoring(checkup.monitoring))
+
+
+def _counted(checkup: Checkup) -> Iterator[RenderableType]:
+    """What is fine and what was not judged, in a line or two each."""
+    if checkup.fine:
+        yield Hanging("Fine: ", clean(_fine_in_short(checkup.fine)), "bold")
+    if checkup.not_judged:
+        yield Hanging("Not judged: ", clean(_not_judged_in_short(checkup.not_judged)), "bold")
+    yield Hanging("", Text("With --all, doctor names each of them.", style="dim"))
+
+
+def _fine_in_short(fine: Sequence[Fine]) -> str:
+    groups = Counter(GROUPS.get(family_of(item.id), "others") for item in fine)
+    order = [*dict.fromkeys(GROUPS.values()), "others"]
+    about = ", ".join(f"{name} {groups[name]}" for name in order if groups[name])
+    return f"{len(fine)} pattern{'' if len(fine) == 1 else 's'} looked for and not found ({about})"
+
+
+def _not_judged_in_short(not_judged: Sequence[NotJudged]) -> str:
+    early = [name for item in not_judged if item.reason.startswith(TOO_EARLY) for name in item.names]
+    reasons = [item.reason for item in not_judged if not item.reason.startswith(TOO_EARLY)]
+    unmeasured = [reason.removesuffix(UNMEASURED) for reason in reasons if reason.endswith(UNMEASURED)]
+    told = [f"{reason[0].upper()}{reason[1:]}." for reason in reasons if not reason.endswith(UNMEASURED)]
+    told += [f"Not measured: {', '.join(unmeasured)}."] if unmeasured else []
+    told += [f"Too early for: {', '.join(early)}."] if early else []
+    count = sum(len(item.ids) for item in not_judged)
+    return " ".join((f"{count} pattern{'' if count == 1 else 's'}.", *told))
+
+
+def _one_by_one(checkup: Checkup) -> Iterator[RenderableType]:
+    if checkup.fine:
+        yield Text("What is fine" if checkup.verdict.level == "healthy" else "What is fine otherwise", style="bold")
+        yield from (Hanging(BULLET, clean(item.text)) for item in checkup.fine)
+    if checkup.not_judged:
+        yield from (*([Text()] if checkup.fine else []), Text("What could not be judged", style="bold"))
+        for missing in checkup.not_judged:
+            yield Hanging(BULLET, clean(f"{missing.reason} ({', '.join(missing.names)})"))
 
 
 def _origin(checkup: Checkup) -> str:

@@ -8,6 +8,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from gradvitals.diagnose.roots import root_of
+from gradvitals.diagnose.words import WORDS
+from gradvitals.show.notice_words import NOTICE_WORDS
+from gradvitals.show.text import cut
 from gradvitals.types import SEVERITIES, Finding, Severity
 
 Level = Literal["healthy", "watch", "unhealthy"]
@@ -35,6 +38,9 @@ EPISODES = 3
 """How often a pattern has to come before it is expected to come again."""
 EARLY_STEPS = 50
 """Below so many steps, that nothing was found says little."""
+
+NAMED = 3
+"""Notes that the line names; the others are counted."""
 
 LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "watch", "critical": "unhealthy"}
 SAID: dict[Level, str] = {"healthy": "Healthy", "watch": "Watch it", "unhealthy": "Unhealthy"}
@@ -195,14 +201,36 @@ def _stopped(finding: Finding) -> str:
 def _counts(weighed: Sequence[Weighed]) -> str:
     """How many go on, how many of these are notes, and how many are over."""
     still = [item.finding for item in weighed if item.clear is None]
-    notes = sum(finding.severity == "info" for finding in still)
-    over = len(weighed) - len(still)
+    notes = [finding for finding in still if finding.severity == "info"]
+    past = [item.finding for item in weighed if item.clear is not None]
+    over = len(past)
+    # The worst is told beside the counts; what is a note, or was one, is known by its name alone.
+    untold = _named(past) if all(finding.severity == "info" for finding in past) else ""
     if not still:
-        return f"{_plural(over, 'finding')}, {'now' if over == 1 else 'all'} over"
-    parts = [f"{_plural(len(still) - notes, 'finding')} open"] if len(still) > notes else []
-    parts += [_plural(notes, "note")] if notes else []
-    parts += [f"{_plural(over, 'finding') if len(still) == notes else over} over"] if over else []
+        return f"{_plural(over, 'finding')}, {'now' if over == 1 else 'all'} over{untold}"
+    parts = [f"{_plural(len(still) - len(notes), 'finding')} open"] if len(still) > len(notes) else []
+    parts += [_plural(len(notes), "note") + _named(notes)] if notes else []
+    parts += [f"{_plural(over, 'finding') if len(still) == len(notes) else over} over{untold}"] if over else []
     return ", ".join(parts)
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    """What was found in two or three words each, in brackets: ``(noisy gradients, clipping never)``."""
+    names = list(dict.fromkeys(_as_words(cut(name_of(finding.id))) for finding in findings))
+    rest = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return f" ({', '.join(names[:NAMED] + rest)})"
+
+
+def name_of(finding: str) -> str:
+    """What a finding of this id is called; the id itself where it has no words."""
+    if finding in NOTICE_WORDS:
+        return NOTICE_WORDS[finding][0].name
+    return WORDS[finding].name if finding in WORDS else finding
+
+
+def _as_words(name: str) -> str:
+    """A name within a sentence: small but for abbreviations such as GSNR."""
+    return name if name[1:2].isupper() else name[:1].lower() + name[1:]
 
 
 def _worst(item: Weighed, *, live: bool) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 from gradvitals.errors import GradvitalsError
 from gradvitals.show.actions import summarise
-from gradvitals.show.checkup import name_of, num_ranks
+from gradvitals.show.checkup import num_ranks
 from gradvitals.show.ending import state_of
 from gradvitals.show.findings import evidence, where
-from gradvitals.show.notice_words import NOTICE_WORDS
 from gradvitals.show.standouts import Worst, extremes, first_nonzero, latest_extremes
-from gradvitals.show.verdict import Weighed, about_itself, when
+from gradvitals.show.verdict import Weighed, about_itself, name_of, when
 from gradvitals.show.web.heatmap import available
 from gradvitals.show.web.judging import Judged
 from gradvitals.show.web.limits import TEXT, short
@@ -181,7 +180,7 @@ def _finding(item: Weighed, rows: Mapping[str, int], *, live: bool) -> dict[str,
     finding = item.finding
     return {
         "id": short(finding.id),
-        "name": short(_name(finding.id)),
+        "name": short(name_of(finding.id)),
         "severity": finding.severity,
         "weight": item.weight,
         "open": item.clear is None,
@@ -198,11 +197,6 @@ def _finding(item: Weighed, rows: Mapping[str, int], *, live: bool) -> dict[str,
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
         "cures": [short(text, TEXT) for text in finding.cures[:8]],
     }
-
-
-def _name(rule: str) -> str:
-    """A pattern in two or three words, for the marks on the axis."""
-    return NOTICE_WORDS[rule][0].name if rule in NOTICE_WORDS else name_of(rule)
 
 
 def _note(finding: Finding) -> dict[str, Any]:
