@@ -88,9 +88,10 @@ def _gsnr_reading(
 
     layers = {} if of_layers is None else interval(np.array(of_layers(step)))
     own = size if size is None or source == "adam" else size / micro_batches
-    return Reading(
-        step=step, time=float(step), source=source, batch_size=own, values=interval(gsnr(step)), layers=layers
-    )
+    values = interval(gsnr(step))
+    if source == "microbatch" and own is not None:
+        values["noise_scale"] = own / gsnr(step) if gsnr(step) > error else np.nan
+    return Reading(step=step, time=float(step), source=source, batch_size=own, values=values, layers=layers)
 
 
 def advised(path: Path, **made: Any) -> Advised:

@@ -87,7 +87,7 @@ def in_order(text: str, parts: Iterable[str]) -> bool:
 
 
 def test_a_healthy_run_is_one_line_and_how_much_is_fine(write: Write) -> None:
-    result = doctor(write())
+    result = doctor(write(), width=120)
     assert result.exit_code == 0
     assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
     assert in_order(result.output, ["Fine: ", "patterns looked for and not found (loss ", "Not judged: ", "--all"])

@@ -93,7 +93,7 @@ def advise_batch(record: Record) -> Advice:
         because=because,
         values={**dict.fromkeys(NAMES), **values, **factors, "proposed": proposed},
         figures=tuple(_figures(record, signal, averages, size)),
-        notes=tuple(_notes(record, size, proposed)),
+        notes=(*_notes(record, size, proposed), *_found(record, proposed)),
     )
 
 
@@ -244,6 +244,14 @@ def _confidence(signal: Signal, record: Record) -> tuple[Confidence, str]:
     if width > 4:
         return "low", f"the interval of the noise scale spans a factor of {width:.2g}"
     return "fair", f"its interval spans a factor of {width:.2g}, but the noise scale is only a proxy"
+
+
+def _found(record: Record, proposed: float | None) -> Iterator[str]:
+    """What the doctor says about the batch, where the noise scale alone would leave it as it is."""
+    kinds = ("batch_too_small", "batch_too_large")
+    for finding in record.findings if proposed is None else ():
+        if finding.id in kinds and finding.last_step is None:
+            yield f"`gradvitals doctor` goes by more than this: {finding.title}."
 
 
 def _notes(record: Record, size: float, proposed: float | None) -> list[str]:

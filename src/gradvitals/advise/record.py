@@ -90,7 +90,8 @@ class Record:
         self.run = run
         self.last_step = last
         meta = run.meta
-        self.facts = Facts.from_json(meta.get("facts") or {})
+        facts = meta.get("facts")
+        self.facts = Facts.from_json(facts) if isinstance(facts, dict) else Facts()
         config = meta.get("config")
         kept = config.get("gsnr_window") if isinstance(config, dict) else None
         self.window = kept if isinstance(kept, int) and kept >= 2 else 20

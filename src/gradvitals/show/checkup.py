@@ -12,6 +12,7 @@ from gradvitals.diagnose import RULES, Rule
 from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
+from gradvitals.show.doubts import JUDGED_BY_NOISE, TOO_EARLY, doubts_of
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
 from gradvitals.show.verdict import Verdict, about_itself, judge, name_of, stop_of
 from gradvitals.store.frames import KINDS
@@ -29,11 +30,8 @@ MISSING = {
 }
 """Why a metric may not be there, and what to do about it."""
 
-NOT_A_NUMBER = {
-    "gsnr": "GSNR could not be told from these readings",
-    "noise_scale": "the noise scale could not be told from these readings: its interval is too wide",
-}
-"""What is said where a metric was read and was never a number."""
+NEVER_A_GSNR = "GSNR could not be told from these readings"
+"""What is said where it was read and was never a number."""
 
 BELIES = {
     "lr_too_high": ("loss_rising", "loss_spike", "loss_plateau", "explosion", "update_spike", "warmup_needed"),
@@ -53,8 +51,6 @@ BELIES = {
 """By what was found: what is not told to be fine beside it, though its own rule saw nothing. Rules are apart, and a
 reader takes them together: where the loss rose a thousandfold, "no loss stood out" only says which rule was silent."""
 
-TOO_EARLY = "too early"
-"""How a reason begins where a longer run is all it takes."""
 UNMEASURED = " was not measured"
 """How one ends where there is no more to say about a metric."""
 
@@ -214,6 +210,7 @@ class _Record:
         self.steps = steps
         self._run = run
         self._several_ranks = num_ranks(run.meta) > 1
+        self._doubts: dict[str, str] | None = None
         self.is_game = "step/in_turn" in run.metrics("values")
         self._lacks: dict[str, str] = {}
 
@@ -223,12 +220,20 @@ class _Record:
             self._lacks[metric] = self._look(metric)
         return self._lacks[metric]
 
+    def doubts(self, rule: str) -> str:
+        """Why the silence of a rule proves nothing, where its metrics are there; empty where it does."""
+        if rule not in JUDGED_BY_NOISE:
+            return ""
+        if self._doubts is None:
+            self._doubts = doubts_of(self._run)
+        return self._doubts.get(rule, "")
+
     def _look(self, needed: str) -> str:
         """A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``."""
         *of, metric = needed.split(":")
         kinds = [kind for kind in KINDS if kind in of]
         # GSNR and noise scale count where the whole model has them; of single tensors alone they judge little.
-        kind = kinds[0] if kinds else "values" if metric in NOT_A_NUMBER else None
+        kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
         sources = [source for source in self._run.sources(metric, kind) if source != "examples"]
         if not sources and self._run.sources(metric, kind):
             return ONLY_EXAMPLES
@@ -246,12 +251,12 @@ class _Record:
         lacking = next((part for part in of if part in SOURCES and part not in sources), None)
         if lacking is not None:
             return MISSING_FROM.get(lacking, f"{metric} has no source {lacking}")
-        if kind == "values" and not self._any_number(metric, [name for name in sources if name in of] or sources):
-            return NOT_A_NUMBER.get(metric, "")
+        if metric == "gsnr" and kind == "values" and not self._any_gsnr([x for x in sources if x in of] or sources):
+            return NEVER_A_GSNR
         return ""
 
-    def _any_number(self, metric: str, sources: Sequence[str | None]) -> bool:
-        return any(np.isfinite(self._run.series(metric, source=name)[1]).any() for name in sources or (None,))
+    def _any_gsnr(self, sources: Sequence[str | None]) -> bool:
+        return any(np.isfinite(self._run.series("gsnr", source=name)[1]).any() for name in sources or (None,))
 
 
 def _looked_for(
@@ -283,4 +288,4 @@ def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str
     lacking = next(filter(None, map(record.lacks, rule.needs)), "")
     if not lacking and record.steps <= max(rule.min_steps, rule.judges_after):
         return f"{TOO_EARLY}: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"
-    return lacking
+    return lacking or record.doubts(name)

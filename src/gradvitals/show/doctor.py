@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gradvitals.show.catalogue import Entry, Setting, family_of
-from gradvitals.show.checkup import TOO_EARLY, UNMEASURED, Checkup, Fine, NotJudged
+from gradvitals.show.checkup import UNMEASURED, Checkup, Fine, NotJudged
+from gradvitals.show.doubts import TOO_EARLY
 from gradvitals.show.findings import BULLET, Hanging, about_actions, about_monitoring, in_full, verdict_line
 from gradvitals.show.text import clean
 
