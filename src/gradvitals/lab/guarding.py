@@ -21,7 +21,7 @@ from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.device import pick_device
 from gradvitals.lab.markdown import markdown_table
-from gradvitals.lab.overhead import WARM_UP_STEPS, Ratios, Stretch, machine_name, percent, time_steps
+from gradvitals.lab.overhead import WARM_UP_STEPS, Ratios, Stretch, grown_step, machine_name, percent, time_steps
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Training
 from gradvitals.watching import watch
 
@@ -137,8 +137,7 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
         guard = Guard(mode="act", clip=Clip(first_steps=early), skip=Skip(first_steps=early), rollback=rollback)
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
-        # A young run is read more often: begin where it no longer is.
-        monitor.tap.start(config.tensor_every * config.detail_factor)
+        monitor.tap.start(grown_step(config))  # a young run is read more often
         for number in range(MOST_SETTLE_STEPS):
             training.step(monitor.observe)
             if number >= SETTLE_STEPS and ("snapshots" not in variant or (guard and guard.snapshots > 1)):

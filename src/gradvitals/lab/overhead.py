@@ -37,6 +37,7 @@ from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training
+from gradvitals.measure.cadence import YOUNG_STEPS
 from gradvitals.monitor import Monitor
 from gradvitals.watching import watch
 
@@ -258,15 +259,21 @@ def _time_monitored(config: Config, training: Training, steps: int, folder: Path
     return replace(stretch, flush_seconds=flush_seconds)
 
 
+def grown_step(config: Config) -> int:
+    """A step at which a run is young no more, and everything is due."""
+    cycle = config.tensor_every * config.detail_factor
+    return math.ceil(YOUNG_STEPS / cycle) * cycle
+
+
 def _settle(monitor: Monitor, training: Training) -> None:
     """Bring a new monitor to where it is in the middle of a run.
 
-    A young run is read more often, so it begins at a step where it no longer is. The first step sets everything up,
+    A young run is read more often, so it begins at a step where it is young no more. The first step sets everything up,
     and the flush after it opens the file. On a CPU the steps that follow also fill the sliding windows, which only
     then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for it would take longer
     than all the rest.
     """
-    monitor._tap.start(monitor.config.tensor_every * monitor.config.detail_factor)
+    monitor._tap.start(grown_step(monitor.config))
     training.step(monitor.observe)
     monitor.flush()
     on_cpu = training.device.type == "cpu"
