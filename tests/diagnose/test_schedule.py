@@ -9,6 +9,12 @@ from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings
 
 from gradvitals.diagnose.schedule import DecayDue, LrTooHigh, WarmupNeeded
 
+SMALL_BATCH = (
+    *(7.04, 11.2, 9.46, 16.0, 15.5, 19.0, 25.4, 7.15, 20.8, 25.4),
+    *(22.6, 9.25, 8.24, 3.24, 7.54, 17.9, 8.6, 11.9, 11.6, 8.15),
+)
+"""The first losses of a healthy regression."""
+
 
 def cold(**options: object) -> Run:
     """A run that begins at its full learning rate."""
@@ -58,6 +64,7 @@ def test_first_gradients_far_over_all_that_follow() -> None:
         ),
         pytest.param(cold(loss=lambda step: 2.0 + (6.0 if step == 7 else 0.0)), id="a single bad batch"),
         pytest.param(cold(loss=lambda step: 2.0 + step / 100), id="a loss that rises later"),
+        pytest.param(cold(loss=lambda step: SMALL_BATCH[step % 20]), id="what a batch of 8 makes of a loss that stays"),
         pytest.param(
             cold(loss=lambda step: 2.0 if step == 0 else (3.0, 5.0, 3.4, 4.6)[step % 4]),
             id="a first batch that was easy",

@@ -276,9 +276,11 @@ def _before(step: Step, weights: Floats, ratios: Floats) -> Floats:
 def _noise(losses: FloatArray) -> float:
     """Standard deviation of losses around a curve: second differences of pure noise have six times its square.
 
-    inf for fewer than six of them: no rise is clear then.
+    The fewer there are, the likelier they lie together by chance: it is taken for larger then, about as Student's t
+    would have it, and inf for fewer than six of them, with which no rise is clear.
     """
-    return float(np.sqrt(np.mean(np.diff(losses, 2) ** 2) / 6)) if len(losses) > 5 else math.inf
+    few = 1 + 40 / len(losses) ** 2
+    return few * float(np.sqrt(np.mean(np.diff(losses, 2) ** 2) / 6)) if len(losses) > 5 else math.inf
 
 
 @register
