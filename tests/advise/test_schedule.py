@@ -19,6 +19,11 @@ def ramp(steps: int, peak: float = 1e-3):  # type: ignore[no-untyped-def]
     return lambda step: peak * min(1.0, (step + 1) / steps)
 
 
+def stands_until(end: int):  # type: ignore[no-untyped-def]
+    """A loss that begins to fall at a step."""
+    return lambda step: 4.0 - 0.002 * max(0, step - end) + 0.01 * math.sin(17.0 * step)
+
+
 def test_what_never_changed_had_settled_at_once() -> None:
     assert settled_after(np.ones(200)) == 0
 
@@ -46,11 +51,15 @@ def test_a_warmup_longer_than_it_took_to_settle_is_kept(tmp_path: Path) -> None:
 
 
 def test_norms_that_settle_long_after_the_warmup_ask_for_a_longer_one(tmp_path: Path) -> None:
-    advice = advised(tmp_path, steps=1200, lr=ramp(10), norm=lambda step: NOISE(step) * (9 if step < 150 else 1)).warmup
+    made = {"steps": 1200, "lr": ramp(10), "norm": lambda step: NOISE(step) * (9 if step < 150 else 1)}
+    advice = advised(tmp_path / "level", **made, loss=stands_until(150)).warmup
     assert advice.values["used"] == 10
     assert 110 <= advice.values["steps"] <= 150
     assert advice.confidence == "low"
-    assert "Nothing shows that this did harm" in advice.answer
+    assert "in which the loss did not fall" in advice.answer
+    falling = advised(tmp_path / "falling", **made).warmup  # which nothing went wrong with
+    assert falling.values["steps"] == 10
+    assert "but the loss fell meanwhile" in falling.answer
 
 
 def test_updates_are_judged_over_the_learning_rate(tmp_path: Path) -> None:
@@ -74,6 +83,35 @@ def test_no_warmup_and_no_harm_need_none(tmp_path: Path) -> None:
     assert advice.confidence == "low"
 
 
+def test_a_wide_spread_of_norms_is_not_a_change_of_them() -> None:
+    rng = np.random.default_rng(0)
+    assert [settled_after(np.exp(rng.normal(size=400))) for _ in range(20)] == [0] * 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_luck_of_small_batches_asks_for_no_warmup(tmp_path: Path, seed: int) -> None:
+    """Losses of 4 samples of a regression that learns nothing in so few steps, and norms that go with them."""
+    squares = np.random.default_rng(seed).chisquare(4, size=300) / 4
+    made = {"loss": lambda step: 10.0 * squares[step], "norm": lambda step: 3.0 * squares[step]}
+    advice = advised(tmp_path, steps=300, lr=lambda step: 1e-3, **made).warmup
+    assert advice.values["steps"] == 0, advice.answer
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_of_small_batches_that_multiplied_still_does(tmp_path: Path, seed: int) -> None:
+    squares = np.random.default_rng(seed).chisquare(16, size=300) / 16
+    made = {"loss": lambda step: 2.0 * squares[step] * (1 + 20 * math.exp(-(((step - 15) / 8) ** 2))), "norm": NOISE}
+    advice = advised(tmp_path, steps=300, lr=lambda step: 1e-3, **made).warmup
+    assert advice.answer.startswith("Warm up for about 30 steps"), advice.answer
+
+
+def test_one_bad_batch_at_the_start_is_no_matter_of_warmup(tmp_path: Path) -> None:
+    batch = Finding(id="explosion", severity="warning", title="a spike", first_step=30, last_step=30)
+    assert advised(tmp_path / "batch", lr=lambda step: 1e-3, norm=NOISE, findings=[batch]).warmup.values["steps"] == 0
+    lasting = Finding(id="explosion", severity="warning", title="it grows", first_step=30, last_step=90)
+    assert advised(tmp_path / "lasting", lr=lambda step: 1e-3, norm=NOISE, findings=[lasting]).warmup.values["harm"]
+
+
 @pytest.mark.parametrize("by", ["finding", "loss"])
 def test_harm_at_the_start_asks_for_a_warmup(tmp_path: Path, by: str) -> None:
     finding = Finding(id="warmup_needed", severity="warning", title="a shock", first_step=0, last_step=40)
@@ -89,7 +127,8 @@ def test_a_gsnr_known_to_be_zero_at_the_start_lengthens_the_warmup(tmp_path: Pat
     def gsnr(step: int) -> float:
         return 0.0 if step < 300 else 0.4
 
-    advice = advised(tmp_path, steps=1200, lr=ramp(20), norm=NOISE, gsnr=gsnr, gsnr_error=0.05).warmup
+    made = {"steps": 1200, "lr": ramp(20), "norm": NOISE, "gsnr": gsnr, "gsnr_error": 0.05}
+    advice = advised(tmp_path, **made, loss=stands_until(300)).warmup
     assert advice.values["gsnr_seen"] == 300
     assert 290 <= advice.values["steps"] <= 300
 

@@ -10,6 +10,7 @@ import numpy as np
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell, rounded_up
 from gradvitals.advise.record import Floats, Record, Series
 from gradvitals.diagnose.explain import number
+from gradvitals.diagnose.loss import fall
 from gradvitals.types import Finding
 
 TOPIC = "warmup"
@@ -22,16 +23,18 @@ SETTLED = 1.5
 """Factor within which it has to stay."""
 FULL = 0.999
 """Share of its highest value from which the learning rate is at its height."""
-AVERAGED = 5
+AVERAGED = 10
 """Readings in a GSNR before that it does not differ from zero says anything."""
-SILENT = 0.5
-"""GSNR at the batch of one step that the upper end of its interval is below where there is no signal."""
 LONGEST_GUESS = 200
 """Steps of warmup that are advised at most where the run shows harm and not how long it takes to settle."""
 EARLY = 50
 """Steps at the start that harm is looked for in, or twice as many as the warmup has."""
 ROSE = 1.2
 """Times its first value that the loss rose to, as the median of three."""
+BEYOND_NOISE = 5.0
+"""Standard deviations of the logarithm of single losses that it has to rise by: a first loss may be low by chance."""
+SURE = 4.0
+"""Standard errors of a median of norms or updates within which it counts as the same."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,11 @@ def settled_after(values: Floats) -> int | None:
     """Values after which a series no longer changes fast: what it is after i of them is what it is after 2 i.
 
     Medians over 20 values, or a quarter of those before, are compared. It has settled where they stay within a factor
-    of 1.5 from i on, up to an eighth of the series: what changes later is no matter of the start. None where they do
-    not, or where there are too few values.
+    of 1.5 from i on, or of what noise makes of them, up to an eighth of the series: what changes later is no matter of
+    the start. None where they do not, or where there are too few values.
     """
     settled: int | None = None
+    noise = noise_of(values)
     at = 0
     while at <= len(values) / 8:
         width = max(WINDOW, at // 4)
@@ -104,12 +108,23 @@ def settled_after(values: Floats) -> int | None:
         if later + width > len(values):
             break
         early, late = (float(np.median(values[begin : begin + width])) for begin in (at, later))
-        if not (late > 0 and 1 / SETTLED < early / late < SETTLED):
+        within = max(math.log(SETTLED), SURE * noise * math.sqrt(math.pi / width))  # of two medians' difference
+        if not (early > 0 and late > 0 and abs(math.log(early / late)) < within):
             settled = None
         elif settled is None:
             settled = at
         at += max(1, at // 20)
     return settled
+
+
+def noise_of(values: Floats) -> float:
+    """Standard deviation of the logarithm from one value to the next, as the median tells it; 0 for fewer than three.
+
+    >>> round(noise_of(np.exp(np.random.default_rng(0).normal(size=10_000))), 1)
+    1.0
+    """
+    changes = np.diff(np.log(values[values > 0]))
+    return float(np.median(np.abs(changes))) / 0.6745 / math.sqrt(2) if len(changes) > 1 else 0.0
 
 
 def _why_not(record: Record) -> str:
@@ -166,9 +181,10 @@ def _signal(record: Record) -> tuple[int | None, int | None]:
     first = next((average for average in looked if average.low > 0), None)
     if first is None or first.begins > record.last_step / 2:
         return None, None
-    # A wide interval that holds zero says nothing; a narrow one says that there was no signal.
-    silent = [average for average in looked if average.step < first.step and average.high * average.per_step < SILENT]
-    return (silent[-1].step if silent else 0), first.step
+    # That an interval holds zero says nothing; that it ends below all of a later one says that there was less signal.
+    later = max((average.low for average in looked if average.established), default=-math.inf)
+    silent = [average.step for average in looked if average.step < first.step and average.high < later]
+    return (silent[-1] if silent else 0), first.step
 
 
 def _harm(record: Record, used: int) -> str:
@@ -176,14 +192,29 @@ def _harm(record: Record, used: int) -> str:
     until = max(EARLY, 2 * used)
     early = ("warmup_needed", "explosion", "loss_nonfinite", "nonfinite", "near_zero_initial_gsnr")
     for finding in record.findings:
-        if finding.id in early and finding.severity != "info" and finding.first_step < until:
+        is_early = finding.id in early and finding.severity != "info" and finding.first_step < until
+        if is_early and (finding.id != "explosion" or _lasted(finding)):
             return _told(finding)
     losses = record.loss.chosen(record.loss.steps < until).values
-    if len(losses) >= 10:
+    if len(losses) >= 10 and losses[0] > 0:
         highest = float(np.max(np.median(np.lib.stride_tricks.sliding_window_view(losses, 3), axis=1)))
-        if highest > ROSE * losses[0] > 0:
+        # What did harm may have made the first losses swing: the later ones tell what is noise then.
+        noise = min(noise_of(losses), noise_of(record.loss.since(record.last_step / 2).values))
+        if highest > losses[0] * max(ROSE, math.exp(BEYOND_NOISE * noise)):
             return f"the loss went from {number(float(losses[0]))} up to {number(highest)}"
     return ""
+
+
+def _made_headway(record: Record, until: int) -> bool:
+    """Whether the loss fell, beyond doubt, while not all had settled."""
+    losses = record.loss.chosen(record.loss.steps < record.first_step + until + WINDOW).values
+    fell, error = fall(losses)
+    return fell > 2 * error
+
+
+def _lasted(finding: Finding) -> bool:
+    """Whether it was more than one bad batch, which comes with any learning rate."""
+    return finding.last_step is None or finding.last_step - finding.first_step > 2
 
 
 def _told(finding: Finding) -> str:
@@ -208,10 +239,13 @@ def _advice(record: Record, start: Start, settled: int) -> tuple[int, str, Confi
     if settled <= WINDOW:
         text = f"A warmup of {used:,} steps is" if used else "No warmup is"
         return used, f"{text} enough, as far as this run shows: all settled in {settled} steps.", "low", single
+    if _made_headway(record, settled):
+        answer = f"{kept}: all had settled only by step {settled:,}, but the loss fell meanwhile."
+        return used, answer, "low", single
     steps = round(rounded_up(settled))
     answer = (
         f"A longer warmup may help, about {steps:,} steps: the learning rate was at its height after {used:,}, and "
-        f"it took {settled:,} until all had settled. Nothing shows that this did harm."
+        f"it took {settled:,} until all had settled, in which the loss did not fall."
     )
     return steps, answer, "low", f"that it settled late is no proof that it suffered, and {single}"
 
@@ -229,7 +263,7 @@ def _figures(record: Record, start: Start) -> list[Figure]:
         when = f"had settled by step {first + at:,}" if at is not None else "is not known to have settled"
         figures.append(Figure(text=f"{what} {when}", values={name: at}))
     if start.seen is not None:
-        late = f", and still nothing but noise at step {start.signal:,}" if start.signal else ""
+        late = f", and far less of it up to step {start.signal:,}" if start.signal else ""
         text = f"the GSNR was above zero by step {start.seen:,}, beyond its interval{late}"
         figures.append(Figure(text=text, values={"gsnr_seen": start.seen, "no_signal_until": start.signal}))
     figures.append(Figure(text=start.harm or _no_harm(record), values={"harm": bool(start.harm)}, first_step=first))
