@@ -194,6 +194,7 @@ def test_a_process_that_fails_ends_the_team() -> None:
         processes.wait_until(lambda: False, "working", 60.0)
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_real_ranks_find_their_faults(tmp_path: Path) -> None:
     options = ["--ranks", "3", "--steps", "40", "--fault-step", "9", "--clean-steps", "0", "--audit-every", "10"]
     chosen = [word for name in ("weight_bit", "shard", "nan") for word in ("--fault", name)]
@@ -215,6 +216,7 @@ def test_real_ranks_find_their_faults(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "ddp.shard.0" / "run" / "run.db").exists()
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_the_bench_runs_whole_and_counts_its_collectives() -> None:
     found = run_ranks(ranks=2, rounds=1, size="tiny")
     assert found["steps"] == 200

@@ -392,6 +392,7 @@ def test_what_cannot_be_done_is_said_in_one_line(args: list[str], message: str) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("warm_spawn")
 def test_the_quick_zoo_runs_whole_and_says_the_same_again(tmp_path: Path) -> None:
     runner = CliRunner()
     kept = tmp_path / "zoo"

@@ -33,6 +33,7 @@ def test_a_clean_cell_and_one_with_a_fault() -> None:
     assert "100 %, " in text
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_several_processes_give_the_same_answer() -> None:
     def run(processes: int) -> list[object]:
         return list(simulate((3, 4), (10.0,), NOISES[1:2], audits=20, runs=1, seed=1, processes=processes))

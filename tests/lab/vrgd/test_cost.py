@@ -128,6 +128,7 @@ def test_a_copy_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_spawn")
 def test_ranks_send_twice_as_much_and_16_bits_halve_it() -> None:
     assert bytes_per_parameter() == {
         "base": 4.0,
