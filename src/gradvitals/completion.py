@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradvitals import notices
+from gradvitals.breath import Breath
 from gradvitals.config import Config
 from gradvitals.judge import Judge
 from gradvitals.measure import Interpreter, RawStep, Tap
@@ -33,6 +34,7 @@ class Completion:
         exchange: Where several ranks' numbers become one; None for a single process.
         report: Told what gradvitals has to say about itself.
         on_error: Told the name of a part and its error.
+        breath: Called between pieces of work.
     """
 
     def __init__(
@@ -40,18 +42,19 @@ class Completion:
         config: Config,
         judge: Judge | None,
         exchange: Exchange | None,
-        *,
         report: Callable[[Finding], None],
         on_error: Callable[[str, Exception], None],
+        breath: Breath,
     ) -> None:
         self.judge = judge
         self.exchange = exchange
-        self.interpreter = Interpreter(config, on_error)
+        self.interpreter = Interpreter(config, on_error, breath)
         self.readers: list[Callable[[Reading], object]] = []
         self.latest: dict[Source | None, dict[str, float]] = {}
         self._config = config
         self._report = report
         self._on_error = on_error
+        self._breath = breath
         self._table = Table(Layout(), [])
         self._layout: Layout | None = None
         share = config.overhead_budget if exchange is None else None
@@ -98,6 +101,7 @@ class Completion:
             self.exchange.comparison.memory.load_state_dict(state["audit"])
 
     def _land(self, raw: RawStep) -> StepSums | None:
+        self._breath()
         try:
             if raw.layout is not self._table.layout:
                 self._table = Table(raw.layout, raw.slots)

@@ -22,9 +22,9 @@ class Judge:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         config: Config,
-        *,
         world_size: int,
         on_error: Callable[[str, Exception], None],
+        breath: Callable[[], None] | None = None,
     ) -> None:
         self._quiet = config.quiet
         self._told: dict[tuple[Any, ...], Severity] = {}  # of what is open
@@ -35,7 +35,7 @@ class Judge:
         self.opened: deque[tuple[int, Finding]] = deque(maxlen=100)
         """The last findings that opened or got worse, each with the step that showed it, for a Guard to take."""
         facts = replace(facts_of(optimizers), world_size=world_size)
-        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
+        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error, breath=breath)
 
     @property
     def findings(self) -> list[Finding]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from gradvitals import notices
 from gradvitals.alerts import Alert, as_alert
 from gradvitals.arguments import check_arguments
-from gradvitals.beginning import Beginning, begin, describe
+from gradvitals.beginning import begin, describe
+from gradvitals.breath import Breath
 from gradvitals.completion import Completion, Record
 from gradvitals.config import Config
 from gradvitals.errors import RunError
@@ -72,18 +73,17 @@ class Monitor:
         self._when_closed: list[Callable[[Monitor], object]] = []
         rows = Rows(model, optimizers, self.config)
         start = begin(rows, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
-        self._path, self._resume = start.path, start.resume
-        self._start: Beginning = start
+        self._start, self._path, self._resume = start, start.path, start.resume
         self.ranks: Roster | None = start.roster
         """Who else trains this model; None for a single process."""
         self._writer: BackgroundWriter | None = None
         self._feed.active = start.leads
-        judge: Judge | None = None
-        if self.config.diagnose and start.leads:
-            judge = Judge(optimizers, self.config, world_size=start.world, on_error=self._on_rule_error)
+        self._breath = breath = Breath()
+        judges = self.config.diagnose and start.leads
+        judge = Judge(optimizers, self.config, start.world, self._on_rule_error, breath) if judges else None
         exchange = Exchange(start.roster, self._on_ranks_lost) if start.roster is not None else None
         self._parting = Parting(start, exchange, call_weakly(self._on_stopped_elsewhere))
-        self._completion = Completion(self.config, judge, exchange, report=self.report, on_error=self._on_error)
+        self._completion = Completion(self.config, judge, exchange, self.report, self._on_error, breath)
         if on_reading is not None:
             self._completion.readers.append(on_reading)
         self._aside: list[Record] | None = None
@@ -331,6 +331,7 @@ class Monitor:
             queue_size=self.config.queue_size,
             on_error=call_weakly(self._on_store_error),
             keep=self._start.leads,
+            breath=self._breath,
         )
         for record in cast(list[Record], [*self._notices, *self._actions]):
             self._writer.put(record)

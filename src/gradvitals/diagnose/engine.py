@@ -21,6 +21,8 @@ from gradvitals.types import SEVERITIES, Finding, Layout, Reading
 SILENT_LOOKS = 2
 """A rule that is shown a step now and then has to be silent this often before its finding is over."""
 
+RULES_IN_A_BREATH = 4
+
 QUIET_STEPS = 10
 """A pattern that every step can show, and that this many at the end did not, is over when the run is."""
 
@@ -48,6 +50,7 @@ class Diagnosis:
         settings: By rule id: False leaves a rule out, a mapping sets its fields.
         rules: The rules themselves, instead of one of each that is registered.
         on_error: Called with the id of a rule and the error it raised; that rule is left out from then on.
+        breath: Called now and then while rules look at a step, where others want to go on meanwhile.
 
     Example:
         >>> diagnosis = Diagnosis(settings={"explosion": {"ratio": 3.0}})
@@ -62,6 +65,7 @@ class Diagnosis:
         settings: Mapping[str, Any] | None = None,
         rules: Sequence[Rule] | None = None,
         on_error: Callable[[str, Exception], None] | None = None,
+        breath: Callable[[], None] | None = None,
     ) -> None:
         self.facts = facts if facts is not None else Facts()
         self.rules = list(rules) if rules is not None else build_rules(settings or {})
@@ -73,6 +77,7 @@ class Diagnosis:
         self._open: dict[str, _Open] = {}
         self._last = -1
         self._on_error = on_error
+        self._breath = breath
 
     def start_over(self) -> list[Finding]:
         """Training has gone back to an earlier state: what was seen since does not say what is usual there.
@@ -107,9 +112,11 @@ class Diagnosis:
         seen, is_full, in_turn = self.history.steps_seen, step.is_full, step.in_turn
         # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
         with np.errstate(all="ignore"):
-            for rule in list(self.rules):
+            for place, rule in enumerate(list(self.rules)):
                 if seen < rule.min_steps or not (rule.every_step or is_full):
                     continue
+                if self._breath is not None and place % RULES_IN_A_BREATH == 0:
+                    self._breath()
                 try:
                     sign = None if rule.expects_fall and in_turn else rule.look(step)
                     if sign is not None or rule.id in self._open:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals import functional
+from gradvitals.breath import Breath
 from gradvitals.config import Config
 from gradvitals.measure.history import NormHistory, RatioHistory
 from gradvitals.measure.landed import StepSums, Table, is_estimable
@@ -26,10 +26,6 @@ OUTLIER_RATIO = 5.0
 ROUNDING = 2e-6
 """Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
 
-BREATH_SECONDS = 5e-5
-"""Pause between pieces of work. Python gives the interpreter lock away only every 5 ms by itself, and the training
-thread would wait for it; a thread that sleeps for a moment hands it over."""
-
 STUDENT_T = 2.262
 """97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
 
@@ -37,9 +33,10 @@ STUDENT_T = 2.262
 class Interpreter:
     """Turns the sums of a run's steps, in order, into `Reading`s. Holds the moving averages between them."""
 
-    def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(self, config: Config, on_error: Callable[[str, Exception], None], breath: Breath) -> None:
         self.config = config
         self.on_error = on_error
+        self._breath = breath
         self._broken: set[str] = set()
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
@@ -64,8 +61,7 @@ class Interpreter:
         ):
             if not applies or part in self._broken:
                 continue
-            if step.full or not readings:
-                time.sleep(BREATH_SECONDS)
+            self._breath()
             try:
                 # Zero over zero is an answer here: there is nothing to tell.
                 with np.errstate(all="ignore"):

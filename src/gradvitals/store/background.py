@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from gradvitals.breath import Breath
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
 from gradvitals.types import Reading
@@ -24,6 +25,9 @@ MAX_PENDING_BYTES = 64 << 20
 """Readings that wait for a disk that refuses them; past this, or past `queue_size` of them, they are dropped."""
 
 HEARTBEAT_SECONDS = 1.0
+
+LATE_SECONDS = 0.5
+"""Time that the thread takes for what is in the queue without haste."""
 
 StoreError = (sqlite3.Error, OSError, RunError)
 
@@ -46,6 +50,7 @@ class BackgroundWriter:
         commit_every: Seconds from one commit to the next: the most that a killed process loses.
         on_error: Called on the thread, once for each kind of error.
         keep: Whether anything is written at all. Of several ranks only one does; the others finish their part of it.
+        breath: How the thread leaves others the interpreter; it is told here who waits and how much there is to do.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class BackgroundWriter:
         commit_every: float = 0.25,
         on_error: Callable[[BaseException], None],
         keep: bool = True,
+        breath: Breath | None = None,
     ) -> None:
         self._keeps = keep
+        self._breath = Breath() if breath is None else breath
         self.path = run_file(path).parent
         self._open_new = partial(RunWriter, path, meta=dict(meta), resume=resume, first_step=first_step)
         self._writer: RunWriter | None = None
@@ -121,8 +128,7 @@ class BackgroundWriter:
             return False
         with self._changed:
             target = self._accepted
-            self._wake.set()
-            self._changed.wait_for(lambda: self._settled >= target or not self._thread.is_alive(), timeout)
+            self._await(lambda: self._settled >= target, timeout)
             return self._settled >= target
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -131,9 +137,17 @@ class BackgroundWriter:
             return False
         with self._changed:
             target = self._accepted
-            self._wake.set()
-            self._changed.wait_for(lambda: self._taken >= target or not self._thread.is_alive(), timeout)
+            self._await(lambda: self._taken >= target, timeout)
             return self._taken >= target
+
+    def _await(self, is_done: Callable[[], bool], timeout: float | None) -> None:
+        """Have the thread look at the queue, and wait; the lock is held."""
+        self._wake.set()
+        self._breath.awaited += 1
+        try:
+            self._changed.wait_for(lambda: is_done() or not self._thread.is_alive(), timeout)
+        finally:
+            self._breath.awaited -= 1
 
     def close(self, timeout: float | None = 10.0) -> bool:
         """Write what is left and finish the run; False if that failed or took longer than `timeout` seconds."""
@@ -141,6 +155,7 @@ class BackgroundWriter:
             return False
         with self._changed:
             self._closing = True
+            self._breath.awaited += 1
             self._wake.set()
         atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
@@ -170,7 +185,9 @@ class BackgroundWriter:
 
     def _take(self) -> None:
         """Move what is in the queue to the pending records, calling what has to be called."""
+        began = time.monotonic()
         for _ in range(len(self._queue)):
+            self._breath.is_late = time.monotonic() - began > LATE_SECONDS
             # What a slow device has not sent yet must not hold up what is there already.
             ready = getattr(self._queue[0], "ready", None)
             if ready is not None and not ready() and not self._closing:
@@ -234,6 +251,7 @@ class BackgroundWriter:
         """Write all pending records; return how many of them cannot be stored by their nature."""
         unfit = 0
         for record in self._pending:
+            self._breath()
             try:
                 writer.write(record)
             except StoreError:
