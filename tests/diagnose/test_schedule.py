@@ -50,6 +50,22 @@ def test_first_gradients_far_over_all_that_follow() -> None:
     assert finding.title.endswith("times the usual, and the loss stays at 2.98")
 
 
+def test_a_run_that_clips_is_told_about_its_limit() -> None:
+    def shock(step: int) -> float:
+        return 30.0 if step < 2 else 1.0
+
+    [without] = diagnose(cold(norm=shock, loss=lambda step: 3.0), WarmupNeeded())
+    assert any(cure.startswith("clip gradients to a norm of 1.0") for cure in without.cures)
+    clipping = cold(norm=shock, loss=lambda step: 3.0)
+    for step in clipping:
+        step[0].values["clip/max_norm"] = 5.0  # type: ignore[index]
+    [finding] = diagnose(clipping, WarmupNeeded())
+    assert "warmup over about" in finding.cures[0]
+    assert finding.cures[1].startswith("clip to 4 instead of 5:")
+    assert "the limit in use cut 10 % of the last ones" in finding.cures[1]
+    assert not any(cure.startswith("clip gradients") for cure in finding.cures)
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -57,6 +57,25 @@ def test_unstable_norm_names_the_tensor_and_leaves_out_a_norm_that_falls() -> No
     assert (finding.severity, finding.tensors) == ("info", ("layers.2.bias",))
 
 
+@pytest.mark.parametrize(
+    ("limit", "cure"),
+    [
+        (None, "clip gradients to a norm of "),
+        (0.1, "gradients are clipped to 0.1 already, at 100 % of the last steps: lower the learning rate of "),
+        (50.0, "instead of 50: nine in ten of this run's steps are below it, and the limit in use cut 0 % of the last"),
+    ],
+)
+def test_a_run_that_clips_is_not_told_to_clip(limit: float | None, cure: str) -> None:
+    run = healthy_run(spread=0.3)
+    run.tensors["grad/norm"][:, 5] *= np.exp(1.5 * np.random.default_rng(1).standard_normal(len(run)))
+    run.add_up()
+    if limit is not None:
+        run.values["clip/max_norm"] = np.full(len(run), limit)
+    (finding,) = run.findings("unstable_norm")
+    assert cure in finding.cures[0]
+    assert sum("clip" in text for text in finding.cures) == 1
+
+
 def test_step_spread_is_that_of_the_noise_on_a_slope() -> None:
     noise = np.random.default_rng(0).normal(0, 0.2, 4000)
     assert step_spread(noise) == pytest.approx(0.2, rel=0.05)

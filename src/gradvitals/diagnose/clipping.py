@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
+
+
+def clips_already(step: Step) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Of a loop that clips: the limit beside recent norms, and which cure that leaves. Nothing of one that does not."""
+    limit, norms = step.value("clip/max_norm"), step.history["grad/norm"].last(200)
+    if not 0 < limit < np.inf or not len(norms):
+        return {}, ()
+    share = float(np.mean(norms > limit))
+    seen = {
+        "clips_at": limit,
+        "clipped": f"{100 * share:.0f} %",
+        "max_norm": _two_digits(float(np.quantile(norms, 0.9))),
+    }
+    return seen, ("limit_bites",) if share > 0.1 else ("limit_high",)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.averages import Average, alike
+from gradvitals.diagnose.clipping import clips_already
 from gradvitals.diagnose.explain import number
 from gradvitals.diagnose.loss import fall, losses_since, median_of
 from gradvitals.diagnose.rule import Rule, Sign, register
@@ -88,8 +89,12 @@ class WarmupNeeded(Rule):
         told["lr_tenth"] = lr / 10
         # Where the loss multiplied, the rate is too high for this model, and would be so at the end of a warmup too.
         wild = max(step.history["loss"].values[: self.after]) > self.wild * abs(first_loss)
-        causes, cures = (("too_high",), ("lower",)) if wild else ((cause,), ("warmup",))
-        return Sign(severity="warning", seen=told, expected={"lr_first": "near 0"}, since=0, causes=causes, cures=cures)
+        clips, limit = clips_already(step)
+        clip = limit or (("clip",) if cause == "shock" else ())
+        causes, cures = (("too_high",), ("lower",)) if wild else ((cause,), ("warmup", *clip))
+        return Sign(
+            severity="warning", seen=told | clips, expected={"lr_first": "near 0"}, since=0, causes=causes, cures=cures
+        )
 
 
 @register

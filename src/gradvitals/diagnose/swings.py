@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
+from gradvitals.diagnose.clipping import clips_already
 from gradvitals.diagnose.gradients import usual_limit
 from gradvitals.diagnose.loss import rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
@@ -199,10 +200,12 @@ class UnstableNorm(Rule):
         if len(recent) and float(np.median(recent)) < self.high * float(np.mean(self.first_losses)):
             return None
         chosen = chosen[np.argsort(-variation[chosen])]
-        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(norms)}
+        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(norms), "lr": step.value("lr")}
+        clips, cures = clips_already(step)
         return Sign(
             severity="info",
-            seen=seen | {"max_norm": usual_limit(step)},
+            seen=seen | {"max_norm": usual_limit(step)} | clips,
+            cures=cures,
             expected={"cv": f"under {self.cv:g}"},
             tensors=step.names(chosen[:NAMED]),
             since=step.number - int(self.high_for[chosen[0]]) + 1,

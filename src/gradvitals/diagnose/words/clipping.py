@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from gradvitals.diagnose.explain import Words
 
+CLIPS_ALREADY = {
+    "limit_bites": (
+        "gradients are clipped to {clips_at} already, at {clipped} of the last steps: lower the learning rate of {lr} "
+        "rather than the limit"
+    ),
+    "limit_high": (
+        "clip to {max_norm} instead of {clips_at}: nine in ten of this run's steps are below it, and the limit in use "
+        "cut {clipped} of the last ones"
+    ),
+}
+"""What is said instead of advice to clip where the loop clips."""
+
 WORDS: dict[str, Words] = {
     "clip_saturated": Words(
         name="Clipping all the time",

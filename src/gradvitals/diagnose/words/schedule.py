@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradvitals.diagnose.explain import Words
+from gradvitals.diagnose.words.clipping import CLIPS_ALREADY
 
 WORDS: dict[str, Words] = {
     "warmup_needed": Words(
@@ -24,7 +25,8 @@ WORDS: dict[str, Words] = {
         cures={
             "warmup": "start again with a warmup over about {warmup} steps, from {lr_proposed} to {lr}",
             "lower": "start again with a learning rate of {lr_tenth} or less, and raise it from there",
-            "clip": "clip the gradient norm, so that the first gradients do not count for more than others",
+            "clip": "clip gradients to a norm of {usual_norm}, so that the first do not count for more than others",
+            **CLIPS_ALREADY,
             "pre_ln": "in a transformer, normalise before each layer (pre-LN), which makes warmup less needed",
         },
         fine="the start was smooth",

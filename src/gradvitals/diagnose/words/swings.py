@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradvitals.diagnose.explain import Words
+from gradvitals.diagnose.words.clipping import CLIPS_ALREADY
 
 WORDS: dict[str, Words] = {
     "oscillation": Words(
@@ -36,6 +37,7 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "clip": "clip gradients to a norm of {max_norm}, so that single steps do not decide",
+            **CLIPS_ALREADY,
             "batch": "use a larger batch, or accumulate micro-batches",
             "lr": "give {first} a smaller learning rate",
         },

@@ -84,7 +84,7 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "momentum": "go back to before step {at} and reset the optimizer's state (momentum and second moments)",
-            "lingers": "keep gradients such as that of step {exploded} out: clip them, or leave that batch out",
+            "lingers": "leave the batch of step {exploded} out, or clip to a norm that would have cut its gradient",
             "lr": "take the learning rate back from {lr} to {lr_before}, or raise it over some hundred steps",
             "beta2": "lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
         },
