@@ -38,6 +38,20 @@ def test_the_lesser_ones_take_the_roots_cure() -> None:
     assert traced(findings, [], {}) == []  # and once is enough
 
 
+def test_a_batch_with_nan_has_one_cure() -> None:
+    findings = [finding("loss_nonfinite", 150, cure="check the batch"), finding("nonfinite", 150)]
+    traced(findings, findings, {})
+    assert [root_of(one) for one in findings] == ["", "loss_nonfinite"]
+    assert findings[1].cures == ("as for loss_nonfinite: check the batch",)
+
+
+def test_a_backward_pass_that_failed_explains_the_losses_after_it() -> None:
+    findings = [finding("nonfinite", 149, cure="look at the root"), finding("loss_nonfinite", 150)]
+    traced(findings, findings, {})
+    assert [root_of(one) for one in findings] == ["", "nonfinite"]
+    assert findings[1].cures == ("as for nonfinite: look at the root",)
+
+
 def test_the_deepest_root_is_named() -> None:
     findings = [finding("lr_too_high", 0, found=60), finding("stale_gradients", 1), finding("explosion", 30)]
     traced(findings, findings, {})

@@ -114,7 +114,7 @@ class LossNonfinite(Rule):
         lr = step.value("lr")
         seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
-        cures = (cause,) if cause != "forward" else ("check_batch",)
+        cures = (cause,) if cause != "forward" else ("check_batch" if step.was_made else "left_out",)
         return Sign(severity="critical", seen=seen, expected={"loss": "a finite number"}, causes=(cause,), cures=cures)
 
 

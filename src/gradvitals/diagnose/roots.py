@@ -29,13 +29,16 @@ FROM_THE_RATE = (
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "stale_gradients": ("lr_too_high", "batch_too_large", "batch_too_small", *FROM_THE_RATE),
     "lr_too_high": FROM_THE_RATE,
+    "loss_nonfinite": ("nonfinite",),
+    "nonfinite": ("loss_nonfinite",),
 }
 """By root, the deepest first: what follows from it, where it is found while the root goes on."""
 
 POINTS = "this follows from "
 
-BEGAN_LATER = ("dead_tensor", "vanishing")
-"""These follow only where they began after the root: a layer that never had a gradient has another reason."""
+BEGAN_LATER = ("dead_tensor", "vanishing", "loss_nonfinite")
+"""These follow only where they began after the root: a layer that never had a gradient has another reason, and a loss
+is computed before its gradient."""
 
 
 def traced(findings: list[Finding], changed: Sequence[Finding], last_seen: Mapping[str, int]) -> list[Finding]:

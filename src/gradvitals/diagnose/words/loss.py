@@ -18,7 +18,8 @@ WORDS: dict[str, Words] = {
         cures={
             "weights": "go back to a checkpoint from before step {broken}; what is trained after it is lost",
             "diverged": "go back to before step {at} and lower the learning rate from {lr} to {lr_proposed}",
-            "check_batch": "check the batch of step {at} for NaN with torch.isfinite",
+            "check_batch": "check the batch of step {at} with torch.isfinite, and go on from a checkpoint before it",
+            "left_out": "check the batch of step {at} with torch.isfinite; its step was left out, training goes on",
             "anomaly": "run the step again under torch.autograd.detect_anomaly() to find the operation",
         },
         fine="the loss was finite at every step",
