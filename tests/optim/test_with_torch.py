@@ -396,3 +396,12 @@ def test_autocast() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "VRAdamW"])
+def test_what_is_printed_of_an_optimizer_has_the_norm_it_clips_to(kind: str) -> None:
+    optimizer = getattr(gv.optim, kind)([nn.Parameter(torch.ones(2))])
+    plain = repr(optimizer)
+    assert "max_norm" not in plain
+    optimizer.max_norm = 0.5
+    assert repr(optimizer) == plain.removesuffix(")") + "max_norm: 0.5\n)"

@@ -210,6 +210,13 @@ class AdamW(torch.optim.AdamW):
         self._init_group(group, *lists[:2], *more, *lists[2:])
         return lists
 
+    def __repr__(self) -> str:
+        """What torch shows of an optimizer, with what is set for all groups."""
+        text: str = super().__repr__()  # type: ignore[no-untyped-call]
+        own = {"max_norm": self.max_norm, "stochastic_rounding": self.stochastic_rounding or None}
+        lines = "".join(f"{name}: {value}\n" for name, value in own.items() if value is not None)
+        return f"{text.removesuffix(')')}{lines})"
+
     # -- copies and state ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
