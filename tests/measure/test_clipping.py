@@ -13,6 +13,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradvitals as gv
+from gradvitals.measure.packet import Packet
+
+ORIGINALS = (torch._foreach_norm, torch.stack)
 
 
 def make(path: Path, **options: Any) -> Rig:
@@ -37,6 +40,8 @@ CLIPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "two calls": lambda ps: nn.utils.clip_grads_with_norm_(
         ps, 0.1, nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None])
     ),
+    "backwards": lambda ps: nn.utils.clip_grad_norm_(ps[::-1], 0.1),
+    "one of them twice": lambda ps: nn.utils.clip_grad_norm_([*ps, ps[1]], 0.1),
     "far above": lambda ps: nn.utils.clip_grad_norm_(ps, 1e9),
     "twice": lambda ps: (nn.utils.clip_grad_norm_(ps, 0.1), nn.utils.clip_grad_norm_(ps, 0.01)),
 }
@@ -108,7 +113,7 @@ def test_error_if_nonfinite_still_raises(tmp_path: Path) -> None:
     rig.model[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(rig.model.parameters(), 1.0, error_if_nonfinite=True)
-    assert torch._foreach_norm([torch.ones(2)])[0] == pytest.approx(2**0.5)
+    assert (torch._foreach_norm, torch.stack) == ORIGINALS
     rig.optimizer.zero_grad()
     rig.steps(2)
     rig.check()
@@ -160,6 +165,36 @@ def test_clip_of_another_model_is_none_of_ours(tmp_path: Path) -> None:
         rig.step()
     rig.check()
     assert rig.stages() == ["raw"] * 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_two_models_that_are_clipped_together(tmp_path: Path, first: bool) -> None:
+    other = mlp()
+
+    def clip(parameters: list[nn.Parameter]) -> None:
+        other.zero_grad()
+        regression(other, Data(9).batch(4)).backward()
+        others = list(other.parameters())
+        nn.utils.clip_grad_norm_([*parameters, *others] if first else [*others, *parameters], 0.1)
+
+    rig = make(tmp_path, clip=clip, observe="micro").steps(4)
+    rig.check()
+    assert rig.stages() == ["raw"] * 4
+
+
+def test_norms_that_clipping_has_joined_are_not_joined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    original = Packet.add
+
+    def add(packet: Packet, name: str, values: torch.Tensor, rows: Any = (0,)) -> None:
+        if name == "norm":
+            joined.append(len(values))
+        original(packet, name, values, rows)
+
+    monkeypatch.setattr(Packet, "add", add)
+    rig = make(tmp_path, clip=by_name).steps(3)
+    rig.check()
+    assert joined == [len(list(rig.model.parameters()))] * 3
 
 
 def test_norm_computed_for_logging_while_accumulating(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ class Ear:
         """Gradients are about to be clipped."""
         self.clipped = True
 
-    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
         """Of no concern here, as what follows."""
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

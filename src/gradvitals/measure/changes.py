@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradvitals import kernels
 from gradvitals.measure import stats
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.ranks.shards import local, placements
@@ -72,7 +73,33 @@ class _HostGroup:
         self.before, self.last = now, change
 
 
-def _group(rows: list[int], tensors: list[Tensor]) -> _Group | _HostGroup:
+class _KernelGroup:
+    """Tensors on a GPU, read in one launch: to join many strided views takes torch a large part of a millisecond."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor], reader: Any) -> None:
+        self.rows = rows
+        strides = [stats.odd_stride(t.numel(), COORDINATES) for t in tensors]
+        self.lengths = [-(-t.numel() // stride) for t, stride in zip(tensors, strides, strict=True)]
+        self._reader = reader.ChangeReader([stats.flat(t) for t in tensors], strides, COORDINATES)
+        self._has_last = False
+
+    def add(self, packet: Packet) -> None:
+        squares, products = self._reader.look().unbind(0)
+        packet.add("change_sq", squares, self.rows)
+        if self._has_last:
+            packet.add("change_dot", products, self.rows)
+        self._has_last = True
+
+
+Group = _Group | _HostGroup | _KernelGroup
+
+
+def _group(rows: list[int], tensors: list[Tensor]) -> Group:
+    if all(map(kernels.usable, tensors)) and (reader := kernels.ready("changes")) is not None:
+        try:
+            return _KernelGroup(rows, tensors, reader)
+        except Exception as error:
+            kernels.give_up("changes", error, "changes of weights are read by torch")
     on_host = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float64)
     return _HostGroup(rows, tensors) if on_host else _Group(rows, tensors)
 
@@ -88,7 +115,7 @@ class Changes:
         self._weights: Sequence[float] = ()
         self._are_spread = False
         self._addresses: list[int] = []
-        self._groups: list[_Group | _HostGroup] | None = None
+        self._groups: list[Group] | None = None
 
     def follow(
         self, rows: Sequence[int], parameters: Sequence[nn.Parameter], weights: Sequence[float] | None = None

@@ -29,10 +29,15 @@ class Clock:
     """A context manager around every piece of our own work; `lap` closes a step's account.
 
     On a GPU the host's time is mostly hidden behind queued kernels, so what counts is the time the stream spends on
-    our work; events measure it, and only where `use_events` asks for them.
+    our work; events measure it.
+
+    Args:
+        keeps: Whether somebody wants to know what it costs; else only the length of steps is measured.
+        use_events: Whether work is done on a GPU.
     """
 
-    def __init__(self, use_events: bool = False) -> None:
+    def __init__(self, *, keeps: bool = True, use_events: bool = False) -> None:
+        self.keeps = keeps
         self._use_events = use_events
         self._lap = Lap()
         self._depth = 0
@@ -41,6 +46,8 @@ class Clock:
         self._last_lap = time.perf_counter()
 
     def __enter__(self) -> None:
+        if not self.keeps:
+            return
         self._depth += 1
         if self._depth == 1:
             self._entered = time.perf_counter()
@@ -51,8 +58,8 @@ class Clock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if self._depth:
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not self.keeps:
             return
         self._lap.host_seconds += time.perf_counter() - self._entered
         if self._start_event is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,22 +21,41 @@ class Ear:
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
+        self._order: list[int] = []
+        """The rows of the gradients that came last."""
 
-    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
         if not self._tap.muted:
-            self._tap.attempt("clip", self._on_total_norm, grads, norms)
+            self._tap.attempt("clip", self._on_total_norm, grads, norms, joined)
 
-    def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
-        row_of = {id(parameter.grad): row for row, parameter in enumerate(self._tap.rows.parameters)}
-        theirs = {row_of[id(grad)] for grad in grads if id(grad) in row_of}
+    def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
+        rows = self._rows_of(grads)
         # Norms of half-precision gradients come rounded to half precision: not good enough to keep.
-        pairs = zip(grads, norms, strict=True) if norms is not None else ()
         exact = (torch.float32, torch.float64)
-        known = {row_of[id(grad)]: local(norm) for grad, norm in pairs if id(grad) in row_of and norm.dtype in exact}
+        known: dict[int, Tensor] = {}
+        if norms is not None and joined is not None and joined.dtype in exact and -1 not in rows:
+            known = dict(zip(rows, norms, strict=True))
+        elif norms is not None:
+            joined = None
+            pairs = zip(rows, norms, strict=True)
+            known = {row: local(norm) for row, norm in pairs if row >= 0 and norm.dtype in exact}
+        theirs = set(rows)
         for station in self._tap.stations:
             if not station.stepped and not theirs.isdisjoint(station.rows) and station.is_stale(self._tap.observes):
-                self._tap.read(station, known)
+                self._tap.read(station, known, joined)
+
+    def _rows_of(self, grads: Sequence[Tensor]) -> list[int]:
+        """The row of each gradient, -1 for one of another model. As a rule they come in the same order each time."""
+        parameters = self._tap.rows.parameters
+        if len(grads) == len(self._order) and all(map(is_, grads, [parameters[row].grad for row in self._order])):
+            return self._order
+        row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
+        rows = [row_of.get(id(grad), -1) for grad in grads]
+        self._order = [] if -1 in rows else rows
+        return rows
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""

@@ -22,13 +22,16 @@ from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
 _ORIGINAL_FOREACH_NORM = torch._foreach_norm
+_ORIGINAL_STACK = torch.stack
 
 
 class Listener(Protocol):
     """What a Tap hears."""
 
-    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None) -> None:
-        """The L2 norm of these gradients was computed, `norms` one by one where torch did so."""
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
+        """The L2 norm of these gradients was computed, `norms` one by one where torch did so, or even `joined`."""
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """The gradients of these parameters are about to be scaled (to a norm, where known) or clamped in place."""
@@ -110,30 +113,48 @@ def _install() -> None:
         _replace(dist, "destroy_process_group", _hear_groups_end)
 
 
+class _Norms:
+    """What the original computes on its way: the norm of each gradient, and all of them joined where they are alike."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.joined: Tensor | None = None
+        self._groups = 0
+
+    def foreach_norm(self, group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
+        """Of gradients of one device and type."""
+        result = _ORIGINAL_FOREACH_NORM(list(group), *rest, **options)
+        self.grads.extend(group)
+        self.norms.extend(result)
+        self._groups += 1
+        return result
+
+    def stack(self, tensors: Any, *rest: Any, **options: Any) -> Any:
+        """Called with the norms; and with anything by other threads."""
+        result = _ORIGINAL_STACK(tensors, *rest, **options)
+        if self._groups == 1 and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
+            self.joined = result
+        return result
+
+
 def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        patched = torch._foreach_norm is not _ORIGINAL_FOREACH_NORM  # by somebody else, or by another thread's call
+        # By somebody else, or by another thread's call.
+        patched = torch._foreach_norm is not _ORIGINAL_FOREACH_NORM or torch.stack is not _ORIGINAL_STACK
         if torch.compiler.is_compiling() or float(norm_type) != 2.0 or patched:
             return original(tensors, norm_type, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        grads: list[Tensor] = []
-        norms: list[Tensor] = []
-
-        def recording(group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
-            result = _ORIGINAL_FOREACH_NORM(list(group), *rest, **options)
-            grads.extend(group)
-            norms.extend(result)
-            return result
-
         # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
-        torch._foreach_norm = recording  # type: ignore[assignment]
+        heard = _Norms()
+        torch._foreach_norm, torch.stack = heard.foreach_norm, heard.stack  # type: ignore[assignment]
         try:
             total = original(tensors, norm_type, *args, **kwargs)
         finally:
-            torch._foreach_norm = _ORIGINAL_FOREACH_NORM
-        if len(norms) == len(tensors):
-            _tell("on_total_norm", grads, norms)
+            torch._foreach_norm, torch.stack = _ORIGINAL_FOREACH_NORM, _ORIGINAL_STACK
+        if len(heard.norms) == len(tensors):
+            _tell("on_total_norm", heard.grads, heard.norms, heard.joined)
         else:
             _tell("on_total_norm", tensors, None)
         return total

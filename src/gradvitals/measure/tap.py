@@ -74,7 +74,7 @@ class Tap:
         self.rows = rows
         self._audit = Audit(rows.model) if ranks is not None and config.audit_every is not None else None
         on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
-        self._clock = Clock(use_events=on_gpu and config.overhead_budget is not None)
+        self._clock = Clock(keeps=config.overhead_budget is not None, use_events=on_gpu)
         self.attempt = Attempts(self._clock, self._failed, on_gpu=on_gpu)
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
@@ -192,8 +192,8 @@ class Tap:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def read(self, station: Station, norms: dict[int, Tensor] | None = None) -> None:
-        """Read a station's gradients as they are now, with norms that are known already by their row."""
+    def read(self, station: Station, norms: dict[int, Tensor] | None = None, joined: Tensor | None = None) -> None:
+        """Read a station's gradients as they are now, with norms that are known already by their row, or all in one."""
         if self.draft.full and station.has_changed() and self._may_grow:
             self.rows.refresh()
             self._assign_rows()
@@ -201,7 +201,7 @@ class Tap:
         self.rows.lay_out(station.rows)
         if station.windowed:
             station.spoil_windows(self.rows)
-        instruments = station.instruments(self.rows, norms or {}, **self._due(), may_leave=not self.guarded)
+        instruments = station.instruments(self.rows, norms or {}, joined, **self._due(), may_leave=not self.guarded)
         with torch.no_grad():
             for name, take in instruments:
                 self.attempt(name, take)

@@ -1,0 +1,83 @@
+"""How far sampled coordinates have moved, against the same coordinates compared in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gradvitals import kernels
+from gradvitals.kernels.changes import ChangeReader
+from gradvitals.measure import changes, stats
+from gradvitals.measure.changes import COORDINATES, Changes
+from gradvitals.measure.packet import Packet, ship
+
+SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_and_products_of_every_tensor(device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = [[torch.randn(size, generator=generator).to(dtype) for size in SIZES] for _ in range(4)]
+    tensors = [state.clone().to(device) for state in states[0]]
+    strides = [stats.odd_stride(size, COORDINATES) for size in SIZES]
+    reader = ChangeReader(tensors, strides, COORDINATES)
+    last = [torch.zeros(0)] * len(SIZES)
+    for before, now in pairwise(states):
+        for tensor, value in zip(tensors, now, strict=True):
+            tensor.copy_(value)
+        squares, products = reader.look().double().cpu()
+        moved = [(b.double() - a.double())[::s] for a, b, s in zip(before, now, strides, strict=True)]
+        expected = torch.stack([change.square().sum() for change in moved])
+        torch.testing.assert_close(squares, expected, rtol=1e-5, atol=1e-9)
+        if len(last[0]):
+            expected = torch.stack([change @ other for change, other in zip(moved, last, strict=True)])
+            torch.testing.assert_close(products, expected, rtol=1e-4, atol=1e-4)
+        last = moved
+
+
+def test_nothing_beyond_a_tensor_is_looked_at(device: torch.device) -> None:
+    memory = torch.zeros(200, device=device)
+    tensors = [memory[:70], memory[128:131]]
+    reader = ChangeReader(tensors, [3, 1], COORDINATES)
+    memory[70:128] = 5.0
+    memory[131:] = 5.0
+    assert reader.look().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    memory[69] = 2.0
+    memory[130] = 3.0
+    assert reader.look()[0].tolist() == [4.0, 9.0]
+
+
+def test_kernels_and_torch_tell_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(3,), (70, 2), (4, 5, 6, 7)]
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    parameters.append(nn.Parameter(torch.zeros(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last)))
+    rows = [7, 2, 5, 0]
+    by_kernels, by_torch = Changes(), Changes()
+    by_kernels.follow(rows, parameters)
+    by_torch.follow(rows, parameters)
+    by_kernels.begin()
+    assert isinstance(by_kernels._groups[0], changes._KernelGroup)
+    with monkeypatch.context() as without:
+        without.setattr(kernels, "ready", lambda name: None)
+        by_torch.begin()
+    assert not isinstance(by_torch._groups[0], changes._KernelGroup)
+    assert by_kernels.lengths == by_torch.lengths
+    generator = torch.Generator().manual_seed(1)
+    for step in range(3):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter += torch.randn(parameter.shape, generator=generator).to(device)
+        told = []
+        for one in (by_kernels, by_torch):
+            packet = Packet()
+            one.add(packet)
+            told.append(ship([packet])[0].wait())
+        assert [set(names) for names in told] == [{"change_sq", "change_dot"} if step else {"change_sq"}] * 2
+        for name in told[0]:
+            sums = [torch.from_numpy(arrived[name].sums(8)) for arrived in told]
+            if name == "change_dot":  # of all together, by torch
+                sums = [values.sum() for values in sums]
+            torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-4)
