@@ -14,6 +14,7 @@ from gradvitals.diagnose.batch import (
     BatchTooLarge,
     BatchTooSmall,
     EstimatorUnreliable,
+    FewParts,
     IdenticalMicrobatches,
     MixedPasses,
 )
@@ -21,7 +22,14 @@ from gradvitals.diagnose.schedule import DecayDue
 from gradvitals.diagnose.signal import NearZeroInitialGsnr
 from gradvitals.types import Reading
 
-RULES: tuple[type[Rule], ...] = (BatchTooLarge, BatchTooSmall, EstimatorUnreliable, IdenticalMicrobatches, MixedPasses)
+RULES: tuple[type[Rule], ...] = (
+    BatchTooLarge,
+    BatchTooSmall,
+    EstimatorUnreliable,
+    FewParts,
+    IdenticalMicrobatches,
+    MixedPasses,
+)
 
 
 def at_noise_scale(noise_scale: float, *, spread: float = 0.1, **options: object) -> Run:
@@ -161,6 +169,38 @@ def test_one_reading_without_noise_is_not_enough() -> None:
     assert diagnose(run, IdenticalMicrobatches()) == []
 
 
+# -- few_parts -------------------------------------------------------------------------------------------------------
+
+
+def scaled(parts: int, **options: object) -> Run:
+    """A run whose optimizer scales gradients by how well so many parts agree."""
+    run = make_run(gsnr=lambda step: 0.5, micro_batches=parts, **options)  # type: ignore[arg-type]
+    for readings in run:
+        if len(readings) > 1:
+            readings[0].values["vrgd/mean"] = 0.4  # type: ignore[index]
+    return run
+
+
+def test_a_variance_reduced_optimizer_with_two_parts_is_noted() -> None:
+    [finding] = diagnose(scaled(2), FewParts())
+    assert (finding.severity, finding.first_step) == ("info", 0)
+    assert "how well 2 parts of a batch agree" in finding.title
+    assert "the same batch of 64 into 6 or more" in finding.cures[0]
+    assert "?" not in words_of(finding)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(scaled(8), id="enough parts"),
+        pytest.param(make_run(gsnr=lambda step: 0.5, micro_batches=2), id="an optimizer that does not scale"),
+        pytest.param(scaled(2, batch_size=lambda step: None), id="nobody told the batch size"),
+    ],
+)
+def test_what_is_no_few_parts(run: Run) -> None:
+    assert diagnose(run, FewParts()) == []
+
+
 # -- resuming --------------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +254,7 @@ def test_where_passes_are_mixed_the_next_best_source_is_followed() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_resuming_changes_nothing(rule: type[Rule]) -> None:
     runs = [at_noise_scale(6.0), at_noise_scale(5000.0, steps=600), make_run(gsnr=lambda step: math.inf)]
-    runs.append(make_run(steps=900, gsnr=lambda step: 0.05, spread=0.5))
+    runs += [make_run(steps=900, gsnr=lambda step: 0.05, spread=0.5), scaled(2)]
     for run in runs:
         whole = diagnose(run, rule())
         assert same_findings(diagnose_with_breaks(run, rule, (0, 3, 45, 111, 333)), whole)

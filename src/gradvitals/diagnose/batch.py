@@ -222,6 +222,39 @@ class MixedPasses(Rule):
 
 @register
 @dataclass
+class FewParts(Rule):
+    """A variance-reduced optimizer compares too few gradients with each other."""
+
+    id = "few_parts"
+    every_step = False
+    needs = ("vrgd/mean", "microbatch:gsnr")
+    closes_after = 200
+
+    enough: int = 6
+    """Gradients in a step from which the ratio of signal to noise is of use."""
+    in_a_row: int = 3
+    """Readings at which there are fewer: the rest of an epoch is a single step."""
+
+    seen_for: int = field(default=0, init=False)
+    since: int = field(default=-1, init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires where steps that are scaled have so few; it takes the batch size to count them."""
+        reading, factor = step.reading("microbatch") or step.reading("ranks"), step.value("vrgd/mean")
+        size = None if reading is None else reading.batch_size
+        if not size or step.general.batch_size is None or math.isnan(factor):
+            return None
+        count = round(step.general.batch_size / size)
+        self.since = _begun(self.since, count < self.enough, step.number)
+        self.seen_for = self.seen_for + 1 if count < self.enough else 0
+        if self.seen_for < self.in_a_row:
+            return None
+        seen = {"count": count, "factor": factor, "batch_size": step.general.batch_size, "enough": self.enough}
+        return Sign(severity="info", seen=seen, expected={"count": f"{self.enough} or more"}, since=self.since)
+
+
+@register
+@dataclass
 class IdenticalMicrobatches(Rule):
     """Every micro-batch of a step gives the same gradient."""
 

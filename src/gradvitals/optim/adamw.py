@@ -212,7 +212,7 @@ class AdamW(torch.optim.AdamW):
 
     def __repr__(self) -> str:
         """What torch shows of an optimizer, with what is set for all groups."""
-        text: str = super().__repr__()  # type: ignore[no-untyped-call]
+        text = super().__repr__()
         own = {"max_norm": self.max_norm, "stochastic_rounding": self.stochastic_rounding or None}
         lines = "".join(f"{name}: {value}\n" for name, value in own.items() if value is not None)
         return f"{text.removesuffix(')')}{lines})"

@@ -27,6 +27,7 @@ MISSING = {
     "clip/max_norm": "the loop does not clip gradients by norm",
     "step/skipped": "the loop has no GradScaler",
     "step/left_out": "no Guard left a step out",
+    "vrgd/mean": "the optimizer is none of the VRGD family",
 }
 """Why a metric may not be there, and what to do about it."""
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gradvitals.show.catalogue import Entry, Setting, family_of
-from gradvitals.show.checkup import UNMEASURED, Checkup, Fine, NotJudged
+from gradvitals.show.checkup import MISSING, MISSING_FROM, UNMEASURED, Checkup, Fine, NotJudged
 from gradvitals.show.doubts import TOO_EARLY
 from gradvitals.show.findings import BULLET, Hanging, about_actions, about_monitoring, in_full, verdict_line
 from gradvitals.show.text import clean
@@ -30,6 +30,16 @@ GROUPS = {
     "Ranks": "workers",
 }
 """What the patterns of a family are about, in the order they are told; others are about other things."""
+
+NOT_HERE = {
+    MISSING["clip/max_norm"]: "clipping by norm",
+    MISSING["step/skipped"]: "a GradScaler",
+    MISSING["step/left_out"]: "a Guard",
+    MISSING["vrgd/mean"]: "VRGD",
+    MISSING_FROM["ranks"]: "other workers",
+    MISSING_FROM["heads"]: "attention heads",
+}
+"""By the reason why something was not judged: what a run does not have, and need not have."""
 
 
 def render_checkup(checkup: Checkup, *, whole: bool = False) -> RenderableType:
@@ -91,11 +101,14 @@ def _fine_in_short(fine: Sequence[Fine]) -> str:
 
 def _not_judged_in_short(not_judged: Sequence[NotJudged]) -> str:
     early = [name for item in not_judged if item.reason.startswith(TOO_EARLY) for name in item.names]
+    absent = [NOT_HERE[item.reason] for item in not_judged if item.reason in NOT_HERE]
     reasons = [item.reason for item in not_judged if not item.reason.startswith(TOO_EARLY)]
+    reasons = [reason for reason in reasons if reason not in NOT_HERE]
     unmeasured = [reason.removesuffix(UNMEASURED) for reason in reasons if reason.endswith(UNMEASURED)]
     told = [f"{reason[0].upper()}{reason[1:]}." for reason in reasons if not reason.endswith(UNMEASURED)]
     told += [f"Not measured: {', '.join(unmeasured)}."] if unmeasured else []
-    told += [f"Too early for: {', '.join(early)}."] if early else []
+    told += [f"Too early for: {'; '.join(early)}."] if early else []
+    told += [f"Not in this run: {', '.join(absent)}."] if absent else []
     count = sum(len(item.ids) for item in not_judged)
     return " ".join((f"{count} pattern{'' if count == 1 else 's'}.", *told))
 

@@ -96,6 +96,20 @@ WORDS: dict[str, Words] = {
         },
         fine="the passes of a step do not point against each other",
     ),
+    "few_parts": Words(
+        name="Few parts to compare",
+        pattern="A variance-reduced optimizer scales gradients by how well fewer than six parts of a batch agree.",
+        title="gradients are scaled by how well {count} parts of a batch agree, which say little of signal and noise",
+        causes={
+            "few": "a step has {count} backward passes: their ratio scatters so widely that a few elements decide",
+        },
+        cures={
+            "split": "split the same batch of {batch_size} into {enough} or more backward passes a step, better more",
+            "base": "or use the optimizer's plain form, as AdamW for VRAdamW: it needs no parts",
+        },
+        fine="the variance-reduced optimizer compares enough parts",
+        reference="arXiv 2309.13681, which takes 8 or more",
+    ),
     "identical_microbatches": Words(
         name="Identical micro-batches",
         pattern="The micro-batches of a step have no noise between them: the same samples in each.",
