@@ -11,6 +11,7 @@ import numpy as np
 from gradvitals.diagnose import RULES, Rule
 from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
+from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
 from gradvitals.show.doubts import JUDGED_BY_NOISE, TOO_EARLY, doubts_of
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
@@ -112,6 +113,8 @@ class Checkup:
     verdict: Verdict
     fine: tuple[Fine, ...]
     not_judged: tuple[NotJudged, ...]
+    gsnr_doubt: str
+    """Why the GSNR from Adam's averages is not to be trusted at the end; empty where it is, or is not read."""
     monitoring: tuple[Finding, ...]
     """What gradvitals says about itself."""
     actions: tuple[Action, ...]
@@ -132,6 +135,7 @@ class Checkup:
             "findings": [item.to_json() for item in self.verdict.findings],
             "fine": [{"id": item.id, "text": item.text} for item in self.fine],
             "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.not_judged],
+            "gsnr_doubt": self.gsnr_doubt,
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
@@ -166,6 +170,7 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
         verdict=verdict,
         fine=fine,
         not_judged=not_judged,
+        gsnr_doubt=doubt_of_adam(run),
         monitoring=about_itself(kept),
         actions=tuple(run.actions()),
         state=state_of(run),

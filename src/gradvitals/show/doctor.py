@@ -71,6 +71,8 @@ def _sections(checkup: Checkup, whole: bool) -> Iterator[RenderableType]:
         yield from (Text(), in_full(item, live=verdict.live))
     if verdict.findings:
         yield from (Text(), Hanging("", Text("gradvitals doctor --explain RULE has every cause and cure.", "dim")))
+    if checkup.gsnr_doubt:
+        yield from (Text(), Hanging("Note: ", clean(checkup.gsnr_doubt), "yellow"))
     if len(checkup.restarts) > 1:  # a single one is in the verdict
         yield from (Text(), Text("Started again", style="bold"))
         for restart in checkup.restarts:

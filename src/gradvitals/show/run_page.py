@@ -111,7 +111,8 @@ def _gsnr_note(summary: Summary) -> Html | None:
         return None
     size = summary.gsnr_batch_size
     at = f" at batch size {number(size)}" if size is not None else ""
-    return tag("p", f"GSNR from {summary.gsnr_source}{at}. A dashed line is at GSNR 1.", class_="dim")
+    doubt = f" Note: {summary.gsnr_doubt}." if summary.gsnr_doubt else ""
+    return tag("p", f"GSNR from {summary.gsnr_source}{at}. A dashed line is at GSNR 1.{doubt}", class_="dim")
 
 
 def _batch_size(run: Run) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.show.again import was_diagnosed
 from gradvitals.show.checkup import judge_run, knows_batch, num_ranks
 from gradvitals.show.ending import State, state_of
@@ -99,6 +100,8 @@ class Summary:
     noise_scale: NoiseScale
     gsnr_source: str | None
     gsnr_batch_size: float | None
+    gsnr_doubt: str
+    """Why the GSNR is not to be trusted as it is shown; empty where it is."""
     largest_spike: Spike | None
     layers_step: int | None
     layers: tuple[LayerRow, ...]
@@ -158,6 +161,7 @@ def summarize(run: Run) -> Summary:
         noise_scale=_noise_scale(run),
         gsnr_source=source,
         gsnr_batch_size=_batch_size(run, source),
+        gsnr_doubt=doubt_of_adam(run) if "adam" in (source, _first_source(run, "gsnr", "values")) else "",
         largest_spike=_largest_spike(run),
         layers_step=layers_step,
         layers=layers,

@@ -78,6 +78,8 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
         yield Text("No readings yet.")
     else:
         yield vitals(_trends(summary))
+    if summary.gsnr_doubt:
+        yield Hanging("Note: ", clean(summary.gsnr_doubt), "yellow")
     yield Text()
     if summary.layers:
         yield LayerTable(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
@@ -115,16 +117,21 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     for metric, label in LABELS.items():
         trend = summary.trend(metric)
         if trend is not None:
-            yield label, number(trend.latest), spark_of(metric, trend.values)
+            yield _of(label, trend.source), number(trend.latest), spark_of(metric, trend.values)
     scale = summary.noise_scale
     if scale.identifiable:
         unit = "samples, of norm layers" if scale.source == "examples" else "samples"
-        yield "noise scale", number(scale.value), _range(unit, scale.low, scale.high)
+        yield _of("noise scale", scale.source), number(scale.value), _range(unit, scale.low, scale.high)
     elif scale.measured:
-        yield "noise scale", "-", "not identifiable from these readings"
+        yield _of("noise scale", scale.source), "-", "not identifiable from these readings"
     else:
         also = "" if scale.batch_told else ", and watch(..., batch_size=...)"
         yield "noise scale", "-", f"needs two or more backward passes a step{also}"
+
+
+def _of(label: str, source: str | None) -> str:
+    """What is shown, and which samples it comes from: those of different sources are different quantities."""
+    return label if source is None else f"{label} ({clean(source)})"
 
 
 def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:

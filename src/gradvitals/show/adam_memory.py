@@ -1,0 +1,95 @@
+"""How long one huge gradient makes the GSNR of Adam's moments false: as long as it is in either average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.show.text import number
+from gradvitals.store.reader import Run
+from gradvitals.types import FloatArray
+
+HUGE = 5.0
+"""Times its moving average from which the norm of a step is no ordinary one."""
+FIRST_SHARE = 0.1
+"""Size that what is left of it has in the first average, in ordinary gradients, when it no longer counts."""
+SECOND_SHARE = 0.5
+"""The same for its square in the second average, in ordinary squares."""
+BETAS = (0.9, 0.999)
+WINDOW = 20
+"""Readings in a GSNR, unless the run says otherwise."""
+
+
+def doubt_of_adam(run: Run) -> str:
+    """Why the GSNR from Adam's moments is not to be trusted at the end of a run; empty where it is."""
+    if "adam" not in run.sources("gsnr", "values") or "grad/spike_ratio" not in run.metrics("values"):
+        return ""
+    readings = run.series("gsnr", source="adam")[0]
+    steps, ratios = _taken_in(run)
+    huge = (ratios >= HUGE) & (steps <= (readings[-1] if readings.size else -1))
+    if not huge.any():
+        return ""
+    steps, ratios = steps[huge], ratios[huge]
+    betas, window = _settings(run.meta)
+    ends = steps + np.array([steps_kept(ratio, betas) for ratio in ratios.tolist()])
+    at = int(np.argmax(ends))
+    untouched = int(np.count_nonzero(readings > ends[at]))
+    if untouched >= window:
+        return ""
+    every = float(np.median(np.diff(readings[-window:]))) if readings.size > 1 else 1.0
+    until = math.ceil(max(ends[at], readings[-1]) + (window - untouched) * every)
+    return (
+        f"the gradient of step {int(steps[at]):,}, {number(float(ratios[at]))} times the usual, is still in Adam's "
+        f"averages: the GSNR from them is false until about step {until:,}"
+    )
+
+
+def steps_kept(ratio: float, betas: Sequence[float]) -> float:
+    """Steps after which a gradient of so many times the usual norm no longer counts in either average.
+
+    The first holds (1 - b1) b1^t of it, the second (1 - b2) b2^t of its square.
+
+    >>> round(steps_kept(100.0, (0.9, 0.999))), round(steps_kept(1.0, (0.9, 0.999)))
+    (2995, 0)
+    """
+    first = math.log((1 - betas[0]) * ratio / FIRST_SHARE) / -math.log(betas[0])
+    second = math.log((1 - betas[1]) * ratio**2 / SECOND_SHARE) / -math.log(betas[1])
+    return max(0.0, first, second)
+
+
+def _taken_in(run: Run) -> tuple[NDArray[np.int64], FloatArray]:
+    """How many times the usual norm each gradient had that Adam took in: clipped, and not left out."""
+    steps, ratios = run.series("grad/spike_ratio")
+    norms, limits = _at(run, "grad/norm", steps), _at(run, "clip/max_norm", steps)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.where(limits < norms, ratios * limits / norms, ratios)
+    made = (_at(run, "step/skipped", steps) != 1) & (_at(run, "step/left_out", steps) != 1)
+    known = made & np.isfinite(ratios)
+    return steps[known], ratios[known]
+
+
+def _at(run: Run, metric: str, steps: NDArray[np.int64]) -> FloatArray:
+    """A metric at some steps; nan where it was not read."""
+    found = np.full(len(steps), np.nan)
+    if metric in run.metrics("values"):
+        where, values = run.series(metric)
+        _, here, there = np.intersect1d(steps, where, return_indices=True)
+        found[here] = values[there]
+    return found
+
+
+def _settings(meta: Mapping[str, Any]) -> tuple[Sequence[float], int]:
+    """The betas of the optimizer and the readings in a GSNR, as far as the record has them."""
+    facts, config = meta.get("facts"), meta.get("config")
+    betas = facts.get("betas") if isinstance(facts, Mapping) else None
+    window = config.get("gsnr_window") if isinstance(config, Mapping) else None
+    known = isinstance(betas, (list, tuple)) and len(betas) == 2 and all(_is_beta(beta) for beta in betas)
+    return betas if known and betas else BETAS, window if isinstance(window, int) and window >= 2 else WINDOW
+
+
+def _is_beta(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < 1

@@ -1,0 +1,83 @@
+"""One huge gradient stays in Adam's averages: report and doctor say how long their GSNR is false."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import gradvitals as gv
+from gradvitals.cli import main
+from gradvitals.show.adam_memory import doubt_of_adam, steps_kept
+from gradvitals.store.writer import RunWriter
+from gradvitals.types import Reading, Source
+
+
+def run_with_a_spike(
+    path: Path,
+    *,
+    steps: int = 300,
+    ratio: float = 100.0,
+    betas: tuple[float, float] = (0.9, 0.99),
+    source: Source = "adam",
+    more: dict[str, float] | None = None,
+) -> Path:
+    """Norms of 1 but for step 100, a GSNR every ten steps, a noise scale of single examples."""
+    with RunWriter(path, meta={"facts": {"betas": list(betas)}}) as writer:
+        for step in range(steps):
+            own = ratio if step == 100 else 1.0
+            values = {"loss": 1.0, "grad/norm": own, "grad/spike_ratio": own} | (more or {})
+            writer.write(Reading(step=step, time=float(step), values=values))
+            if step % 10 == 0:
+                writer.write(Reading(step=step, time=float(step), source=source, values={"gsnr": 0.5}))
+                scale = {"noise_scale": 40.0, "noise_scale_low": 30.0, "noise_scale_high": 60.0}
+                writer.write(Reading(step=step, time=float(step), source="examples", values=scale))
+        writer.commit()
+    return path
+
+
+def doubt(path: Path) -> str:
+    with gv.open_run(path) as run:
+        return doubt_of_adam(run)
+
+
+def test_how_long_it_is_kept() -> None:
+    """By hand: (1 - b2) R² b2^t is down to half an ordinary square when t = ln(0.01 × 10⁴ / 0.5) / -ln 0.99 = 527."""
+    assert steps_kept(100.0, (0.9, 0.99)) == pytest.approx(527.17, abs=0.01)
+    assert steps_kept(5.0, (0.9, 0.999)) == pytest.approx(15.28, abs=0.01)  # then the first average holds it longer
+    assert steps_kept(0.5, (0.9, 0.999)) == 0
+
+
+def test_it_is_told_while_it_is_so(tmp_path: Path) -> None:
+    assert doubt(run_with_a_spike(tmp_path / "during")) == (
+        "the gradient of step 100, 100 times the usual, is still in Adam's averages: the GSNR from them is false until "
+        "about step 828"  # 100 + 527, and 20 readings until none of before is averaged in
+    )
+    assert doubt(run_with_a_spike(tmp_path / "before", steps=95)) == ""
+    assert doubt(run_with_a_spike(tmp_path / "after", steps=850)) == ""
+
+
+@pytest.mark.parametrize("more", [{"clip/max_norm": 1.5}, {"step/skipped": 1.0}, {"step/left_out": 1.0}])
+def test_what_adam_was_spared_is_not_in_its_averages(tmp_path: Path, more: dict[str, float]) -> None:
+    assert doubt(run_with_a_spike(tmp_path, more=more)) == ""
+
+
+def test_other_sources_forget(tmp_path: Path) -> None:
+    assert doubt(run_with_a_spike(tmp_path, source="microbatch")) == ""
+
+
+def test_report_and_doctor_say_so_and_whose_each_number_is(tmp_path: Path) -> None:
+    run = str(run_with_a_spike(tmp_path))
+    report, doctor = (
+        CliRunner(env={"COLUMNS": "200"}).invoke(main, [name, run]).output for name in ("report", "doctor")
+    )
+    assert "GSNR (adam) " in report
+    assert "noise scale (examples) " in report
+    for said in (report, doctor):
+        assert "Note: the gradient of step 100, 100 times the usual, is still in Adam's averages" in said
+    for name in ("report", "doctor"):
+        assert (
+            "until about step 828" in json.loads(CliRunner().invoke(main, [name, run, "--json"]).output)["gsnr_doubt"]
+        )
