@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import all_ranks, line, square
 from rank_nets import batch, loss_of, new_net
 from rank_pieces import piece_of
 from rank_scenarios import Scenario
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-
-TIMEOUT = timedelta(seconds=20)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -33,8 +31,7 @@ class Way:
 
     def __init__(self, scenario: Scenario, rank: int) -> None:
         self.scenario, self.rank = scenario, rank
-        # Of its own, so that a scenario that fails does not spoil the next.
-        self.group = dist.new_group(list(range(scenario.world)), timeout=TIMEOUT)
+        self.group = all_ranks()
         self.data_index, self.num_data = rank, scenario.world
         self.net = new_net(scenario.tied)
         self.model: nn.Module = self.net
@@ -211,7 +208,7 @@ class ZeroByHand(Ddp):
 
 class Fsdp(Way):
     def mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
+        return line("dp")
 
     def shard(self, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = dict(self.scenario.options)
@@ -243,4 +240,4 @@ class Fsdp(Way):
 
 class Hsdp(Fsdp):
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (2, self.scenario.world // 2), mesh_dim_names=("replicate", "shard"))
+        return square("replicate", "shard")

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_data_parallel import Fsdp, Way, whole
+from rank_groups import line, square
 from rank_nets import Net, batch, loss_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -52,7 +53,7 @@ class Tp(Way):
 
     def build(self) -> None:
         self.data_index, self.num_data = 0, 1
-        parallelize(self.net, DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("tp",)), sequence=self.sequence)
+        parallelize(self.net, line("tp"), sequence=self.sequence)
         self.net.tie(self.scenario.tied)
 
     def clip(self) -> None:
@@ -72,7 +73,7 @@ class TpByHand(Tp):
     """Tensor-parallel pairs, whose gradients the loop averages itself."""
 
     def build(self) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = square("dp", "tp")
         self.data_index, self.num_data = self.rank // 2, 2
         self.across = mesh["dp"].get_group()
         parallelize(self.net, mesh["tp"], sequence=self.sequence)
@@ -88,7 +89,7 @@ class FsdpTp(Fsdp):
     sequence = False
 
     def build(self) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = square("dp", "tp")
         self.data_index, self.num_data = self.rank // 2, 2
         parallelize(self.net, mesh["tp"], sequence=self.sequence)
         self.net.tie(self.scenario.tied)
@@ -158,7 +159,7 @@ class PipelineByHand(Pipeline):
 
     def build(self) -> None:
         self.data_index, self.num_data, self.stage = self.rank // 2, 2, self.rank % 2
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        self.mesh = square("dp", "pp")
         self.begin(self.mesh["pp"].get_group())
 
     def reduce(self) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_data_parallel import Way
+from rank_groups import end_those_of_monitors
 from rank_scenarios import SCENARIOS, Scenario
 from rank_troubles import TROUBLES
 from rank_ways import WAYS
@@ -236,5 +237,7 @@ def work(folder: Path, rank: int, world: int, attempt: int, todo: dict[int, str]
                 os._exit(FAILED)
         except dist.DistStoreError:
             os._exit(FAILED)
+        if not name.startswith("trouble: "):
+            end_those_of_monitors()
     dist.barrier()
     os._exit(0)  # threads of groups that nobody needs any more would take their time
