@@ -31,5 +31,20 @@ def expect(fine: bool, name: str, given: object, expected: str) -> None:
         raise ConfigError(f"{name} is {given!r}; expected {expected}")
 
 
-class ObserveError(GradvitalsError, TypeError):
-    """What `Monitor.observe` was given cannot be used. It is told as a finding, and never raised into training."""
+class LoopError(GradvitalsError):
+    """Something about the training loop that is told once, as a finding, and never raised into training."""
+
+
+class ObserveError(LoopError, TypeError):
+    """What `Monitor.observe` was given cannot be used."""
+
+
+class ClippedTwiceError(LoopError):
+    """The loop clips gradients and the optimizer does so again."""
+
+    def __init__(self, loop: float, optimizer: float) -> None:
+        super().__init__(
+            f"gradients are clipped twice: to {loop:g} by the loop, then to {optimizer:g} by the optimizer; the lower, "
+            f"{min(loop, optimizer):g}, rules"
+        )
+        self.loop, self.optimizer = loop, optimizer

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradvitals.errors import ObserveError, RunError
+from gradvitals.errors import ClippedTwiceError, ObserveError, RunError
 from gradvitals.types import Finding
 
 
@@ -41,6 +41,8 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
     """An error of ours; what it concerns stays silent from here on."""
     if isinstance(error, ObserveError):
         return observe_ignored(error, step)
+    if isinstance(error, ClippedTwiceError):
+        return clipped_twice(error, step)
     trace = "".join(traceback.format_exception(error))
     return Finding(
         id="monitor_error",
@@ -50,6 +52,19 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
         evidence={"about": part, "error": repr(error), "traceback": trace[-4000:]},
         causes=("a bug in gradvitals or a model it does not know; training is not affected",),
         cures=("please report it with the traceback that `gradvitals report --json` shows",),
+    )
+
+
+def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
+    """The loop and the optimizer both clip."""
+    return Finding(
+        id="clipped_twice",
+        severity="info",
+        title=f"{error}",
+        first_step=step,
+        evidence={"seen": {"loop": error.loop, "optimizer": error.optimizer}},
+        causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
+        cures=(f"leave one of them out, and clip to {min(error.loop, error.optimizer):g}: the other changes nothing",),
     )
 
 

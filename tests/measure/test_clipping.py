@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,32 @@ def test_fewer_micro_batches_than_before_and_a_clip_by_hand(tmp_path: Path) -> N
         rig.step(sizes=sizes)
     rig.check(skip=("noise_scale",))
     assert rig.stages() == ["raw"] * 4
+
+
+@pytest.mark.parametrize(
+    ("loop", "own", "rules"),
+    [(1.0, 0.5, 0.5), (0.5, 1.0, 0.5), (1.0, 1.0, 1.0), (None, 0.5, 0.5), (math.inf, 0.5, 0.5)],
+)
+def test_clipping_in_the_loop_and_in_the_optimizer_is_told_once(
+    tmp_path: Path, loop: float | None, own: float, rules: float
+) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = gv.optim.AdamW(model.parameters(), lr=1e-2, max_norm=own)
+    with gv.watch(model, optimizer, run=tmp_path, config=gv.Config(quiet=True)):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, next(model.parameters()).shape[1])).square().mean().backward()
+            if loop is not None:
+                clip_grad_norm_(model.parameters(), loop)
+            optimizer.step()
+    run = gv.open_run(tmp_path)
+    assert run.series("clip/max_norm")[1].tolist() == [rules] * 5
+    told = [finding for finding in run.findings() if finding.id == "clipped_twice"]
+    if loop is None or math.isinf(loop):
+        assert told == []
+    else:
+        assert [(finding.severity, finding.first_step) for finding in told] == [("info", 0)]
+        assert (
+            f"to {loop:g} by the loop, then to {own:g} by the optimizer; the lower, {rules:g}, rules" in told[0].title
+        )

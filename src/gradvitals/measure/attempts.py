@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradvitals.errors import ObserveError
+from gradvitals.errors import LoopError
 from gradvitals.measure.clock import Clock
 
 
@@ -47,7 +47,7 @@ class Attempts:
 
     def fail(self, part: str, error: Exception) -> None:
         """A part has met an error. One in what the loop has told concerns that call alone, and is told once."""
-        if not isinstance(error, ObserveError):
+        if not isinstance(error, LoopError):
             self._broken.add(part)
         elif str(error) in self._told:
             return

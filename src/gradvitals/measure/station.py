@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.config import Config
+from gradvitals.errors import ClippedTwiceError
 from gradvitals.measure import stats
 from gradvitals.measure.changes import Changes
 from gradvitals.measure.clock import Clock
@@ -53,6 +55,7 @@ class Station:
         self.expects_clip = False
         self.clips_by_hand = False
         self.in_scaler_step = False
+        self._told_twice = False
         self.settled = False
         """Whether a whole step has shown where the sentinel is best placed."""
         self.begin([])
@@ -74,6 +77,7 @@ class Station:
 
     def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[str, Exception], None]) -> None:
         """Take charge of these rows."""
+        self._on_error = on_error
         self._members = self._current_members()
         parameters = [watched.parameters[row] for row in rows]
         same = rows == self.rows and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
@@ -305,11 +309,20 @@ class Station:
             self.factors.listen(draft.packet, self.rows, self.parameters)
         self.vitals.begin()
         if self.vitals.available and self.vitals.max_norm is not None:  # what the moments get is clipped
-            draft.max_norm, self.step.clipped = self.vitals.max_norm, True
+            draft.max_norm, self.step.clipped = self._lower_limit(draft.max_norm, self.vitals.max_norm), True
         if "update/norm" in self.config.metrics:
             self.changes.begin()
             if draft.full and not self.vitals.expected:
                 self.updates.before(self._held, [watched.tensor(row) for row in self._held])
+
+    def _lower_limit(self, loops: float | None, own: float) -> float:
+        """The norm that gradients end up with at most: the loop may have clipped them before the optimizer does."""
+        if not self.clipped or loops is None or not 0 < loops < math.inf:
+            return own
+        if not self._told_twice:
+            self._told_twice = True
+            self._on_error("clip", ClippedTwiceError(loops, own))
+        return min(loops, own)
 
     def instruments_after(self, draft: RawStep, watched: Rows) -> Iterator[tuple[str, Callable[[], object]]]:
         """What there is to take right after the optimizer's step, each by its name."""

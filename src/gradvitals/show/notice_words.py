@@ -93,6 +93,15 @@ NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
         ),
         ("warning",),
     ),
+    "clipped_twice": (
+        _words(
+            "Clipped twice",
+            "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit rules.",
+            ("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
+            ("leave one of them out: of two limits, the higher changes nothing",),
+        ),
+        ("info",),
+    ),
     "store_error": (
         _words(
             "Run cannot be kept",
