@@ -69,8 +69,10 @@ def test_the_advice_knows_what_the_doctor_found(tmp_path: Path) -> None:
     found = Finding(
         id="batch_too_small", severity="warning", title="a batch of 64 is small: the loss swings", first_step=9
     )
-    _, advised = both(tmp_path / "run", gsnr=0.25, error=0.05, findings=[found])
-    assert (
-        "`gradvitals doctor` goes by more than this: a batch of 64 is small: the loss swings."
-        in advised.batch_size.notes
+    _, advised = both(tmp_path / "known", gsnr=0.25, error=0.05, findings=[found])
+    assert advised.batch_size.answer == (
+        "By the noise scale alone, about 64 samples, the batch of 64 may stay; "
+        "but a batch of 64 is small: the loss swings."
     )
+    _, advised = both(tmp_path / "unknown", gsnr=0.0, error=3.0, findings=[found])
+    assert advised.batch_size.answer.endswith("holds zero. By other signs, a batch of 64 is small: the loss swings.")

@@ -81,6 +81,7 @@ def advise_batch(record: Record) -> Advice:
     size = signal.step_size if signal.step_size > 0 else signal.batch_size
     if math.isnan(low) or (math.isinf(high) and low < LARGER * size):
         why = "the noise scale is not identifiable: the interval of the GSNR holds zero"
+        why += f". By other signs, {found}" if (found := _found(record)) else ""
         return cannot_tell(TOPIC, why, NAMES, _figures(record, signal, averages, size))
     values = {"noise_scale": value, "low": low, "high": high, "batch_size": size}
     proposed = _proposed(value, low, high, size)
@@ -88,12 +89,12 @@ def advise_batch(record: Record) -> Advice:
     confidence, because = _confidence(signal, record)
     return Advice(
         topic=TOPIC,
-        answer=_answer(value, low, high, size, proposed),
+        answer=_answer(value, low, high, size, proposed, _found(record)),
         confidence=confidence,
         because=because,
         values={**dict.fromkeys(NAMES), **values, **factors, "proposed": proposed},
         figures=tuple(_figures(record, signal, averages, size)),
-        notes=(*_notes(record, size, proposed), *_found(record, proposed)),
+        notes=tuple(_notes(record, size, proposed)),
     )
 
 
@@ -170,8 +171,10 @@ def _power_of_two(ratio: float) -> float:
     return 2.0 ** math.floor(math.log2(ratio)) if ratio < 1e9 else 1e9
 
 
-def _answer(value: float, low: float, high: float, size: float, proposed: float | None) -> str:
+def _answer(value: float, low: float, high: float, size: float, proposed: float | None, found: str) -> str:
     scale = f"about {number(round(value))} samples" if math.isfinite(value) else f"over {number(round(low))} samples"
+    if proposed is None and found:
+        return f"By the noise scale alone, {scale}, the batch of {number(round(size))} may stay; but {found}."
     if proposed is None:
         return f"Keep the batch of {number(round(size))}: the noise scale is {scale}."
     if proposed > size:
@@ -246,12 +249,10 @@ def _confidence(signal: Signal, record: Record) -> tuple[Confidence, str]:
     return "fair", f"its interval spans a factor of {width:.2g}, but the noise scale is only a proxy"
 
 
-def _found(record: Record, proposed: float | None) -> Iterator[str]:
-    """What the doctor says about the batch, where the noise scale alone would leave it as it is."""
-    kinds = ("batch_too_small", "batch_too_large")
-    for finding in record.findings if proposed is None else ():
-        if finding.id in kinds and finding.last_step is None:
-            yield f"`gradvitals doctor` goes by more than this: {finding.title}."
+def _found(record: Record) -> str:
+    """What the doctor says about the batch at the end of the run; empty for nothing."""
+    found = [finding for finding in record.findings if finding.id in ("batch_too_small", "batch_too_large")]
+    return next((finding.title for finding in found if finding.last_step is None), "")
 
 
 def _notes(record: Record, size: float, proposed: float | None) -> list[str]:
