@@ -312,6 +312,14 @@ def test_again_keeps_to_the_settings_of_the_run_as_far_as_they_are_known(write: 
     assert "loss_nonfinite" not in [finding["id"] for finding in data["findings"]]
 
 
+def test_what_no_reading_shows_is_kept_where_it_is_judged_again(write: Write) -> None:
+    crash = notices.training_stopped(RuntimeError("boom"), 399)
+    result = doctor(write(crash, SPIKE), "--again")
+    assert result.exit_code == 1
+    assert result.output.startswith("Unhealthy: stopped at step 399 by RuntimeError: boom.")
+    assert "[explosion]" not in result.output  # the readings do not show it
+
+
 def test_no_run_or_no_readings_is_one_line_and_exit_2(write: Write, tmp_path: Path) -> None:
     for path, says in ((tmp_path / "nowhere", "nowhere"), (write(steps=0), "no readings yet")):
         result = doctor(path)

@@ -161,7 +161,8 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
     found: Iterable[Finding] = kept
     if replayed:
         result = diagnose_again(run, on_step)
-        found, failed = result.findings, set(result.failed)
+        told = [finding for finding in kept if finding.id not in RULES]  # which no reading shows: how it ended
+        found, failed = (*told, *result.findings), set(result.failed)
     verdict = judge_run(run, found)
     fine, not_judged = _looked_for(_Record(run, verdict.steps), verdict, recorded_settings(meta), failed)
     return Checkup(
