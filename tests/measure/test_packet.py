@@ -34,3 +34,31 @@ def test_which_rows_came_is_not_to_be_changed() -> None:
     present = Places([0]).present(2)
     with pytest.raises(ValueError, match="read-only"):
         present[1] = True
+
+
+def test_what_is_on_the_host_is_left_as_it_is_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    packet = Packet()
+    packet.add("norm", torch.tensor([3.0], dtype=torch.bfloat16), [2])
+    packet.add_each("max", [torch.tensor(4.0), torch.tensor(8.0)], [1, 0])
+    packet.add_later(lambda: [("norm", [0], np.array([5.0])), ("change", [1], np.array([6.0], dtype=np.float32))])
+
+    def work(*args: object) -> None:
+        raise AssertionError("the training thread is not to do this")
+
+    with monkeypatch.context() as training:
+        training.setattr(torch, "stack", work)
+        training.setattr(torch, "cat", work)
+        (shipment,) = ship([packet])
+    arrived = shipment.wait()
+    np.testing.assert_array_equal(arrived["norm"].by_row(3), [5.0, np.nan, 3.0])
+    np.testing.assert_array_equal(arrived["max"].by_row(3), [8.0, 4.0, np.nan])
+    assert {name: found.values.dtype for name, found in arrived.items()} == dict.fromkeys(arrived, np.dtype(float))
+    assert arrived["change"].values.tolist() == [6.0]
+
+
+def test_what_is_taken_over_from_another_packet_comes_along() -> None:
+    one, other = Packet(), Packet()
+    other.add("norm", torch.tensor([3.0]), [2])
+    other.add_later(lambda: [("change", [1], np.array([6.0]))])
+    one.extend(other)
+    assert {name: found.rows.tolist() for name, found in ship([one])[0].wait().items()} == {"norm": [2], "change": [1]}

@@ -9,6 +9,7 @@ round from step to step are the mark of a learning rate at its limit: these must
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,19 +59,25 @@ class _HostGroup:
         self.views = [stats.flat(t).numpy()[:: stats.odd_stride(t.numel(), COORDINATES)] for t in tensors]
         self.lengths = [len(view) for view in self.views]
         self._starts = np.cumsum([0, *self.lengths[:-1]])
-        self.before = np.concatenate(self.views)
-        self.last: NDArray[Any] | None = None
+        self._before = np.concatenate(self.views)
+        self._earlier: NDArray[Any] | None = None
 
     def add(self, packet: Packet) -> None:
         now = np.concatenate(self.views)
-        with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
-            change = now - self.before
-            squares = np.add.reduceat(change * change, self._starts)
-            agreement = float(change @ self.last) if self.last is not None else None
-        packet.add("change_sq", torch.from_numpy(squares), self.rows)
-        if agreement is not None:
-            packet.add("change_dot", torch.tensor(agreement, dtype=torch.float64), self.rows[:1])
-        self.before, self.last = now, change
+        packet.add_later(partial(_compared, self.rows, self._starts, now, self._before, self._earlier))
+        self._before, self._earlier = now, self._before
+
+
+def _compared(
+    rows: list[int], starts: NDArray[Any], now: NDArray[Any], before: NDArray[Any], earlier: NDArray[Any] | None
+) -> list[tuple[str, list[int], NDArray[Any]]]:
+    """What the coordinates of all rows have done in a step, and how that agrees with the step before."""
+    with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
+        change = now - before
+        compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
+        if earlier is not None:
+            compared.append(("change_dot", rows[:1], np.atleast_1d(change @ (before - earlier))))
+    return compared
 
 
 class _KernelGroup:

@@ -87,7 +87,10 @@ class MomentSums:
             stats.add_norms(packet, "exp_avg_norm", [state.rows[p] for p in left], first)
             stats.add_sums_of_positive(packet, "exp_avg_sq_sum", [state.rows[p] for p in left], second)
         for step_rows, steps in stats.by_device_and_dtype(state.rows, state.steps):
-            packet.add_each("adam_step", steps, step_rows)
+            if steps[0].device.type == "cpu":  # the optimizer counts in place, and these are read later
+                packet.add("adam_step", torch.stack(steps), step_rows)
+            else:
+                packet.add_each("adam_step", steps, step_rows)
         if left and below_one:
             self._add_sampled(packet, state, left, below_one=True, median=False)
         if rest:

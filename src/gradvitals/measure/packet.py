@@ -1,9 +1,15 @@
-"""From device to host without waiting: numbers gathered in a step leave in one copy per device."""
+"""From device to host without waiting: numbers gathered in a step leave in one copy per device.
+
+What is in the host's memory already is left as it is. Whatever the training thread does once a step, between long
+operations, finds the processor's caches filled with other things and takes ten times as long as it would in a row: so
+as much as possible is left to the thread that reads the numbers, many steps at once.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +70,9 @@ class Arrived:
 Part = tuple[str, Sequence[int], Tensor | Sequence[Tensor]]
 """A name, the rows its numbers belong to, and the numbers: one vector, or one 0-d tensor for each."""
 
+Later = Callable[[], Iterable[tuple[str, Sequence[int], NDArray[Any]]]]
+"""Names, rows and numbers, once they are asked for."""
+
 
 class Packet:
     """Collects small tensors under names during a step; `ship` sends them to the host asynchronously.
@@ -74,6 +83,11 @@ class Packet:
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, list[Part]] = {}
+        self.later: list[Later] = []
+
+    def add_later(self, work: Later) -> None:
+        """Take numbers along that are to be worked out when they are read, from what is in the host's memory."""
+        self.later.append(work)
 
     def add(self, name: str, values: Tensor, rows: Sequence[int] = (0,)) -> None:
         """Take a tensor of one number per row along. A name may come more than once."""
@@ -89,6 +103,7 @@ class Packet:
         """Take everything of another packet along."""
         for device, parts in other._parts.items():
             self._parts.setdefault(device, []).extend(parts)
+        self.later.extend(other.later)
 
     def parts(self, device: torch.device) -> list[Part]:
         """What there is on one device."""
@@ -107,8 +122,8 @@ class Packet:
 @torch.no_grad()
 def ship(packets: Sequence[Packet]) -> list[Shipment]:
     """Start one copy per device for all packets, and return what will hold each once it has arrived."""
-    shipments = [Shipment() for _ in packets]
-    for device in dict.fromkeys(device for packet in packets for device in packet.devices):
+    shipments = [Shipment(packet) for packet in packets]
+    for device in dict.fromkeys(device for packet in packets for device in packet.devices if device.type != "cpu"):
         flat, places = _join([(index, part) for index, p in enumerate(packets) for part in p.parts(device)])
         events: set[torch.cuda.Event] = set()
         if device.type == "cuda":
@@ -118,7 +133,7 @@ def ship(packets: Sequence[Packet]) -> list[Shipment]:
             event.record(torch.cuda.current_stream(device))
             events = {event}
             flat = host
-        elif device.type != "cpu":
+        else:
             flat = flat.cpu()
         for index, name, rows, start in places:
             shipments[index].events |= events
@@ -159,9 +174,14 @@ def _floating(values: Tensor) -> Tensor:
 
 
 class Shipment:
-    """Numbers on their way to the host."""
+    """Numbers on their way to the host.
 
-    def __init__(self) -> None:
+    Args:
+        packet: Whose numbers these are; what is on the host already is taken from it when it is asked for.
+    """
+
+    def __init__(self, packet: Packet | None = None) -> None:
+        self._packet = Packet() if packet is None else packet
         self.contents: list[tuple[str, Sequence[int], Tensor, int]] = []
         self.events: set[torch.cuda.Event] = set()
 
@@ -180,12 +200,8 @@ class Shipment:
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
         known = {} if known is None else known
-        joined: dict[str, tuple[list[Floats], list[int]]] = {}
-        last, array = None, np.zeros(0)
-        for name, rows, flat, start in self.contents:
-            if flat is not last:
-                last, array = flat, flat.numpy()
-            part = array[start : start + len(rows)]
+        joined: dict[str, tuple[list[NDArray[Any]], list[int]]] = {}
+        for name, rows, part in self._parts():
             if name in joined:
                 joined[name][0].append(part)
                 joined[name][1].extend(rows)
@@ -198,3 +214,15 @@ class Shipment:
             values = np.concatenate(parts, dtype=np.float64) if len(parts) > 1 else parts[0].astype(np.float64)
             arrived[name] = Arrived(values, known[name])
         return arrived
+
+    def _parts(self) -> Iterator[tuple[str, Sequence[int], NDArray[Any]]]:
+        last, array = None, np.zeros(0)
+        for name, rows, flat, start in self.contents:
+            if flat is not last:
+                last, array = flat, flat.numpy()
+            yield name, rows, array[start : start + len(rows)]
+        for name, rows, values in self._packet.parts(torch.device("cpu")):
+            whole = values if isinstance(values, Tensor) else torch.stack(list(values))
+            yield name, rows, _floating(whole.detach()).numpy()
+        for work in self._packet.later:
+            yield from work()

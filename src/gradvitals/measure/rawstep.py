@@ -130,7 +130,11 @@ class RawStep:
         if not isinstance(loss, Tensor) and loss is not None:
             loss = _number(loss)
         if isinstance(loss, Tensor):
-            self.losses.append(loss.detach().clone() if loss.dim() == 0 else loss.detach().float().mean())
+            # On the host there is nothing to wait for; but a tensor that is spread over ranks takes them all to tell.
+            at_hand = type(loss) is Tensor and loss.device.type == "cpu" and loss.is_floating_point()
+            if loss.dim():
+                loss = loss.detach().float().mean()
+            self.losses.append(loss.item() if at_hand else loss.detach().clone())
         elif loss is not None:
             self.losses.append(loss)
         self.sizes.append(batch_size)
