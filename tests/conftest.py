@@ -20,6 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a worker, set before torch is loaded: more would only make the workers wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What compiles, compiles in its own process: others to compile in would first have to import torch, each of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As shells start what runs in the background. Processes of tests would inherit it, and not hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
