@@ -56,7 +56,7 @@ def test_no_command_fills_the_memory_or_falls_over(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) == (len(CHANGES) + 1) * (7 + 5)
+    assert len(found) == (len(CHANGES) + 1) * (8 + 5)
     assert [each for each in found if each[3] is not None] == []  # no error that a user would see as a traceback
     assert [each for each in found if each[5] > SECONDS] == []
     wrong = []
