@@ -152,19 +152,10 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
     Raises:
         RunError: If the run has no readings, so that there is nothing to judge.
     """
-    if run.last_step is None:
-        raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
-    meta, kept = run.meta, run.findings()
-    unseen = "" if was_diagnosed(meta) else "it was recorded without diagnosis"
-    replayed = "as asked" if again else "it was imported" if "imported" in meta else unseen
-    failed = {str(finding.evidence.get("about")) for finding in kept if finding.id == "monitor_error"}
-    found: Iterable[Finding] = kept
-    if replayed:
-        result = diagnose_again(run, on_step)
-        told = [finding for finding in kept if finding.id not in RULES]  # which no reading shows: how it ended
-        found, failed = (*told, *result.findings), set(result.failed)
+    kept = run.findings()
+    replayed, found, failed = _found(run, kept, again=again, on_step=on_step)
     verdict = judge_run(run, found)
-    fine, not_judged = _looked_for(_Record(run, verdict.steps), verdict, recorded_settings(meta), failed)
+    fine, not_judged = _looked_for(_Record(run, verdict.steps), verdict, recorded_settings(run.meta), failed)
     return Checkup(
         run=str(run.path),
         replayed=replayed,
@@ -177,6 +168,26 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
         state=state_of(run),
         restarts=restarts(run),
     )
+
+
+def verdict_on(run: Run) -> Verdict:
+    """The verdict that `examine` comes to, without what is fine beside it, which takes longer in a long run."""
+    return judge_run(run, _found(run, run.findings())[1])
+
+
+def _found(
+    run: Run, kept: Sequence[Finding], *, again: bool = False, on_step: OnStep | None = None
+) -> tuple[str, Sequence[Finding], set[str]]:
+    """Why a run was judged again, if it was; what was found; and the rules that ended in an error."""
+    if run.last_step is None:
+        raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
+    unseen = "" if was_diagnosed(run.meta) else "it was recorded without diagnosis"
+    replayed = "as asked" if again else "it was imported" if "imported" in run.meta else unseen
+    if not replayed:
+        return "", kept, {str(finding.evidence.get("about")) for finding in kept if finding.id == "monitor_error"}
+    result = diagnose_again(run, on_step)
+    told = [finding for finding in kept if finding.id not in RULES]  # which no reading shows: how it ended
+    return replayed, (*told, *result.findings), set(result.failed)
 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
