@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ def in_a_process(folder: Path, steps: int, decide: str, kill_after: int | None =
     return told
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a run comes to that was never killed: made once for each way to decide."""
+    return cache(lambda decide: run(tmp_path_factory.mktemp("whole"), 60, decide))
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert {name: one[name] for name in SAME} == {name: other[name] for name in SAME}
 
@@ -45,27 +53,28 @@ def test_saving_snapshots_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("decide", "kill_after"), [("host", 3), ("host", 38), ("device", 38)])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(decide: str, kill_after: int, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    decide: str, kill_after: int, tmp_path: Path, whole: Callable[[str], dict[str, Any]]
+) -> None:
     """Steps are left out before and after the kill; at 38 two of them are among those just before it."""
-    whole = run(tmp_path / "whole", 60, decide)
-    assert [action[1] for action in whole["actions"] if action[0] == "skip"] == [4, 24, 33, 34, 52]
+    uncut = whole(decide)
+    assert [action[1] for action in uncut["actions"] if action[0] == "skip"] == [4, 24, 33, 34, 52]
     in_a_process(tmp_path / "killed", 60, decide, kill_after)
     resumed = in_a_process(tmp_path / "killed", 60, decide)
     assert resumed is not None
     assert resumed["began"] <= kill_after
     assert (resumed["began"] > 0) == (kill_after > 5)
-    same(resumed, whole)
-    assert resumed["kept"] == [list(action) for action in whole["kept"]], "every action is in the record once"
+    same(resumed, uncut)
+    assert resumed["kept"] == [list(action) for action in uncut["kept"]], "every action is in the record once"
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("cut", [7, 26, 38])
-def test_in_the_same_process(decide: str, cut: int, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", 60, decide)
+def test_in_the_same_process(decide: str, cut: int, tmp_path: Path, whole: Callable[[str], dict[str, Any]]) -> None:
     run(tmp_path / "cut", cut, decide)
     resumed = run(tmp_path / "cut", 60, decide)
     assert resumed["began"] > 0
-    same(resumed, whole)
+    same(resumed, whole(decide))
 
 
 def test_without_a_snapshot_there_is_nothing_to_resume(tmp_path: Path) -> None:

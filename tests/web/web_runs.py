@@ -64,7 +64,7 @@ def hostile_run(path: Path) -> None:
         writer.commit()
 
 
-def wait(page: Any, expression: str, seconds: float = 15.0) -> None:
+def wait(page: Any, expression: str, seconds: float = 60.0) -> None:
     """Until the expression is true. Playwright's own way evaluates text in the page, which the page forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression):
