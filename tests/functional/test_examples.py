@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from gradvitals.functional import norm_example_gradients
+from gradvitals.functional import layer_shares, norm_example_gradients
 
 
 @pytest.mark.parametrize("example_dim", [0, 1])
@@ -50,3 +55,29 @@ def test_dimensions_that_cannot_be(options: dict[str, object], told: str) -> Non
 def test_shapes_that_differ() -> None:
     with pytest.raises(ValueError, match=r"the shapes are \(2, 3\) and \(3, 2\); expected equal ones"):
         norm_example_gradients(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100.0), st.floats(-12, 12)), min_size=1, max_size=20),
+    st.floats(0.01, 100.0),
+)
+def test_layers_with_one_noise_scale_have_it_together_whatever_their_size(
+    layers: list[tuple[float, float]], scale: float
+) -> None:
+    size = np.array([10.0**power for _, power in layers])
+    signal, noise = layer_shares(size, scale * size)
+    assert noise / signal == pytest.approx(scale)
+    apart = np.array([one for one, _ in layers])
+    signal, noise = layer_shares(size, apart * size)
+    assert min(apart) * (1 - 1e-9) <= noise / signal <= max(apart) * (1 + 1e-9)
+
+
+def test_a_layer_without_numbers_is_left_out() -> None:
+    signal, noise = np.array([1.0, np.nan, 0.0, -2.0, np.inf]), np.array([3.0, 1.0, 0.0, 1.0, 1.0])
+    assert layer_shares(signal, noise) == (0.25, 0.75)
+    assert all(map(math.isnan, layer_shares(np.array([np.nan]), np.array([1.0]))))
+
+
+def test_a_signal_below_zero_by_chance_counts() -> None:
+    signal, noise = layer_shares(np.array([-1.0, 1.0]), np.array([3.0, 1.0]))
+    assert (signal, noise) == (0.0, 2.0)

@@ -21,18 +21,24 @@ def test_exact_signal_and_noise_are_those_of_one_backward_for_each_example() -> 
     model = CharLM(CharLMConfig(vocab_size=data.vocab_size, context=6, d_model=8, n_layer=1, n_head=2))
     tokens, targets = data.batch(5, 6)
     found = exact_signals(model, tokens, targets)
-    vectors: dict[str, list[np.ndarray]] = {"model": [], "norms": []}
+    vectors: dict[str, list[np.ndarray]] = {}
     for i in range(5):
         model.zero_grad()
         model(tokens[i : i + 1], targets[i : i + 1]).backward()
-        grads = {name: p.grad.double().numpy().ravel() for name, p in model.named_parameters()}
-        vectors["model"].append(np.concatenate(list(grads.values())))
-        vectors["norms"].append(np.concatenate([grads[name] for name in grads if is_norm_weight(name)]))
-    for kind, rows in vectors.items():
-        mean = np.mean(rows, axis=0)
-        noise = np.square(np.array(rows) - mean).sum() / 4
-        assert found[kind] == pytest.approx((mean @ mean - noise / 5, noise), rel=1e-4)
-    assert len(vectors["norms"][0]) == 3 * 8
+        for name, parameter in model.named_parameters():
+            vectors.setdefault(name, []).append(parameter.grad.double().numpy().ravel())
+    of_one = {name: signal_and_noise(np.array(rows)) for name, rows in vectors.items()}
+    assert found["model"] == pytest.approx(np.sum(list(of_one.values()), axis=0), rel=1e-4)
+    norms = np.array([pair for name, pair in of_one.items() if is_norm_weight(name)])
+    assert len(norms) == 3
+    shares = norms / norms.sum(1, keepdims=True)  # every layer counts the same
+    assert found["norms"] == pytest.approx(shares.sum(0), rel=1e-4)
+
+
+def signal_and_noise(rows: np.ndarray) -> tuple[float, float]:
+    mean = rows.mean(0)
+    noise = np.square(rows - mean).sum() / (len(rows) - 1)
+    return float(mean @ mean - noise / len(rows)), float(noise)
 
 
 def test_the_live_value_is_that_of_the_exact_gradients_of_norm_weights(monkeypatch: pytest.MonkeyPatch) -> None:

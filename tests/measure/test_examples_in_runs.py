@@ -69,8 +69,9 @@ class Run:
         """Signal over noise of one example, means over the steps taken first; none from before half of them."""
         sums = []
         for parts, weights in self.truth[math.ceil(until / 2) : until + 1]:
-            vectors = np.concatenate([parts[name] for name in names], axis=1)
-            sums.append(signal_and_noise(vectors, [size] * len(weights), weights))
+            each = np.array([signal_and_noise(parts[name], [size] * len(weights), weights) for name in names])
+            # Of several layers each counts the same.
+            sums.append(each[0] if len(names) == 1 else (each / each.sum(1, keepdims=True)).sum(0))
         signal, noise = np.mean(sums, axis=0)
         return float(signal / noise)
 
@@ -103,7 +104,7 @@ def net(**options: Any) -> Net:
     return model
 
 
-def test_the_store_has_tensors_and_the_sum_over_them(tmp_path: Path) -> None:
+def test_the_store_has_tensors_and_what_they_say_together(tmp_path: Path) -> None:
     run = Run(tmp_path, net()).train(8, sizes=(12,))
     run.check()
     with gv.open_run(run.monitor.run_path) as kept:

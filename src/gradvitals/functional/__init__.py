@@ -1,7 +1,7 @@
 """The equations, as pure functions: tensors or numbers in, numbers with their intervals out."""
 
 from gradvitals.functional.adam import adam_gsnr, adam_gsnr_below_one, adam_gsnr_from_sums, adam_signal_and_noise
-from gradvitals.functional.examples import norm_example_gradients
+from gradvitals.functional.examples import layer_shares, norm_example_gradients
 from gradvitals.functional.gsnr import gsnr, gsnr_elementwise, gsnr_from_norms, gsnr_plug_in
 from gradvitals.functional.intervals import Estimate, gsnr_interval, ratio_of_means
 from gradvitals.functional.noise_scale import NoiseScale, noise_scale, signal_and_noise, signal_and_noise_of_sums
@@ -28,6 +28,7 @@ __all__ = [
     "gss",
     "is_exploding",
     "is_vanishing",
+    "layer_shares",
     "noise_scale",
     "norm_example_gradients",
     "radial",

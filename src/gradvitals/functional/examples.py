@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -63,3 +65,33 @@ def norm_example_gradients(
     summed = product.sum(positions, keepdim=True) if positions else product
     rows = summed.permute(*kept, *positions)
     return rows.reshape(rows.shape[0], -1)
+
+
+def layer_shares(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> tuple[float, float]:
+    r"""Signal and noise of several layers together, where every layer counts the same.
+
+    .. math:: S = \sum_l \frac{S_l}{S_l + N_l}, \qquad N = \sum_l \frac{N_l}{S_l + N_l}
+
+    :math:`S_l + N_l` is the mean squared norm of one example's gradient in layer l. In plain sums the layer with the
+    largest gradients speaks for all: early in training that is the last norm before the output, whose noise scale is
+    far below the others'. N / S, the noise scale, is a mean over layers weighted by their shares of signal; where all
+    layers have the same, it is that.
+
+    Args:
+        signal: of every layer, as from `signal_and_noise_of_sums`. May be below zero by chance.
+        noise: likewise.
+
+    Returns:
+        S and N. Layers whose sum is not a positive number are left out; nan where none is left.
+
+    Example:
+        Noise scales of 1 and 3, with gradients of very different size.
+
+        >>> layer_shares(np.array([100.0, 0.1]), np.array([100.0, 0.3]))
+        (0.75, 1.25)
+    """
+    total = signal + noise
+    known = (total > 0) & (total < np.inf)
+    if not known.any():
+        return float("nan"), float("nan")
+    return float((signal[known] / total[known]).sum()), float((noise[known] / total[known]).sum())

@@ -116,12 +116,12 @@ def exact_signals(model: CharLM, tokens: Tensor, targets: Tensor) -> Signals:
         grads = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(named, tokens, targets)
     count = len(tokens)
     found: Signals = {}
-    for kind in ("model", "norms"):
-        chosen = [grad for name, grad in grads.items() if kind == "model" or is_norm_weight(name)]
-        squares = sum(float(grad.double().square().sum()) for grad in chosen) / count
-        of_mean = sum(float(grad.double().mean(0).square().sum()) for grad in chosen)
-        signal, noise = functional.signal_and_noise_of_sums(squares, of_mean, 1.0, 1.0, 1 / count)
-        found[kind] = float(signal), float(noise)
+    squares = np.array([float(grad.double().square().sum()) / count for grad in grads.values()])
+    of_mean = np.array([float(grad.double().mean(0).square().sum()) for grad in grads.values()])
+    signal, noise = functional.signal_and_noise_of_sums(squares, of_mean, 1.0, 1.0, 1 / count)
+    norms = [place for place, name in enumerate(grads) if is_norm_weight(name)]
+    found["model"] = float(signal.sum()), float(noise.sum())
+    found["norms"] = functional.layer_shares(signal[norms], noise[norms])
     return found
 
 

@@ -178,12 +178,14 @@ class Interpreter:
         )
 
     def _from_examples(self, step: StepSums) -> Reading:
-        """From single examples, which only the weights of norm layers tell; what stands for the model is their sum."""
+        """From single examples, which only the weights of norm layers tell; all of these stand for the model alike."""
         layout, parts = step.table.layout, step.examples
         assert parts is not None
         read = step.rows["examples"].present
         signal, noise = _signal_and_noise(step.known("examples"), step.known("examples_sum"), parts)
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
+        if np.isfinite(all_signal[0]):
+            all_signal[0], all_noise[0] = functional.layer_shares(signal[read], noise[read])
         if not step.outlier:
             self._examples.push(names, all_signal, all_noise, step.step)
         per_sample = self._examples.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
