@@ -36,7 +36,8 @@ class Ear:
         # Norms of half-precision gradients come rounded to half precision: not good enough to keep.
         exact = (torch.float32, torch.float64)
         known: dict[int, Tensor] = {}
-        if norms is not None and joined is not None and joined.dtype in exact and -1 not in rows:
+        # Those of a sharded model are summands: each rank has its own part to tell.
+        if norms is not None and type(joined) is Tensor and joined.dtype in exact and -1 not in rows:
             known = dict(zip(rows, norms, strict=True))
         elif norms is not None:
             joined = None
