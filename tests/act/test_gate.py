@@ -76,6 +76,12 @@ def test_the_loss_is_the_mean_of_what_the_loop_told() -> None:
     assert math.isnan(float(looked([1.0]).loss))
 
 
+def test_losses_of_any_size_are_no_error() -> None:
+    assert math.isnan(float(looked([1.0], losses=[INF, -INF]).loss))
+    assert float(looked([1.0], losses=[1e300]).loss) == INF
+    assert float(looked([1.0], losses=[1e300, torch.tensor(1.0)]).loss) == INF
+
+
 @pytest.mark.parametrize(
     ("norm", "loss", "limits", "expected"),
     [

@@ -283,3 +283,20 @@ def test_every_step_that_was_left_out_is_in_the_record(decide: str, tmp_path: Pa
     run.close()
     assert [action.step for action in run.guard.actions if action.kind == "skip" and action.taken] == found
     assert run.guard.step == 65 - len(found)
+
+
+def test_a_loss_too_large_for_single_precision_is_left_out_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    guard = gv.Guard(mode="act", skip=gv.act.Skip(first_steps=5))
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
+        for step in range(30):
+            inputs = torch.randn(8, 4).double() * (1e25 if step == 20 else 1.0)
+            loss = model(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 20)]
+    assert model.weight.abs().max() < 10

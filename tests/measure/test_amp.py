@@ -325,3 +325,18 @@ def test_scaler_of_another_model_is_none_of_ours(tmp_path: Path, observe: str) -
         rig.step()
     rig.check()
     assert rig.stages() == ["raw"] * 3
+
+
+def test_a_loop_that_uses_one_tensor_for_every_skipped_step(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for step in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.found_inf.fill_(float(step in (3, 6)))
+            optimizer.step()
+            optimizer.found_inf.zero_()
+    steps, _ = gv.open_run(monitor.run_path).series("step/left_out")
+    assert steps.tolist() == [3, 6]

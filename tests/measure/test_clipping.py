@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradvitals as gv
 from gradvitals.measure.packet import Packet
-
-ORIGINALS = (torch._foreach_norm, torch.stack)
 
 
 def make(path: Path, **options: Any) -> Rig:
@@ -114,7 +114,7 @@ def test_error_if_nonfinite_still_raises(tmp_path: Path) -> None:
     rig.model[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(rig.model.parameters(), 1.0, error_if_nonfinite=True)
-    assert (torch._foreach_norm, torch.stack) == ORIGINALS
+    assert vars(nn.utils.clip_grad)["torch"] is torch
     rig.optimizer.zero_grad()
     rig.steps(2)
     rig.check()
@@ -198,6 +198,47 @@ def test_norms_that_clipping_has_joined_are_not_joined_again(tmp_path: Path, mon
     assert joined == [len(list(rig.model.parameters()))] * 3
 
 
+def test_torch_is_as_it_is_for_everybody_else_while_norms_are_heard(tmp_path: Path) -> None:
+    originals = (torch._foreach_norm, torch.stack)
+    found: set[bool] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            found.add((torch._foreach_norm, torch.stack) == originals)
+
+    looking = threading.Thread(target=look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    looking.start()
+    try:
+        make(tmp_path, clip=by_name).steps(10).check()
+    finally:
+        done.set()
+        looking.join()
+        sys.setswitchinterval(interval)
+    assert found == {True}
+
+
+def test_norms_of_another_threads_clip_are_not_taken_for_ours(tmp_path: Path) -> None:
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for parameter in others:
+        parameter.grad = torch.full((3,), 7.0)
+
+    def beside() -> None:
+        while not done.is_set():
+            clip_grad_norm_(others, 1e9)
+
+    done = threading.Event()
+    clipping = threading.Thread(target=beside)
+    clipping.start()
+    try:
+        make(tmp_path, clip=by_name).steps(6).check()
+    finally:
+        done.set()
+        clipping.join()
+
+
 def test_norm_computed_for_logging_while_accumulating(tmp_path: Path) -> None:
     """get_total_norm after the first micro-batch is no clip: the step's norm is that of the whole gradient."""
     rig = make(tmp_path, observe="never")
@@ -249,3 +290,19 @@ def test_clipping_in_the_loop_and_in_the_optimizer_is_told_once(
         assert (
             f"to {loop:g} by the loop, then to {own:g} by the optimizer; the lower, {rules:g}, rules" in told[0].title
         )
+
+
+def test_each_of_two_optimizers_has_its_own_limit_beside_the_loops(tmp_path: Path) -> None:
+    model = mlp()
+    first, *rest = model.parameters()
+    optimizers = [gv.optim.AdamW([first], 1e-2, max_norm=0.5), gv.optim.AdamW(rest, 1e-2, max_norm=1.0)]
+    with gv.watch(model, optimizers, run=tmp_path, config=gv.Config(quiet=True)):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(8, first.shape[1])).square().mean().backward()
+            clip_grad_norm_(model.parameters(), 2.0)
+            for optimizer in optimizers:
+                optimizer.step()
+    told = [finding.title for finding in gv.open_run(tmp_path).findings() if finding.id == "clipped_twice"]
+    assert told
+    assert all("to 2 by the loop" in title for title in told)

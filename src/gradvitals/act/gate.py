@@ -134,8 +134,9 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
     if len(losses) == 1 and tensors:
         return tensors[0].to(device, torch.float32, non_blocking=True)
     if not tensors:
-        value = math.fsum(losses) / len(losses) if losses else math.nan
-        return torch.full((), value, dtype=torch.float32, device=device)
+        # Losses may be of any size here, and infinite both ways: what comes out then is inf or nan, never an error.
+        value = sum(losses) / len(losses) if losses else math.nan
+        return torch.as_tensor(value, dtype=torch.float32).to(device, non_blocking=True)
     as_tensors = [torch.as_tensor(loss, dtype=torch.float32).to(device, non_blocking=True) for loss in losses]
     return torch.stack(as_tensors).mean()
 

@@ -112,11 +112,13 @@ class Diagnosis:
         seen, is_full, in_turn = self.history.steps_seen, step.is_full, step.in_turn
         # Zero over zero is an answer in a rule's arithmetic: nothing to tell.
         with np.errstate(all="ignore"):
-            for place, rule in enumerate(list(self.rules)):
+            looked = 0
+            for rule in list(self.rules):
                 if seen < rule.min_steps or not (rule.every_step or is_full):
                     continue
-                if self._breath is not None and place % RULES_IN_A_BREATH == 0:
+                if self._breath is not None and looked % RULES_IN_A_BREATH == 0:
                     self._breath()
+                looked += 1
                 try:
                     sign = None if rule.expects_fall and in_turn else rule.look(step)
                     if sign is not None or rule.id in self._open:

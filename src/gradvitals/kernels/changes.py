@@ -49,12 +49,16 @@ class ChangeReader:
         )
         self._addresses = Addresses().table(self._tensors)
         size = len(tensors) * coordinates
-        self._before, self._last = torch.zeros((2, size), dtype=torch.float32, device=self._device)
+        self._memory = torch.zeros((2, size), dtype=torch.float32, device=self._device)
+        self._before, self._last = self._memory
+        self._stream = self._now_on()
         self.look()
 
     def look(self) -> Tensor:
         """For each tensor the sum of squared changes, then its product with the changes of the look before."""
-        number = len(self._tensors)
+        number, stream = len(self._tensors), self._now_on()
+        if stream is not None and stream != self._stream:  # what is written there must not be given away before
+            self._memory.record_stream(stream)
         sums = torch.empty((2, number), dtype=torch.float32, device=self._device)
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             _compare[(number,)](
@@ -70,3 +74,6 @@ class ChangeReader:
                 num_warps=1,
             )
         return sums
+
+    def _now_on(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

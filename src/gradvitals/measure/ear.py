@@ -72,7 +72,7 @@ class Ear:
                 self._tap.read(station)
             self._tap.attempt("window", self._tap.push_windows, station)
             station.clipped = station.step.clipped = True
-            self._tap.draft.max_norm = max_norm
+            self._tap.draft.max_norm = station.loops_limit = max_norm
 
     def on_autocast(self, device: str, dtype: torch.dtype) -> None:
         """Lower precision is in use; that of the first step is taken for that of training."""

@@ -21,8 +21,8 @@ from torch import distributed as dist
 from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
-_ORIGINAL_FOREACH_NORM = torch._foreach_norm
-_ORIGINAL_STACK = torch.stack
+_NAMES: dict[str, Any] = vars(clip_grad)
+"""What the functions that clip look up by name."""
 
 
 class Listener(Protocol):
@@ -114,26 +114,35 @@ def _install() -> None:
 
 
 class _Norms:
-    """What the original computes on its way: the norm of each gradient, and all of them joined where they are alike."""
+    """What the original computes on its way: the norm of each gradient, and all of them joined where they are alike.
+
+    It stands for torch in the module of the original, and there alone, and hands everything on.
+    """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self.grads: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.joined: Tensor | None = None
         self._groups = 0
 
-    def foreach_norm(self, group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _foreach_norm(self, group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
         """Of gradients of one device and type."""
-        result = _ORIGINAL_FOREACH_NORM(list(group), *rest, **options)
-        self.grads.extend(group)
-        self.norms.extend(result)
-        self._groups += 1
+        result = torch._foreach_norm(list(group), *rest, **options)
+        if threading.get_ident() == self._thread:
+            self.grads.extend(group)
+            self.norms.extend(result)
+            self._groups += 1
         return result
 
     def stack(self, tensors: Any, *rest: Any, **options: Any) -> Any:
-        """Called with the norms; and with anything by other threads."""
-        result = _ORIGINAL_STACK(tensors, *rest, **options)
-        if self._groups == 1 and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
+        """Of the norms."""
+        result = torch.stack(tensors, *rest, **options)
+        mine = threading.get_ident() == self._thread and self._groups == 1
+        if mine and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
             self.joined = result
         return result
 
@@ -141,18 +150,17 @@ class _Norms:
 def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        # By somebody else, or by another thread's call.
-        patched = torch._foreach_norm is not _ORIGINAL_FOREACH_NORM or torch.stack is not _ORIGINAL_STACK
-        if torch.compiler.is_compiling() or float(norm_type) != 2.0 or patched:
+        heard_already = _NAMES.get("torch") is not torch  # by another thread's call
+        if torch.compiler.is_compiling() or float(norm_type) != 2.0 or heard_already:
             return original(tensors, norm_type, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
         heard = _Norms()
-        torch._foreach_norm, torch.stack = heard.foreach_norm, heard.stack  # type: ignore[assignment]
+        _NAMES["torch"] = heard
         try:
             total = original(tensors, norm_type, *args, **kwargs)
         finally:
-            torch._foreach_norm, torch.stack = _ORIGINAL_FOREACH_NORM, _ORIGINAL_STACK
+            _NAMES["torch"] = torch
         if len(heard.norms) == len(tensors):
             _tell("on_total_norm", heard.grads, heard.norms, heard.joined)
         else:

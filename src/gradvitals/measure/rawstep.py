@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import ObserveError
@@ -132,6 +133,7 @@ class RawStep:
         if isinstance(loss, Tensor):
             # On the host there is nothing to wait for; but a tensor that is spread over ranks takes them all to tell.
             at_hand = type(loss) is Tensor and loss.device.type == "cpu" and loss.is_floating_point()
+            at_hand = at_hand and not torch.compiler.is_compiling()
             if loss.dim():
                 loss = loss.detach().float().mean()
             self.losses.append(loss.item() if at_hand else loss.detach().clone())

@@ -66,6 +66,8 @@ class Station:
         self.reading: Packet | None = None
         self.read_at = -1
         self.clipped = self.stepped = self.windowed = self.arrived = False
+        self.loops_limit: float | None = None
+        """What the loop has clipped these gradients to."""
         self.leaves = False
         """Whether the reading is left to the optimizer, which sees the gradients in its step anyway."""
         return self.step
@@ -309,15 +311,16 @@ class Station:
             self.factors.listen(draft.packet, self.rows, self.parameters)
         self.vitals.begin()
         if self.vitals.available and self.vitals.max_norm is not None:  # what the moments get is clipped
-            draft.max_norm, self.step.clipped = self._lower_limit(draft.max_norm, self.vitals.max_norm), True
+            draft.max_norm, self.step.clipped = self._lower_limit(self.vitals.max_norm), True
         if "update/norm" in self.config.metrics:
             self.changes.begin()
             if draft.full and not self.vitals.expected:
                 self.updates.before(self._held, [watched.tensor(row) for row in self._held])
 
-    def _lower_limit(self, loops: float | None, own: float) -> float:
+    def _lower_limit(self, own: float) -> float:
         """The norm that gradients end up with at most: the loop may have clipped them before the optimizer does."""
-        if not self.clipped or loops is None or not 0 < loops < math.inf:
+        loops = self.loops_limit
+        if loops is None or not 0 < loops < math.inf:
             return own
         if not self._told_twice:
             self._told_twice = True

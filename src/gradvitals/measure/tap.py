@@ -324,7 +324,7 @@ class Tap:
     def _before_update(self, station: Station) -> None:
         found_inf = getattr(station.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
-            self.draft.packet.add("found_inf", found_inf)
+            self.draft.packet.add("found_inf", found_inf.detach().clone())  # a loop may use one tensor for all
         station.before_update(self.draft, self.rows)
 
     def _post_hook(self, station: Station) -> Callable[..., None]:
