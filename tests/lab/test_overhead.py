@@ -157,3 +157,13 @@ def test_without_a_gpu_there_is_no_sync_to_look_for() -> None:
 @pytest.mark.gpu
 def test_a_monitored_step_never_waits_for_the_device() -> None:
     assert check_no_sync("cuda") == 200
+
+
+def test_before_anything_is_timed_every_kind_of_reading_is_made(tmp_path: Path) -> None:
+    config = overhead.EVERY_KIND
+    overhead._time_monitored(config, TINY["mlp"](CPU), 2 * config.detail_factor, tmp_path)
+    (path,) = tmp_path.glob("*/run")
+    with open_run(path) as run:
+        steps = run.series("loss")[0]
+        full, detailed = run.series("weight/norm")[0], run.series("grad/max")[0]
+    assert set(detailed) < set(full) < set(steps)

@@ -59,6 +59,10 @@ MONITORED: dict[str, Config] = {
 """Variants that attach a monitor."""
 
 
+EVERY_KIND = Config(tensor_every=2, detail_every=4, quiet=True)
+"""Takes every kind of reading within a few steps, so that everything is compiled before anything is timed."""
+
+
 def norm_loop(training: Training) -> None:
     """What many loops do today: ask for the norm of each gradient, one by one."""
     for parameter in training.model.parameters():
@@ -185,6 +189,8 @@ def _time_shape(
     ratios = {variant: Ratios() for variant in VARIANTS}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         short = max(1, steps // SHORT)
+        for config in (EVERY_KIND, *MONITORED.values()) if device.type == "cuda" else ():
+            _time_monitored(config, training, 2 * EVERY_KIND.detail_factor, Path(folder))  # kernels are compiled
         bare = [_time_variant("bare", training, short, Path(folder))]
         for number in range(rounds):
             turn = number % len(VARIANTS)
