@@ -300,3 +300,22 @@ def test_a_loss_too_large_for_single_precision_is_left_out_too(tmp_path: Path) -
             optimizer.step()
     assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 20)]
     assert model.weight.abs().max() < 10
+
+
+def test_nobody_is_told_to_leave_out_what_was_left_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    guard = gv.Guard(mode="act", skip=gv.act.Skip(first_steps=20))
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
+        for step in range(80):
+            inputs = torch.randn(64, 4) * (1e3 if step == 50 else 1.0)
+            loss = (model(inputs) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 50)]
+    cures = {finding.id: finding.cures[0] for finding in monitor.findings if finding.severity != "info"}
+    assert set(cures) == {"loss_spike", "explosion"}
+    assert all("its step was left out, and training goes on" in cure for cure in cures.values())

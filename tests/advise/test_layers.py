@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs_to_advise import LAYERS, advised
 
-from gradvitals.advise import Advice
+import gradvitals as gv
+from gradvitals.advise import Advice, advise
 
 
 def layers(path: Path, **made: Any) -> Advice:
@@ -66,3 +68,24 @@ def test_few_readings_of_tensors_are_not_enough(tmp_path: Path) -> None:
     advice = layers(tmp_path, steps=10, every=50)
     assert not advice.can_tell
     assert "per-tensor readings" in advice.answer
+
+
+def test_gradients_that_are_not_finite_are_not_taken_for_none(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True, tensor_every=2)) as monitor:
+        for step in range(60):
+            optimizer.zero_grad()
+            inputs = torch.full((8, 4), float("nan")) if step == 30 else torch.randn(8, 4)
+            loss = model(inputs).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        advice = advise(run).layers
+        [finding] = [found for found in run.findings() if found.id == "nonfinite"]
+    assert not advice.can_tell
+    assert "gradients are not finite at 97 % of the steps" in advice.answer
+    # How many of them is not known at the step at which it begins, only where.
+    assert finding.evidence["seen"]["affected"] == "all tensors"
+    assert "share" not in {**finding.evidence["seen"], **finding.evidence["expected"]}

@@ -399,3 +399,10 @@ def test_a_number_that_has_not_changed_since_is_told_once() -> None:
     assert list(evidence({"seen": seen, "latest": {"step": 90, **seen}})) == ["loss 3.2, batch size 16"]
     latest = {"step": 90, "loss": 2.9, "batch_size": 16.0}
     assert list(evidence({"seen": seen, "latest": latest})) == ["loss 3.2, batch size 16", "at step 90: loss 2.9"]
+
+
+@pytest.mark.parametrize(("asked", "meant"), [("plateau", "loss_plateau"), ("Loss-plateau", "loss_plateau")])
+def test_a_rule_of_nearly_this_name_is_suggested(asked: str, meant: str) -> None:
+    result = CliRunner().invoke(main, ["doctor", "--explain", asked])
+    assert result.exit_code != 0
+    assert f"did you mean {meant}" in str(result.exception) + result.output

@@ -123,6 +123,21 @@ def test_two_of_the_three_are_not_enough(change: dict[str, float]) -> None:
     assert diagnose(fading(**change), DecayDue()) == []  # type: ignore[arg-type]
 
 
+def test_an_estimate_below_zero_cannot_fade() -> None:
+    def faded(begin: float, end: float) -> Run:
+        return make_run(
+            steps=1200,
+            gsnr=lambda step: begin if step < 300 else end,
+            loss=lambda step: 1.0,
+            lr=lambda step: 0.01,
+            spread=0.0003,
+            source="adam",
+        )
+
+    assert [finding.id for finding in diagnose(faded(0.01, 0.001), DecayDue())] == ["decay_due"]
+    assert diagnose(faded(-0.001, -0.01), DecayDue()) == []
+
+
 @pytest.mark.parametrize("rule", [WarmupNeeded, DecayDue])
 def test_resuming_changes_nothing(rule: type[WarmupNeeded] | type[DecayDue]) -> None:
     shock = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)

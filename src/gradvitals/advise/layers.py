@@ -38,6 +38,8 @@ GROWN = 10.0
 """Times its norm early in the run, beyond what the median layer's has grown by."""
 WEAK = 10.0
 """How far below the model's GSNR that of a layer lies, by their intervals."""
+MOST_BROKEN = 0.2
+"""Share of steps with gradients that are not finite, beyond which single layers say nothing."""
 EPS_NEAR = 10.0
 """Times Adam's eps that gradients are above at least, or eps decides about the step."""
 
@@ -64,6 +66,13 @@ def advise_layers(record: Record) -> Advice:
         why = (
             f"the second half of the run has {seen.readings} per-tensor readings, and it takes {READINGS}: a longer "
             "run, or a smaller tensor_every"
+        )
+        return cannot_tell(TOPIC, why, NAMES)
+    broken = seen.share_broken
+    if broken > MOST_BROKEN:
+        why = (
+            f"gradients are not finite at {100 * broken:.0f} % of the steps in the second half of the run; "
+            "`gradvitals doctor` says since when and why"
         )
         return cannot_tell(TOPIC, why, NAMES)
     needs = sorted(_one_each(seen), key=lambda need: -need.weight)
@@ -104,6 +113,15 @@ class Layers:
     def readings(self) -> int:
         """Per-tensor readings in the second half."""
         return len(self._norms)
+
+    @property
+    def share_broken(self) -> float:
+        """Share of the steps in the second half at which a gradient was not finite."""
+        if "grad/nonfinite" not in self.record.run.metrics("values"):
+            return 0.0
+        steps, counts = self.record.run.series("grad/nonfinite")
+        late = counts[steps >= self.since]
+        return float(np.mean(late > 0)) if len(late) else 0.0
 
     @cached_property
     def norms(self) -> Floats:

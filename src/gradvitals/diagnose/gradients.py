@@ -71,6 +71,8 @@ class Explosion(Rule):
     """The last step it was seen at."""
     times: int = field(default=0, init=False)
     """Steps it was seen at."""
+    left_out: int = field(default=0, init=False)
+    """Those of them that a Guard has left out."""
     hot_updates: int = field(default=0, init=False)
     """Steps after a spike at which the gradient was as usual again and the weights still moved too far."""
     told: str = field(default="", init=False)
@@ -97,16 +99,21 @@ class Explosion(Rule):
             losses = step.history["loss"].last(20)
             self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
             self.since, self.times, self.hot_updates, self.told, self.seen, self.names = step.number, 0, 0, "", {}, []
+            self.left_out = 0
             rates, self.harmless = step.history["lr"].last(20), True
             self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
         self.last, self.times = step.number, self.times + 1
+        self.left_out += step.value("step/left_out") == 1
         if not sign.seen["ratio"] <= self.seen.get("ratio", 0.0):
             self.seen, self.names = dict(sign.seen), list(sign.tensors)
         severity = self._severity(step, sign)
         self.harmless &= severity == "info"
         causes = sign.causes or self._causes()
         seen = {**sign.seen, "began": self.since}
-        return replace(sign, severity=severity, seen=seen, since=self.since, causes=causes, cures=causes)
+        return replace(sign, severity=severity, seen=seen, since=self.since, causes=causes, cures=self._cures(causes))
+
+    def _cures(self, causes: tuple[str, ...]) -> tuple[str, ...]:
+        return ("left_out",) if causes[0] == "dirty_batch" and self.left_out == self.times else causes
 
     def _spike(self, step: Step) -> Sign | None:
         if step.history.steps_seen < self.first_steps:
@@ -254,7 +261,8 @@ class Explosion(Rule):
         else:
             return None
         seen, causes = {**self.seen, "began": self.since}, (self.told,)
-        return Sign(severity="info", seen=seen, tensors=tuple(self.names), causes=causes, cures=causes, active=False)
+        cures, names = self._cures(causes), tuple(self.names)
+        return Sign(severity="info", seen=seen, tensors=names, causes=causes, cures=cures, active=False)
 
 
 def _numbers(step: Step, ratio: float, what: str) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class LossSpike(Rule):
         seen |= {"pushed": step.number - ago, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
         seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
         expected = {"loss": usual, "z": f"under {self.z:g}"}
-        return Sign(severity="warning", seen=seen, expected=expected, causes=(cause,), cures=(cause,))
+        cure = "left_out" if cause == "batch" and step.value("step/left_out") == 1 else cause
+        return Sign(severity="warning", seen=seen, expected=expected, causes=(cause,), cures=(cure,))
 
 
 @register

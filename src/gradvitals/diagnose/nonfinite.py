@@ -58,7 +58,7 @@ class Nonfinite(Rule):
         return Sign(
             severity=severity,
             seen={**self.seen, "steps": self.bad_for},
-            expected={"share": 0.0},
+            expected={"share": 0.0} if "share" in self.seen else {},
             tensors=tuple(self.first),
             since=self.since,
             causes=causes,
@@ -82,8 +82,10 @@ class Nonfinite(Rule):
         self.rank = int(on_ranks[0]) if len(on_ranks) == 1 else None
         self.since, self.bad_for = step.number, 0
         self.first = [info.name for info in bad[:NAMED]]
-        elements = float(np.nansum(counts)) if counts is not None else math.nan
-        share = elements / (sum(info.numel for info in bad) or 1)
         where = "all tensors" if everywhere else f"{len(bad)} of {len(infos)} tensors"
-        self.seen = {"affected": where, "tensors": len(bad), "of": len(infos), "elements": elements, "share": share}
+        self.seen = {"affected": where, "tensors": len(bad), "of": len(infos)}
+        # The first step that is not finite tells only where, 1 standing for "some": they are counted from the next on.
+        if counts is not None and np.nanmax(counts, initial=0.0) > 1:
+            elements = float(np.nansum(counts))
+            self.seen |= {"elements": elements, "share": elements / (sum(info.numel for info in bad) or 1)}
         self.seen |= {"loss": loss, "at": step.number, "eps": step.facts.eps or 1e-8, "lr": step.value("lr")}

@@ -326,7 +326,8 @@ class DecayDue(Rule):
         steady = float(rates.max()) <= (1 + self.constant) * float(rates.min())
         fell, error = fall(losses)
         level = fell < max(2 * error, 0.01 * abs(float(losses.mean())))
-        faded = self.best["step"] < average.begins and average.high * self.factor < self.best["low"]
+        had_signal = self.best["low"] > 0  # an estimate below zero is none, and cannot fade
+        faded = had_signal and self.best["step"] < average.begins and average.high * self.factor < self.best["low"]
         self.seen_for = self.seen_for + 1 if steady and level and faded else 0
         if self.seen_for < self.in_a_row:
             return None

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -112,9 +113,13 @@ def entry(name: str) -> Entry:
     if name in NOTICE_WORDS:
         return _notice(name)
     if name not in RULES:
-        others = ", ".join(NOTICE_WORDS)
+        known = [*RULES, *NOTICE_WORDS]
+        asked = name.lower().replace(" ", "_").replace("-", "_")
+        close = [other for other in known if asked in other] or get_close_matches(asked, known)
+        meant = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         raise GradvitalsError(
-            f"there is no rule {name!r}; `gradvitals doctor --rules` lists them; beside these: {others}"
+            f"there is no rule {name!r}{meant}; `gradvitals doctor --rules` lists them; beside these: "
+            f"{', '.join(NOTICE_WORDS)}"
         )
     rule = RULES[name]
     words = WORDS.get(name) or Words(name=name, pattern=inspect.getdoc(rule) or "", title="", causes={}, cures={})

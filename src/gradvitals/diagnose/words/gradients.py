@@ -57,6 +57,10 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "dirty_batch": "skip the batch of step {at}, and look at it: inputs not normalised, broken, wrong labels",
+            "left_out": (
+                "look at the batch of step {at}: inputs not normalised, broken, wrong labels; its step was left out, "
+                "and training goes on"
+            ),
             "learning_rate": "lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "go back to before step {began} and reset the optimizer's state",
             "lingers": (

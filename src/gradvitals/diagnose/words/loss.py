@@ -35,6 +35,7 @@ WORDS: dict[str, Words] = {
         },
         cures={
             "batch": "look at the batch of step {at}; leave it out if it is broken",
+            "left_out": "look at the batch of step {at}; its step was left out, and training goes on",
             "update": "go back to before step {pushed}; reset the optimizer's state if its momentum is to blame",
             "sharp": "lower the learning rate from {lr} to {lr_proposed}, or clip gradients to a norm of {max_norm}",
         },
