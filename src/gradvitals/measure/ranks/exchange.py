@@ -188,7 +188,8 @@ class Exchange:
             work.wait(timedelta(seconds=LOOK_SECONDS))
         except RuntimeError as error:
             if work.is_completed():
-                raise
+                work.wait()  # it has failed, and says so again; or it was done just after the time was up
+                return True
             if self.ended:
                 raise LostRanksError("this rank waits for others no more") from error
             return False
