@@ -1,7 +1,7 @@
 """From device to host without waiting: numbers gathered in a step leave in one copy per device.
 
 What is in the host's memory already is left as it is. Whatever the training thread does once a step, between long
-operations, finds the processor's caches filled with other things and takes ten times as long as it would in a row: so
+operations, finds the processor's caches filled with other things and takes many times as long as it would in a row: so
 as much as possible is left to the thread that reads the numbers, many steps at once.
 """
 
