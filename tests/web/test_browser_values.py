@@ -29,8 +29,9 @@ def write(path: Path, gsnr: Sequence[float], noise: float = float("nan")) -> Non
 
 
 def shown(page: Any, selector: str) -> Any:
+    """The chart once its values are drawn: its axes are there before the values have come."""
     page.locator(f"{selector} canvas").wait_for()
-    wait(page, f'!!document.querySelector("{selector} .plot").chart.plot')
+    wait(page, f'!!document.querySelector("{selector} .plot").chart.plot?.data[0].length')
     return page.locator(f"{selector} .plot")
 
 
