@@ -32,6 +32,7 @@ def shown(page: Any, selector: str) -> Any:
     """The chart once its values are drawn: its axes are there before the values have come."""
     page.locator(f"{selector} canvas").wait_for()
     wait(page, f'!!document.querySelector("{selector} .plot").chart.plot?.data[0].length')
+    wait(page, "performance.getEntriesByName('charts').length")  # all have come, and share their axis
     return page.locator(f"{selector} .plot")
 
 

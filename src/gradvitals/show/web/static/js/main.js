@@ -18,6 +18,7 @@ let view = null;
 let list = null;
 let link = "connecting";
 let pending = null;
+let refreshing = Promise.resolve();
 
 function fromAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
@@ -45,7 +46,12 @@ function empty(folder) {
     el("p", {}, "In a training script: ", el("code", { text: 'monitor = gv.watch(model, optimizer, run="runs/first")' })));
 }
 
-async function refreshRuns() {
+// One after the other: a list that was asked for later names steps that an earlier one has not drawn.
+function refreshRuns() {
+  refreshing = refreshing.then(askForRuns);
+}
+
+async function askForRuns() {
   clearTimeout(pending);
   pending = null;
   let found;

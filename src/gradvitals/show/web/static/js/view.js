@@ -347,6 +347,9 @@ export class RunView {
   async catchUp(lines) {
     const going = lines.filter((line) => line.state === "running" && this.ids().includes(line.id));
     await Promise.all(going.map((line) => this.extend(line.id)));
+    const ahead = going.find((line) => line.id === this.run);
+    const known = this.overviews.get(this.run);
+    if (ahead && known) this.drawFacts({ ...known, last_step: Math.max(ahead.last_step, known.last_step) });
   }
 
   refreshLater(after) {
@@ -358,9 +361,11 @@ export class RunView {
     this.later = undefined;
     this.done.overview = Date.now();
     const run = this.run;
+    const turn = this.asked = (this.asked ?? 0) + 1;
     try {
       const found = await api.overview(run);
-      if (run !== this.run) return;
+      if (run !== this.run || turn < this.answered) return; // an answer that was long on its way replaces no newer one
+      this.answered = turn;
       const before = this.overviews.get(run);
       const shown = (overview) => JSON.stringify([overview.charts, overview.pictures]); // a source may give way to another
       this.keep(run, found);
