@@ -97,9 +97,11 @@ def test_every_variant_is_timed_and_shown(monkeypatch: pytest.MonkeyPatch) -> No
 def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
     order: list[str] = []
+    lengths: list[int] = []
 
-    def fake(variant: str, training: shapes.Training, steps: int, folder: Path) -> overhead.Stretch:
+    def fake(variant: str, training: shapes.Training, steps: int, runs: object) -> overhead.Stretch:
         order.append(variant)
+        lengths.append(steps)
         drift = 1.0 + 0.1 * len(order)  # a machine that slows down all the time
         seconds = drift * (1.5 if variant == "histograms" else 1.0)
         return overhead.Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=1000 + 7 * (variant == "default"))
@@ -107,10 +109,14 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
     monkeypatch.setattr(overhead, "_time_variant", fake)
     shape = run_overhead(device="cpu", shapes=["mlp"], rounds=3)["shapes"][0]
 
-    assert order[0::2] == ["bare"] * (len(VARIANTS) * 3 + 1)
+    pieces = ["default"] * 4  # one full reading each, and together one of the costly metrics
+    others = [variant for variant in VARIANTS if variant != "default"]
+    assert order[0::2] == ["bare"] * (len(pieces + others) * 3 + 1)
     timed = order[1::2]
-    assert timed[:6] == list(VARIANTS)
-    assert timed[6:12] == [*VARIANTS[1:], VARIANTS[0]]
+    assert timed[:9] == [*pieces, *others]
+    assert timed[9:18] == [*others, *pieces]
+    assert lengths[1:9:2] == [50] * 4
+    assert set(lengths[9:19]) == {25}
     found = shape["variants"]
     assert found["histograms"]["ratio"] == pytest.approx(1.5)
     assert found["default"]["ratios"] == pytest.approx([1.0] * 3)
@@ -121,17 +127,22 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
 @pytest.mark.parametrize("every", [50, 5, 1])
 def test_a_timed_stretch_holds_its_share_of_full_readings(every: int, tmp_path: Path) -> None:
     config = Config(tensor_every=every, window_steps=20, quiet=True)
-    stretch = overhead._time_monitored(config, TINY["mlp"](CPU), 10, tmp_path)
+    training, watched = TINY["mlp"](CPU), overhead.WatchedRun(tmp_path / "run")
+    stretch = overhead._time_monitored(config, training, 10, watched)
     assert stretch.wall_seconds > 0
     assert stretch.flush_seconds is not None
-    (path,) = tmp_path.glob("*/run")
-    with open_run(path) as run:
+    with open_run(watched.path) as run:
         steps, _ = run.series("weight/norm", tensor="0.weight")
         every_step, _ = run.series("loss")
     begin = 600 if every == 50 else 500  # past the time when a young run is read more often
     first_timed = begin + 1 + config.window_steps
     assert every_step.tolist() == list(range(begin, first_timed + 10))
     assert np.count_nonzero(steps >= first_timed) == 10 // every
+
+    overhead._time_monitored(config, training, 10, watched)
+    with open_run(watched.path) as run:
+        went_on, _ = run.series("loss")
+    assert went_on.tolist() == list(range(begin, first_timed + 10 + 1 + overhead.BARE_SETTLE_STEPS + 10))
 
 
 def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +151,7 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("gradvitals.measure.tap.Tap.read", broken)
     with pytest.raises(overhead.GradvitalsError, match="no reading today"):
-        overhead._time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, tmp_path)
+        overhead._time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, overhead.WatchedRun(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("wrong", [{"shapes": ["gpt-5"]}, {"device": "meta"}, {"rounds": 0}])
@@ -161,9 +172,9 @@ def test_a_monitored_step_never_waits_for_the_device() -> None:
 
 def test_before_anything_is_timed_every_kind_of_reading_is_made(tmp_path: Path) -> None:
     config = overhead.EVERY_KIND
-    overhead._time_monitored(config, TINY["mlp"](CPU), 2 * config.detail_factor, tmp_path)
-    (path,) = tmp_path.glob("*/run")
-    with open_run(path) as run:
+    watched = overhead.WatchedRun(tmp_path / "run")
+    overhead._time_monitored(config, TINY["mlp"](CPU), 2 * config.detail_factor, watched)
+    with open_run(watched.path) as run:
         steps = run.series("loss")[0]
         full, detailed = run.series("weight/norm")[0], run.series("grad/max")[0]
     assert set(detailed) < set(full) < set(steps)

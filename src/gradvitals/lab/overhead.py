@@ -4,10 +4,11 @@ A shared machine drifts by more than monitoring costs, so no two runs can be com
 lies between two stretches of bare steps, and only its ratio to their mean is kept: drift cancels. A bare stretch
 between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
 
-A stretch with the default settings is as long as its slowest cadence, so that it holds exactly its share of every
-kind of reading wherever it begins; the others are a part of that. A monitor is attached before its stretch and makes
-untimed steps first: one with its one-time set-up, then those that fill what a long run has full (see
-`_settle`). The clock starts when the device is idle and stops when it is idle again; between these nothing waits.
+With the default settings a round is as long as their slowest cadence, and so holds its share of every kind of
+reading. It is cut into stretches of one full reading each, with bare steps between them: the shorter a stretch, the
+less of a machine's drift is in its ratio. A monitor is attached before a stretch and goes on with the run it has
+watched before (see `_settle`), so that its rules have as much to look at as in the middle of a run. The clock starts
+when the device is idle and stops when it is idle again; between these nothing waits.
 
 The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
 readings of the untimed steps still wait to be written, at the end some of the timed ones do, and in the middle of a
@@ -24,7 +25,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +48,7 @@ WARM_UP_STEPS = 10
 
 BARE_SETTLE_STEPS = 3
 SHORT = 8
-"""Stretches other than the default's are this many times shorter: all their steps are alike."""
+"""Bare stretches, and those whose steps are all alike, are this many times shorter than a round of the default."""
 
 NUM_BINS = 64
 
@@ -97,28 +98,38 @@ class Stretch:
     """To bring the last readings to disk after the stretch; None without a monitor."""
 
 
+Piece = tuple[Stretch, tuple[Stretch, Stretch]]
+"""A stretch, and the bare ones before and after it."""
+
+
 @dataclass
 class Ratios:
-    """The stretches of one variant, each beside the two bare stretches around it."""
+    """The stretches of one variant, round by round, each beside the two bare stretches around it."""
 
-    stretches: list[Stretch] = field(default_factory=list)
-    neighbours: list[tuple[Stretch, Stretch]] = field(default_factory=list)
+    rounds: list[list[Piece]] = field(default_factory=list)
 
     def of(self, seconds: Callable[[Stretch], float]) -> list[float]:
         """The ratio to bare in every round."""
         return [
-            seconds(stretch) / statistics.fmean(map(seconds, around))
-            for stretch, around in zip(self.stretches, self.neighbours, strict=True)
+            sum(seconds(stretch) for stretch, _ in pieces)
+            / sum(statistics.fmean(map(seconds, around)) for _, around in pieces)
+            for pieces in self.rounds
         ]
 
     def extra_bytes(self) -> int | None:
         """The largest rise of the peak of device memory over that of the bare stretches around."""
         rises = [
             stretch.peak_bytes - max(bare.peak_bytes or 0 for bare in around)
-            for stretch, around in zip(self.stretches, self.neighbours, strict=True)
+            for pieces in self.rounds
+            for stretch, around in pieces
             if stretch.peak_bytes is not None
         ]
         return max(rises, default=None)
+
+    def flushes(self) -> list[float]:
+        """How long each flush took after its stretch."""
+        found = [stretch.flush_seconds for pieces in self.rounds for stretch, _ in pieces]
+        return [seconds for seconds in found if seconds is not None]
 
 
 def run_overhead(
@@ -187,19 +198,21 @@ def _time_shape(
     for _ in range(WARM_UP_STEPS):
         training.step()
     ratios = {variant: Ratios() for variant in VARIANTS}
+    short = max(1, steps // SHORT)
+    pieces = MONITORED["default"].detail_factor
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        short = max(1, steps // SHORT)
         for config in (EVERY_KIND, *MONITORED.values()) if device.type == "cuda" else ():
-            _time_monitored(config, training, 2 * EVERY_KIND.detail_factor, Path(folder))  # kernels are compiled
-        bare = [_time_variant("bare", training, short, Path(folder))]
+            _time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
+        runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
+        bare = [_time_variant("bare", training, short, runs)]
         for number in range(rounds):
             turn = number % len(VARIANTS)
             for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
-                length = steps if variant == "default" else short
-                stretch = _time_variant(variant, training, length, Path(folder))
-                bare.append(_time_variant("bare", training, short, Path(folder)))
-                ratios[variant].stretches.append(stretch)
-                ratios[variant].neighbours.append((bare[-2], bare[-1]))
+                ratios[variant].rounds.append([])
+                for length in [steps // pieces] * pieces if variant == "default" else [short]:
+                    stretch = _time_variant(variant, training, length, runs)
+                    bare.append(_time_variant("bare", training, short, runs))
+                    ratios[variant].rounds[-1].append((stretch, (bare[-2], bare[-1])))
             so_far = statistics.median(ratios["default"].of(_wall))
             tell(f"{name}: round {number + 1} of {rounds}, default at {percent(so_far)} so far")
     return {
@@ -216,7 +229,7 @@ def _time_shape(
 def _summary(ratios: Ratios) -> dict[str, Any]:
     wall = ratios.of(_wall)
     low, middle, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
-    flushes = [stretch.flush_seconds for stretch in ratios.stretches if stretch.flush_seconds is not None]
+    flushes = ratios.flushes()
     return {
         "ratio": middle,
         "ratio_low": low,
@@ -235,9 +248,18 @@ def _wall(stretch: Stretch) -> float:
 # -- one stretch ----------------------------------------------------------------------------------------------------
 
 
-def _time_variant(variant: str, training: Training, steps: int, folder: Path) -> Stretch:
+@dataclass
+class WatchedRun:
+    """A run that is watched now and then, and has gone on in between without being seen."""
+
+    path: Path
+    state: dict[str, Any] | None = None
+    """What its monitor knew at the end of its last stretch."""
+
+
+def _time_variant(variant: str, training: Training, steps: int, runs: Mapping[str, WatchedRun]) -> Stretch:
     if variant in MONITORED:
-        return _time_monitored(MONITORED[variant], training, steps, folder)
+        return _time_monitored(MONITORED[variant], training, steps, runs[variant])
     observe: Observe | None = None
     if variant in BY_HAND:
         by_hand = BY_HAND[variant]
@@ -250,14 +272,15 @@ def _time_variant(variant: str, training: Training, steps: int, folder: Path) ->
     return time_steps(training, observe, steps)
 
 
-def _time_monitored(config: Config, training: Training, steps: int, folder: Path) -> Stretch:
-    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    with watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size) as monitor:
-        _settle(monitor, training)
+def _time_monitored(config: Config, training: Training, steps: int, run: WatchedRun) -> Stretch:
+    model, optimizer = training.model, training.optimizer
+    with watch(model, optimizer, run=run.path, config=config, batch_size=training.batch_size) as monitor:
+        _settle(monitor, training, run)
         stretch = time_steps(training, monitor.observe, steps)
         started = time.perf_counter()
         written = monitor.flush()
         flush_seconds = time.perf_counter() - started
+        run.state = monitor.state_dict()
     # A monitor that has given up on something is cheap: its time would mean nothing.
     broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
     if broken or not written:
@@ -271,19 +294,22 @@ def grown_step(config: Config) -> int:
     return math.ceil(YOUNG_STEPS / cycle) * cycle
 
 
-def _settle(monitor: Monitor, training: Training) -> None:
-    """Bring a new monitor to where it is in the middle of a run.
+def _settle(monitor: Monitor, training: Training, run: WatchedRun) -> None:
+    """Bring a monitor to where it is in the middle of a run.
 
-    A young run is read more often, so it begins at a step where it is young no more. The first step sets everything up,
-    and the flush after it opens the file. On a CPU the steps that follow also fill the sliding windows, which only
-    then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for it would take longer
-    than all the rest.
+    A young run is read more often, so a new one begins at a step where it is young no more. The first step sets
+    everything up, and the flush after it opens the file. On a CPU the steps that follow also fill the sliding windows,
+    which only then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for it would
+    take longer than all the rest. A run that was watched before goes on with all it knows.
     """
-    monitor._tap.start(grown_step(monitor.config))
+    if run.state is None:
+        monitor._tap.start(grown_step(monitor.config))
+    else:
+        monitor.load_state_dict(run.state)
     training.step(monitor.observe)
     monitor.flush()
-    on_cpu = training.device.type == "cpu"
-    for _ in range(monitor.config.window_steps if on_cpu else BARE_SETTLE_STEPS):
+    fills_windows = run.state is None and training.device.type == "cpu"
+    for _ in range(monitor.config.window_steps if fills_windows else BARE_SETTLE_STEPS):
         training.step(monitor.observe)
 
 
