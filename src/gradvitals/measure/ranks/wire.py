@@ -61,7 +61,7 @@ SCALARS = (
     "skipped",
     "carried",
     "in_turn",
-    "counted",
+    "uncounted",
     "unscaled",
     "clipped",
     "moments_clipped",
@@ -167,7 +167,7 @@ class Wire:
             "skipped": float(step.skipped),
             "carried": float(step.carried),
             "in_turn": float(step.in_turn),
-            "counted": float(step.counted),
+            "uncounted": float("nonfinite" in step.rows and not step.counted),
             "unscaled": float(step.stage == "unscaled"),
             "clipped": float(step.stage == "clipped"),
             "moments_clipped": float(step.moments_stage == "clipped"),
@@ -238,8 +238,10 @@ class Wire:
             read = present > 0
             if read.any():
                 step.rows[name] = RowSums(self._whole(name, values, present, read), read)
-        if "nonfinite" in step.rows and not told["counted"]:  # a tensor counts once, however many shards say so
-            step.rows["nonfinite"].values = np.minimum(step.rows["nonfinite"].values, 1.0)
+        # Ranks begin to count elements when they have seen that there are any, some a step later than others. Until
+        # all do, a tensor counts once, however many say so.
+        if "nonfinite" in step.rows and told["uncounted"]:
+            step.rows["nonfinite"].values = (step.rows["nonfinite"].values > 0).astype(np.float64)
         for name in SLOTS if kind.full else ():
             step.slots[name] = cursor.take(self.num_slots).copy()
         for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
