@@ -32,6 +32,15 @@ MISSING = {
 }
 """Why a metric may not be there, and what to do about it."""
 
+NO_LOSS = (
+    "No loss was observed, so nothing about it was judged: call observe(loss), after backward, on what watch() returns."
+)
+NO_LOSS_IMPORTED = "No loss was imported, so nothing about it was judged: --map COLUMN=loss says which column it is."
+
+NOT_FINITE = ("nonfinite", "loss_nonfinite")
+"""Findings after which, while they go on, other rules have nothing to look at."""
+NONE_FINITE = "no step was finite"
+
 NEVER_A_GSNR = "GSNR could not be told from these readings"
 """What is said where it was read and was never a number."""
 
@@ -112,6 +121,8 @@ class Checkup:
     """Why the run was judged again by the rules of today; empty where the findings are those kept with it."""
     verdict: Verdict
     fine: tuple[Fine, ...]
+    fine_until: int | None
+    """The last step before NaN or Inf came to stay, up to which it is fine; None where it is to the end."""
     not_judged: tuple[NotJudged, ...]
     gsnr_doubt: str
     """Why the GSNR from Adam's averages is not to be trusted at the end; empty where it is, or is not read."""
@@ -124,6 +135,13 @@ class Checkup:
     restarts: tuple[Restart, ...]
     """Each time another process went on with it."""
 
+    @property
+    def fine_title(self) -> str:
+        """What stands over the list of what is fine."""
+        if self.fine_until is not None:
+            return f"What is fine up to step {self.fine_until:,}, before NaN or Inf"
+        return "What is fine" if self.verdict.level == "healthy" else "What is fine otherwise"
+
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values but for NaN, which the printer deals with."""
         return {
@@ -134,6 +152,7 @@ class Checkup:
             "verdict": self.verdict.to_json(),
             "findings": [item.to_json() for item in self.verdict.findings],
             "fine": [{"id": item.id, "text": item.text} for item in self.fine],
+            "fine_until": self.fine_until,
             "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.not_judged],
             "gsnr_doubt": self.gsnr_doubt,
             "monitoring": [finding.to_json() for finding in self.monitoring],
@@ -155,12 +174,14 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
     kept = run.findings()
     replayed, found, failed = _found(run, kept, again=again, on_step=on_step)
     verdict = judge_run(run, found)
-    fine, not_judged = _looked_for(_Record(run, verdict.steps), verdict, recorded_settings(run.meta), failed)
+    until = _finite_until(verdict)
+    fine, not_judged = _looked_for(_Record(run, verdict.steps, until), verdict, recorded_settings(run.meta), failed)
     return Checkup(
         run=str(run.path),
         replayed=replayed,
         verdict=verdict,
         fine=fine,
+        fine_until=until,
         not_judged=not_judged,
         gsnr_doubt=doubt_of_adam(run),
         monitoring=about_itself(kept),
@@ -206,7 +227,15 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     unheard = next((finding for finding in findings if finding.id == "observe_ignored"), None)
     if unheard is not None and "loss" not in values:  # what judges the loss, most of all, cannot say anything
         more.append(f"No loss was heard: {unheard.title}.")
+    elif "loss" not in values:
+        more.append(NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS)
     return replace(verdict, line=" ".join((verdict.line, *more)))
+
+
+def _finite_until(verdict: Verdict) -> int | None:
+    """The last step before loss or gradients stopped being finite for good; None where they did not."""
+    lost = [item.finding for item in verdict.findings if item.finding.id in NOT_FINITE and item.clear is None]
+    return min((finding.first_step - 1 for finding in lost if finding.severity == "critical"), default=None)
 
 
 def num_ranks(meta: Mapping[str, Any]) -> int:
@@ -224,8 +253,9 @@ def knows_batch(run: Run) -> bool:
 class _Record:
     """What a run has of each metric, looked up once."""
 
-    def __init__(self, run: Run, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, run: Run, steps: int, until: int | None) -> None:
+        self.steps = steps if until is None else min(steps, until + 1)
+        self.until = until
         self._run = run
         self._several_ranks = num_ranks(run.meta) > 1
         self._doubts: dict[str, str] | None = None
@@ -304,6 +334,10 @@ def _why_not(name: str, rule: type[Rule], record: _Record, settings: Mapping[str
     if rule.expects_fall and record.is_game:
         return "the model is trained in turn with another, as in a GAN, not to bring one loss down"
     lacking = next(filter(None, map(record.lacks, rule.needs)), "")
-    if not lacking and record.steps <= max(rule.min_steps, rule.judges_after):
-        return f"{TOO_EARLY}: it needs more than {max(rule.min_steps, rule.judges_after):,} steps"
+    least = max(rule.min_steps, rule.judges_after)
+    if not lacking and record.until is not None and record.steps <= 0:
+        return NONE_FINITE
+    if not lacking and record.steps <= least:
+        before = "" if record.until is None else " before NaN or Inf"
+        return f"{TOO_EARLY}: it needs more than {least:,} steps{before}"
     return lacking or record.doubts(name)

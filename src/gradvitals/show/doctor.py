@@ -88,7 +88,8 @@ def _sections(checkup: Checkup, whole: bool) -> Iterator[RenderableType]:
 def _counted(checkup: Checkup) -> Iterator[RenderableType]:
     """What is fine and what was not judged, in a line or two each."""
     if checkup.fine:
-        yield Hanging("Fine: ", clean(_fine_in_short(checkup.fine)), "bold")
+        until = "" if checkup.fine_until is None else f" up to step {checkup.fine_until:,}"
+        yield Hanging(f"Fine{until}: ", clean(_fine_in_short(checkup.fine)), "bold")
     if checkup.not_judged:
         yield Hanging("Not judged: ", clean(_not_judged_in_short(checkup.not_judged)), "bold")
     yield Hanging("", Text("With --all, doctor names each of them.", style="dim"))
@@ -117,7 +118,7 @@ def _not_judged_in_short(not_judged: Sequence[NotJudged]) -> str:
 
 def _one_by_one(checkup: Checkup) -> Iterator[RenderableType]:
     if checkup.fine:
-        yield Text("What is fine" if checkup.verdict.level == "healthy" else "What is fine otherwise", style="bold")
+        yield Text(checkup.fine_title, style="bold")
         yield from (Hanging(BULLET, clean(item.text)) for item in checkup.fine)
     if checkup.not_judged:
         yield from (*([Text()] if checkup.fine else []), Text("What could not be judged", style="bold"))

@@ -124,7 +124,7 @@ def other_section(checkup: Checkup) -> Iterator[Html]:
     """What is fine, what could not be judged, and what gradvitals says about itself."""
     if checkup.fine:
         items = [tag("li", item.text) for item in checkup.fine]
-        yield folded(f"What is fine ({len(items)})", tag("ul", *items, class_="columns"))
+        yield folded(f"{checkup.fine_title} ({len(items)})", tag("ul", *items, class_="columns"))
     if checkup.not_judged:
         items = [
             tag("li", f"{cut(item.reason, 200)} ({cut(', '.join(item.names), TITLE)})") for item in checkup.not_judged

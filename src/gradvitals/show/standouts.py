@@ -98,7 +98,10 @@ def extremes(run: Run, metric: str) -> tuple[Worst, ...]:
 
 
 def first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
-    """Tensors whose value was ever above zero, with its first such value and step, the earliest first."""
+    """Tensors whose value was ever above zero, with its first such value and step, the earliest first.
+
+    Those of one step come as backward comes to them, so that the list begins where a finding says that it began.
+    """
     names = run.names("tensors")
     found: dict[int, Worst] = {}
     for steps, rows in scan(run, metric):
@@ -106,7 +109,9 @@ def first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
         for i in np.flatnonzero(hit.any(axis=0)):
             at = int(hit[:, i].argmax())
             found.setdefault(int(i), Worst(name=names[i], value=float(rows[at, i]), step=int(steps[at])))
-    return tuple(sorted(found.values(), key=lambda worst: worst.step)[:WORST])
+    depths = {info.index: info.depth for info in run.tensors}
+    order = sorted(found, key=lambda i: (found[i].step, -depths.get(i, -1), -i))
+    return tuple(found[i] for i in order[:WORST])
 
 
 def _latest(run: Run, metric: str, kind: Kind, source: str | None = None) -> tuple[int | None, Floats]:
