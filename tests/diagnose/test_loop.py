@@ -81,3 +81,43 @@ def test_nan_is_told_of_a_game_too() -> None:
     run.values["step/in_turn"] = np.ones(60)
     run.values["loss"][50] = np.nan
     assert only(run.findings("loss_nonfinite")).severity == "critical"
+
+
+def throwing_away(at: list[int], loss: float = 1.0, steps: int = 200) -> Run:
+    run = healthy_run(steps)
+    run.values["batches/given_up"] = np.full(steps, np.nan)
+    run.values["batches/given_up_loss"] = np.full(steps, np.nan)
+    run.values["batches/given_up"][at] = 1.0
+    run.values["batches/given_up_loss"][at] = loss
+    return run
+
+
+def test_batches_with_a_broken_loss_that_the_loop_gave_up_are_a_warning() -> None:
+    finding = only(throwing_away([40, 60], np.inf).findings("batches_given_up"))
+    assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 40, 40)
+    assert finding.evidence["seen"]["broken"] == 1
+    assert "NaN or Inf" in finding.causes[0]
+    assert "ahead of them by 1" in finding.cures[0]
+    assert not any("meant" in cure for cure in finding.cures)
+
+
+def test_batches_that_the_loop_gave_up_for_reasons_of_its_own_are_noted() -> None:
+    finding = only(throwing_away([40]).findings("batches_given_up"))
+    assert finding.severity == "info"
+    assert not any("NaN" in words for words in (*finding.causes, *finding.cures))
+
+
+def test_a_batch_given_up_early_is_told_once_a_game_would_be_known() -> None:
+    finding = only(throwing_away([3], np.inf).findings("batches_given_up"))
+    assert (finding.first_step, finding.found_step) == (3, 20)
+
+
+def test_a_method_that_throws_away_a_gradient_at_every_step_is_no_exception() -> None:
+    assert throwing_away(list(range(200))).findings("batches_given_up") == []
+    assert throwing_away(list(range(0, 200, 2))).findings("batches_given_up") == []
+
+
+def test_what_one_side_of_a_game_throws_away_is_no_batch() -> None:
+    run = throwing_away(list(range(4, 200, 5)))
+    run.values["step/in_turn"] = np.where(np.arange(200) < 15, 0.0, 1.0)
+    assert run.findings("batches_given_up") == []

@@ -48,6 +48,52 @@ class StaleGradients(Rule):
 
 @register
 @dataclass
+class BatchesGivenUp(Rule):
+    """The loop has thrown batches away: their gradients were zeroed, or never made, and no step was made with them."""
+
+    id = "batches_given_up"
+    closes_after = 100
+
+    patience: int = 20
+    """Steps before it is told: a game, where one side throws away what the other has left, is known by then."""
+
+    share: float = 1 / 3
+    """Batches given up over steps, above which it is a method of training (as SAM is) and not an exception."""
+
+    total: int = field(default=0, init=False)
+    broken: int = field(default=0, init=False)
+    """Those whose loss was NaN or Inf."""
+    first: int = field(default=-1, init=False)
+    told: bool = field(default=True, init=False)
+
+    def look(self, step: Step) -> Sign | None:
+        """Fires at a step before which batches were given up."""
+        given_up = step.value("batches/given_up")
+        if given_up > 0:
+            self.first = step.number if self.told else self.first
+            self.total, self.told = self.total + int(given_up), False
+            self.broken += not math.isfinite(step.general.values.get("batches/given_up_loss", 0.0))
+        if self.told or step.history.steps_seen < self.patience or step.in_turn:
+            return None
+        self.told = True
+        if self.total > self.share * step.history.steps_seen:
+            return None
+        loss = step.value("batches/given_up_loss")
+        seen = {"batches": self.total, "broken": self.broken} | ({"loss": loss} if given_up > 0 else {})
+        severity: Severity = "warning" if self.broken else "info"
+        kinds = ("broken",) if self.broken else ("chosen",)
+        return Sign(
+            severity=severity,
+            seen=seen,
+            expected={"batches": 0},
+            since=self.first,
+            causes=kinds,
+            cures=("find", *kinds),
+        )
+
+
+@register
+@dataclass
 class TrainedInTurn(Rule):
     """The model is one side of a game, as in a GAN: rules that expect the loss to fall do not look at it."""
 

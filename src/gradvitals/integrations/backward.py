@@ -135,15 +135,8 @@ def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
     Gradients of several backward passes add up, so what is descended on is the sum of their losses. A loop that
     accumulates gradients has divided each by their number: the sum is the mean that it would plot.
     """
+    monitor.tap.draft.observed.adds_up = True
     monitor.observe(loss)
-    draft = monitor.tap.draft
-    if len(draft.losses) > 1:
-        first, *others = draft.losses
-        draft.losses = [sum((_beside(first, other) for other in others), first)]
-
-
-def _beside(first: Tensor | float, loss: Tensor | float) -> Tensor | float:
-    return loss.to(first.device) if isinstance(first, Tensor) and isinstance(loss, Tensor) else loss
 
 
 def _is_recorded() -> bool:

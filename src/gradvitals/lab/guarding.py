@@ -92,8 +92,7 @@ def _time_shape(
                     stretch, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
                     taken += [snapshots] if "snapshots" in variant else []
                 bare.append(_bare(training, steps))
-                ratios[variant].stretches.append(stretch)
-                ratios[variant].neighbours.append((bare[-2], bare[-1]))
+                ratios[variant].rounds.append([(stretch, (bare[-2], bare[-1]))])
             tell(f"{name}: round {number + 1} of {rounds}")
     times = {variant: found.of(lambda stretch: stretch.wall_seconds) for variant, found in ratios.items()}
     stalls = [

@@ -115,6 +115,9 @@ class Interpreter:
             values["grad/carried"] = 1.0
         if step.in_turn:
             values["step/in_turn"] = 1.0
+        if step.given_up:
+            values["batches/given_up"] = float(step.given_up)
+            values |= {} if step.lost_loss is None else {"batches/given_up_loss": step.lost_loss}
         if step.max_norm is not None:
             values["clip/max_norm"] = step.max_norm
         if step.under_scaler:

@@ -17,6 +17,7 @@ import numpy as np
 from gradvitals.config import Config
 from gradvitals.measure.clock import Lap
 from gradvitals.measure.examples_landed import land_examples
+from gradvitals.measure.observed import heard
 from gradvitals.measure.packet import Arrived, Places
 from gradvitals.measure.rawstep import RawStep
 from gradvitals.measure.sums import Flags, Floats, PartSums, RowSums
@@ -107,6 +108,10 @@ class StepSums:
     skipped: bool = False
     carried: bool = False
     in_turn: bool = False
+    given_up: int = 0
+    """Batches whose gradients the loop threw away before this step."""
+    lost_loss: float | None = None
+    """The loss of the last of them, where told."""
     rows: dict[str, RowSums] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
     """For each slice of an attention head."""
@@ -185,6 +190,10 @@ class _Landing:
         self.part_scale = np.ones(self.num_rows)
         """What micro-batches are multiplied by, over their share of the gradient."""
         self.under_scaler = False
+        self.heard = heard(raw.observed, self._number, is_clean=self._is_clean)
+        self.batch_size = raw.batch_size
+        if self.heard.skipped_size and raw.batch_size is not None:
+            self.batch_size = raw.batch_size - self.heard.skipped_size
         for index, station in enumerate(raw.stations):
             if f"scale{index}" in self.arrived and not station.ignore_scale:
                 self.under_scaler = True
@@ -208,8 +217,10 @@ class _Landing:
             table=self.table,
             stage=stage,
             moments_stage="clipped" if any(station.clipped for station in raw.stations) else None,
-            batch_size=raw.batch_size,
-            loss=self._loss(),
+            batch_size=self.batch_size,
+            loss=self.heard.loss,
+            given_up=self.heard.given_up,
+            lost_loss=self.heard.lost_loss,
             lr=float(self.arrived["lr"].values[0]) if "lr" in self.arrived else raw.lr,
             max_norm=raw.max_norm,
             under_scaler=self.under_scaler,
@@ -273,20 +284,12 @@ class _Landing:
             return np.zeros(num_rows), np.zeros(num_rows, dtype=bool)
         return self.arrived[name].sums(num_rows), self.arrived[name].present(num_rows)
 
-    def _loss(self) -> float | None:
-        """The step's loss, averaged over its observations by their size; None where the loop told none."""
-        if not self.raw.losses:
-            return None
-        losses = [
-            loss if isinstance(loss, float) else float(self.arrived[f"loss{i}"].values[0])
-            for i, loss in enumerate(self.raw.losses)
-        ]
-        sizes = self.raw.sizes
-        if len(losses) == 1 and (len(sizes) != 1 or sizes[0] is None):
-            return losses[0]
-        if len(sizes) == len(losses) and all(size is not None for size in sizes):
-            return float(np.average(losses, weights=np.array(sizes, dtype=np.float64)))
-        return float(np.mean(losses))
+    def _number(self, name: str) -> float:
+        return float(self.arrived[name].values[0])
+
+    def _is_clean(self) -> bool:
+        """Whether the gradient is known to be finite."""
+        return "norm" in self.arrived and bool(np.isfinite(self.arrived["norm"].values).all())
 
     def _take_gradients(self, step: StepSums) -> None:
         if "norm" not in self.arrived:
@@ -366,12 +369,12 @@ class _Landing:
 
     def _part_sizes(self, count: int) -> tuple[Floats, bool]:
         """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
-        sizes = self.raw.sizes
+        sizes = self.heard.sizes
         if len(sizes) == count and all(size is not None for size in sizes):
             return np.array(sizes, dtype=np.float64), True
         told_in_part = len(sizes) > 1 and any(size is not None for size in sizes)
-        if self.raw.batch_size is not None and not told_in_part:
-            return np.full(count, self.raw.batch_size / count), True
+        if self.batch_size is not None and not told_in_part:
+            return np.full(count, self.batch_size / count), True
         return np.ones(count), False
 
 

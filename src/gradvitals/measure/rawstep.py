@@ -4,40 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gradvitals.errors import ObserveError
 from gradvitals.measure.clock import Lap
+from gradvitals.measure.observed import Observed
 from gradvitals.measure.packet import Packet, Shipment
 from gradvitals.types import Layout, Stage
-
-
-def check_observed(loss: Any, batch_size: Any) -> None:
-    """Raise an `ObserveError` that says what `observe` was given instead of numbers, and what to do."""
-    if not (loss is None or isinstance(loss, (Tensor, Real)) or hasattr(loss, "__float__")):
-        inside = " as out.loss, if that is what it holds" if hasattr(loss, "loss") else ""
-        raise ObserveError(
-            f"observe got a {type(loss).__name__} as loss; expected a tensor or a number: pass the loss itself{inside}"
-        )
-    if isinstance(loss, Tensor) and not loss.numel():
-        raise ObserveError("observe got a tensor without elements as loss; expected one number or the mean of several")
-    if batch_size is not None and not (isinstance(batch_size, Real) and float(batch_size) > 0):
-        given = repr(batch_size) if isinstance(batch_size, Real) else f"a {type(batch_size).__name__}"
-        raise ObserveError(
-            f"observe got {given} as batch_size; expected the number of samples behind the loss: pass len(inputs)"
-        )
-
-
-def _number(loss: float) -> float:
-    try:
-        return float(loss)
-    except (TypeError, ValueError) as error:
-        kind = type(loss).__name__
-        raise ObserveError(f"observe got a {kind} as loss that is not one number ({error}): pass its mean") from None
 
 
 @dataclass(frozen=True)
@@ -93,11 +66,10 @@ class RawStep:
     packet: Packet = field(default_factory=Packet)
     time: float = 0.0
     lr: float | None = None
-    losses: list[Tensor | float] = field(default_factory=list)
-    """The losses the loop told; those that are tensors travel in the packet as ``loss{i}``."""
-    sizes: list[float | None] = field(default_factory=list)
-    """Samples behind each observation, where told."""
+    observed: Observed = field(default_factory=Observed)
+    """What the loop told."""
     batch_size: float | None = None
+    """Samples in the step, where known."""
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
     fractions: dict[int, float] = field(default_factory=dict)
     sampled: list[dict[int, tuple[int, int]]] = field(default_factory=list)
@@ -120,35 +92,3 @@ class RawStep:
     """Row and head that each number of the head views belongs to."""
     shipment: Shipment = field(default_factory=Shipment)
     lap: Lap = field(default_factory=Lap)
-
-    def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
-        """The loop told a loss, and the samples behind it.
-
-        Raises:
-            ObserveError: If these are not numbers; nothing of them is kept.
-        """
-        check_observed(loss, batch_size)
-        if not isinstance(loss, Tensor) and loss is not None:
-            loss = _number(loss)
-        if isinstance(loss, Tensor):
-            # On the host there is nothing to wait for; but a tensor that is spread over ranks takes them all to tell.
-            at_hand = type(loss) is Tensor and loss.device.type == "cpu" and loss.is_floating_point()
-            at_hand = at_hand and not torch.compiler.is_compiling()
-            if loss.dim():
-                loss = loss.detach().float().mean()
-            self.losses.append(loss.item() if at_hand else loss.detach().clone())
-        elif loss is not None:
-            self.losses.append(loss)
-        self.sizes.append(batch_size)
-        if batch_size is not None:
-            self.batch_size = (self.batch_size or 0.0) + batch_size
-
-    def forget_observations(self) -> None:
-        """The batch they belonged to was given up."""
-        self.losses, self.sizes, self.batch_size = [], [], None
-
-    def pack_losses(self) -> None:
-        """Put the losses that are on a device into the packet."""
-        for index, loss in enumerate(self.losses):
-            if isinstance(loss, Tensor):
-                self.packet.add(f"loss{index}", loss)

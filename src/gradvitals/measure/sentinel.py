@@ -23,9 +23,12 @@ class Sentinel:
 
     Autograd adds to ``.grad`` in place, which moves the tensor's version by one. Any other change between two
     backward passes is the loop's: gradients that were zeroed without a step, i.e. a batch given up.
+
+    Args:
+        on_given_up: Told after how many passes it was, as soon as the next one shows it.
     """
 
-    def __init__(self, on_given_up: Callable[[], None]) -> None:
+    def __init__(self, on_given_up: Callable[[int], None]) -> None:
         self.backwards = 0
         """Backward passes that reached the parameter since the last step."""
         self.carried = False
@@ -92,8 +95,8 @@ class Sentinel:
             and self._grad is not None
             and not _same((self._grad, self._version + 1), grad)
         ):
-            self.backwards = 0
-            self._on_given_up()
+            passes, self.backwards = self.backwards, 0
+            self._on_given_up(passes)
         if self.backwards == 0 and self._left is not None and in_place:
             self.carried = _same((self._left[0], self._left[1] + 1), grad)
         self.backwards += 1

@@ -161,9 +161,10 @@ class Tap:
                 station.follow_first(self.rows.arrivals, self.rows)
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
-        draft.batch_size = self.batch_size if draft.batch_size is None else draft.batch_size
+        told = draft.observed.batch_size
+        draft.batch_size = self.batch_size if told is None else told
         draft.in_turn = self._turns.is_game
-        draft.pack_losses()
+        draft.observed.pack(draft.packet)
         draft.lap = self._clock.lap()
         self.step += 1
         self.draft = self._begin()
@@ -182,13 +183,14 @@ class Tap:
         """Send what is left: no step will follow, on any rank."""
         self.attempt("step", self.outbox.send)
 
-    def _on_given_up(self, station: Station) -> None:
+    def _on_given_up(self, station: Station, passes: int) -> None:
         if self.muted:
             return
         station.reading = None
         if not any(station.stepped for station in self.stations):
-            self.draft.forget_observations()
-            self.observes = 0
+            alone = len(self.stations) == 1  # else each of them tells
+            self.draft.observed.give_up(passes if alone else math.inf, counts=alone)
+            self.observes = len(self.draft.observed.told)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Tap:
         if again and not any(station.is_fresh() for station in self.stations):
             self._finish()  # an optimizer that has stepped goes on alone
         self.observes += 1
-        self.draft.note(loss, batch_size)
+        self.draft.observed.note(loss, batch_size, max(station.sentinel.backwards for station in self.stations))
         for station in self.stations:
             if station.expects_clip or not station.is_fresh() or not station.is_stale(self.observes):
                 continue
@@ -287,7 +289,7 @@ class Tap:
         return before_step
 
     def _after_closure(self, station: Station, loss: Any) -> None:
-        if not self.draft.losses and isinstance(loss, (Tensor, float)):
+        if not self.draft.observed.losses and isinstance(loss, (Tensor, float)):
             self._observe(loss, None)
         self.reach(station)
 
