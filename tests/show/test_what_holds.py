@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gradvitals.show.run_page import run_page
 from gradvitals.show.standouts import first_nonzero
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
-from gradvitals.types import Finding, Layout, Reading, TensorInfo
+from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
 LAYERS = ("0", "1", "2", "3")
 
@@ -112,3 +113,84 @@ def test_the_tensors_that_broke_first_are_listed_as_backward_comes_to_them(tmp_p
         ("1.bias", 20),
         ("1.weight", 20),
     ]
+
+
+def write_gsnr(
+    path: Path, *findings: Finding, source: Source = "adam", gsnr: tuple[float, float, float], layers: list[float]
+) -> Path:
+    """A run whose GSNR and its interval are these, as are the lower ends of its layers'."""
+    names = ("gsnr", "gsnr_low", "gsnr_high")
+    lows = np.array(layers)
+    with RunWriter(path, meta={"facts": {}}) as writer:
+        writer.write(layout())
+        for step in range(400):
+            writer.write(Reading(step=step, time=float(step), batch_size=8.0, values={"loss": 1.0, "grad/norm": 1.0}))
+            if step % 10 == 0:
+                writer.write(
+                    Reading(
+                        step=step,
+                        time=float(step),
+                        source=source,
+                        batch_size=8.0,
+                        values=dict(zip(names, gsnr, strict=True)),
+                        layers={"gsnr": lows + 0.1, "gsnr_low": lows, "gsnr_high": lows + 0.2},
+                    )
+                )
+        for finding in findings:
+            writer.write(finding)
+    return path
+
+
+def told_of_gsnr(path: Path) -> str:
+    """What is fine of how well the GSNR is known, or why that was not judged."""
+    judged = checkup(path)
+    fine = [item.text for item in judged.fine if item.id == "estimator_unreliable"]
+    return " ".join(fine or [item.reason for item in judged.not_judged if "estimator_unreliable" in item.ids])
+
+
+@pytest.mark.parametrize(
+    ("gsnr", "layers", "told"),
+    [
+        ((0.2, 0.1, 0.3), [0.1, 0.1, 0.1, 0.1], "the GSNR of the model is known within a factor of ten"),
+        (
+            (0.2, 0.1, 0.3),
+            [0.1, -0.1, 0.0, np.nan],
+            "the GSNR of the model is known within a factor of ten; of 2 of 3 layers it cannot be told from 0",
+        ),
+        ((-0.2, -0.3, -0.1), [0.1] * 4, "the GSNR from Adam's averages cannot be told from 0 as last read"),
+        ((0.2, 0.0, 0.4), [0.1] * 4, "the GSNR from Adam's averages cannot be told from 0 as last read"),
+        ((0.2, 0.01, 0.4), [0.1] * 4, "the GSNR from Adam's averages is not known within a factor of ten as last read"),
+    ],
+)
+def test_how_well_a_gsnr_is_known_holds_for_what_it_is_said_of(
+    tmp_path: Path, gsnr: tuple[float, float, float], layers: list[float], told: str
+) -> None:
+    assert told_of_gsnr(write_gsnr(tmp_path / "run", gsnr=gsnr, layers=layers)) == told
+
+
+@pytest.mark.parametrize(
+    ("source", "gsnr", "layers", "said"),
+    [
+        ("adam", 0.2, [0.1, 0.1, 0.1, 0.1], ""),
+        ("adam", 0.2, [0.1, 0.1, 0.1, -0.4], "where gradients have shrunk or undo each other"),
+        ("adam", -0.2, [0.1, 0.1, 0.1, 0.1], "where gradients have shrunk or undo each other"),
+        ("microbatch", 0.2, [0.1, 0.1, 0.1, -0.4], "where a step's passes are not samples of one thing"),
+    ],
+)
+def test_a_gsnr_below_zero_is_not_shown_without_what_it_means(
+    tmp_path: Path, source: Source, gsnr: float, layers: list[float], said: str
+) -> None:
+    path = write_gsnr(tmp_path / "run", source=source, gsnr=(gsnr, gsnr - 0.1, gsnr + 0.1), layers=layers)
+    with open_run(path) as run:
+        page = run_page(run)
+    for text in (printed("report", str(path)), unescape(page)):
+        assert ("a GSNR cannot be below 0: read one that is as 0" in text) == bool(said)
+        assert said in " ".join(text.split())
+
+
+def test_the_doctor_says_so_of_a_finding_that_names_one(tmp_path: Path) -> None:
+    for median in (0.1, -0.1):
+        seen = {"median": median, "source": "adam"}
+        found = Finding(id="noisy_gradients", severity="info", title="noise", first_step=9, evidence={"seen": seen})
+        path = write_gsnr(tmp_path / str(median), found, gsnr=(0.2, 0.1, 0.3), layers=[0.1] * 4)
+        assert ("Note: a GSNR cannot be below 0" in printed("doctor", str(path))) == (median < 0)

@@ -13,7 +13,8 @@ from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
-from gradvitals.show.doubts import JUDGED_BY_NOISE, TOO_EARLY, doubts_of
+from gradvitals.show.below_zero import about_findings
+from gradvitals.show.doubts import JUDGED_BY_NOISE, TOO_EARLY, doubts_of, layers_untold
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
 from gradvitals.show.verdict import Verdict, about_itself, judge, name_of, stop_of
 from gradvitals.store.frames import KINDS
@@ -125,7 +126,7 @@ class Checkup:
     """The last step before NaN or Inf came to stay, up to which it is fine; None where it is to the end."""
     not_judged: tuple[NotJudged, ...]
     gsnr_doubt: str
-    """Why the GSNR from Adam's averages is not to be trusted at the end; empty where it is, or is not read."""
+    """Why the GSNR is not to be taken as it stands, at the end or in a finding; empty where it is, or is not read."""
     monitoring: tuple[Finding, ...]
     """What gradvitals says about itself."""
     actions: tuple[Action, ...]
@@ -183,7 +184,7 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
         fine=fine,
         fine_until=until,
         not_judged=not_judged,
-        gsnr_doubt=doubt_of_adam(run),
+        gsnr_doubt=doubt_of_adam(run) or about_findings(verdict.findings),
         monitoring=about_itself(kept),
         actions=tuple(run.actions()),
         state=state_of(run),
@@ -276,6 +277,10 @@ class _Record:
             self._doubts = doubts_of(self._run)
         return self._doubts.get(rule, "")
 
+    def beside(self, rule: str) -> str:
+        """What of single layers does not go with what is fine of the model; empty where all does."""
+        return layers_untold(self._run) if rule == "estimator_unreliable" else ""
+
     def _look(self, needed: str) -> str:
         """A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``."""
         *of, metric = needed.split(":")
@@ -322,7 +327,7 @@ def _looked_for(
             reasons.setdefault(reason, []).append(name)
         elif name not in belied:
             text = WORDS[name].fine if name in WORDS else ""
-            fine.append(Fine(id=name, text=text or f"no sign of: {name_of(name)}"))
+            fine.append(Fine(id=name, text=(text or f"no sign of: {name_of(name)}") + record.beside(name)))
     return tuple(fine), tuple(NotJudged(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
 
 

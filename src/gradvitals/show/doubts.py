@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gradvitals.advise import Advice
 from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.record import Record
@@ -12,6 +14,11 @@ TOO_EARLY = "too early"
 """How a reason begins where a longer run is all it takes."""
 SCALE_UNKNOWN = f"{TOO_EARLY}: the noise scale is not known well enough yet to judge the batch"
 GSNR_UNKNOWN = f"{TOO_EARLY}: the GSNR is not known within a factor of ten yet"
+ADAM_UNKNOWN = "the GSNR from Adam's averages is not known within a factor of ten as last read"
+ADAM_ZERO = "the GSNR from Adam's averages cannot be told from 0 as last read"
+
+LATEST = 100
+"""Readings at the end of a run among which the last one with numbers is looked for."""
 
 JUDGED_BY_NOISE = ("batch_too_small", "batch_too_large", "estimator_unreliable")
 """Rules that are silent both where all is well and where the noise is not known."""
@@ -43,11 +50,41 @@ def _about_batch(advice: Advice) -> dict[str, str]:
     return found
 
 
+def layers_untold(run: Run) -> str:
+    """How many layers have a GSNR that cannot be told from 0, to go behind what is said of the model; else nothing."""
+    source = next((source for source in run.sources("gsnr", "values") if source != "examples"), None)
+    if source is None or source not in run.sources("gsnr_low", "layers"):
+        return ""
+    steps, _ = run.times("gsnr_low", kind="layers", source=source)
+    if not steps.size:
+        return ""
+    _, rows = run.matrix("gsnr_low", "layers", source=source, since=int(steps[-LATEST:][0]) - 1)
+    known = rows[np.isfinite(rows).any(axis=1)]
+    if not len(known):
+        return ""
+    lows = known[-1][np.isfinite(known[-1])]
+    untold = int((lows <= 0).sum())
+    return f"; of {untold:,} of {len(lows):,} layers it cannot be told from 0" if untold else ""
+
+
 def _about_gsnr(record: Record) -> dict[str, str]:
-    if not record.averages:  # of Adam's moments, whose interval is another matter
+    if record.gsnr_source == "adam":
+        return _about_adam(record)
+    if not record.averages:
         return {}
     last = record.averages[-1]
     known = last.count >= EstimatorUnreliable.readings and last.low > 0
     return (
         {} if known and last.high <= EstimatorUnreliable.decade * last.low else {"estimator_unreliable": GSNR_UNKNOWN}
     )
+
+
+def _about_adam(record: Record) -> dict[str, str]:
+    """The same by the last interval of Adam's: more steps need not make it narrower."""
+    lows, highs = record.series("gsnr_low", "adam"), record.series("gsnr_high", "adam")
+    if not len(lows) or not len(highs):
+        return {}
+    low, high = float(lows.values[-1]), float(highs.values[-1])
+    if low <= 0:
+        return {"estimator_unreliable": ADAM_ZERO}
+    return {} if high <= EstimatorUnreliable.decade * low else {"estimator_unreliable": ADAM_UNKNOWN}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.show.again import was_diagnosed
+from gradvitals.show.below_zero import about_below_zero, of_tables
 from gradvitals.show.checkup import judge_run, knows_batch, num_ranks
 from gradvitals.show.ending import State, state_of
 from gradvitals.show.standouts import (
@@ -147,7 +149,8 @@ def summarize(run: Run) -> Summary:
     meta, findings = run.meta, run.findings()
     source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
     layers_step, layers = layer_rows(run, source)
-    trends = (_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr", "vrgd/mean"))
+    trends = [_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr", "vrgd/mean")]
+    lowest = latest_extremes(run, "gsnr", source=source, lowest=True)
     return Summary(
         run=str(run.path),
         last_step=run.last_step,
@@ -161,11 +164,11 @@ def summarize(run: Run) -> Summary:
         noise_scale=_noise_scale(run),
         gsnr_source=source,
         gsnr_batch_size=_batch_size(run, source),
-        gsnr_doubt=doubt_of_adam(run) if "adam" in (source, _first_source(run, "gsnr", "values")) else "",
+        gsnr_doubt=_gsnr_doubt(run, source, trends, of_tables(layers, lowest)),
         largest_spike=_largest_spike(run),
         layers_step=layers_step,
         layers=layers,
-        lowest_gsnr=latest_extremes(run, "gsnr", source=source, lowest=True),
+        lowest_gsnr=lowest,
         largest_spikes=extremes(run, "grad/spike_ratio"),
         largest_updates=latest_extremes(run, "update/ratio"),
         nonfinite=first_nonzero(run, "grad/nonfinite"),
@@ -173,6 +176,17 @@ def summarize(run: Run) -> Summary:
         verdict=judge_run(run, findings),
         monitoring=about_itself(findings),
         actions=tuple(run.actions()),
+    )
+
+
+def _gsnr_doubt(run: Run, source: str | None, trends: Sequence[Trend | None], in_tables: Sequence[float]) -> str:
+    """Why what is shown as GSNR, in tables of this source and as a trend, is not to be taken as it stands."""
+    whole = next((trend for trend in trends if trend is not None and trend.metric == "gsnr"), None)
+    doubt = doubt_of_adam(run) if "adam" in (source, whole.source if whole else None) else ""
+    return (
+        doubt
+        or about_below_zero(in_tables, source)
+        or (about_below_zero([whole.latest], whole.source) if whole else "")
     )
 
 

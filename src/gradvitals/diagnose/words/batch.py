@@ -72,7 +72,7 @@ WORDS: dict[str, Words] = {
             ),
             "nothing": "nothing needs to be done if the GSNR is not used to decide anything",
         },
-        fine="the GSNR is known within a factor of ten",
+        fine="the GSNR of the model is known within a factor of ten",
         reference="arXiv 2309.13681 for the number of micro-batches",
     ),
     "mixed_passes": Words(
