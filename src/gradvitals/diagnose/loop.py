@@ -61,8 +61,8 @@ class BatchesGivenUp(Rule):
     """Batches given up over steps, above which it is a method of training (as SAM is) and not an exception."""
 
     total: int = field(default=0, init=False)
-    broken: int = field(default=0, init=False)
-    """Those whose loss was NaN or Inf."""
+    loss: float | None = field(default=None, init=False)
+    """That of the last one whose loss was NaN or Inf."""
     first: int = field(default=-1, init=False)
     told: bool = field(default=True, init=False)
 
@@ -72,23 +72,19 @@ class BatchesGivenUp(Rule):
         if given_up > 0:
             self.first = step.number if self.told else self.first
             self.total, self.told = self.total + int(given_up), False
-            self.broken += not math.isfinite(step.general.values.get("batches/given_up_loss", 0.0))
+            loss = step.general.values.get("batches/given_up_loss", 0.0)
+            self.loss = self.loss if math.isfinite(loss) else loss
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None
         self.told = True
         if self.total > self.share * step.history.steps_seen:
             return None
-        loss = step.value("batches/given_up_loss")
-        seen = {"batches": self.total, "broken": self.broken} | ({"loss": loss} if given_up > 0 else {})
-        severity: Severity = "warning" if self.broken else "info"
-        kinds = ("broken",) if self.broken else ("chosen",)
+        severity: Severity = "info" if self.loss is None else "warning"
+        kind = "chosen" if self.loss is None else "broken"
+        seen = {"batches": self.total} | ({} if self.loss is None else {"loss": self.loss})
+        expected = {"batches": 0}
         return Sign(
-            severity=severity,
-            seen=seen,
-            expected={"batches": 0},
-            since=self.first,
-            causes=kinds,
-            cures=("find", *kinds),
+            severity=severity, seen=seen, expected=expected, since=self.first, causes=(kind,), cures=("find", kind)
         )
 
 

@@ -22,21 +22,21 @@ WORDS: dict[str, Words] = {
     "batches_given_up": Words(
         name="Batches given up",
         pattern="The loop throws away a batch now and then, without a step: a warning where its loss was NaN or Inf.",
-        title="the loop goes on without a step: batches given up from step {step} on, {batches} in the whole run",
+        title="the loop gave up batches without a step, the first before step {step}",
         causes={
-            "broken": "their loss was NaN or Inf, {broken} times, and the loop went on without a step",
-            "chosen": "the loop zeroed the gradients of a batch, or went on to the next, without a step",
+            "broken": "their loss was {loss}, and the loop went on without a step",
+            "chosen": "the loop zeroed the gradients of a batch, or went on to the next one, without a step",
         },
         cures={
             "find": (
                 "look for the batch: steps are counted here as the optimizer makes them, so a counter of batches is "
-                "ahead of them by {batches}"
+                "ahead by those given up"
             ),
             "broken": (
-                "look there for samples with NaN, Inf or nothing in them, and in the loss for a division by 0 or a log "
-                "of 0 ({broken} times)"
+                "look there for samples with NaN, Inf or nothing in them, and in the loss, which was {loss}, for a "
+                "division by 0 or a log of 0"
             ),
-            "chosen": "nothing, if these {batches} were meant to be left out",
+            "chosen": "nothing, if it is meant ({batches} when this was found)",
         },
         fine="every batch is part of a step",
     ),
