@@ -1,19 +1,26 @@
-"""The numbers that a finding is told with, and what the first line says of a loss that was never heard."""
+"""How a finding is told: its numbers, in one line where nearly every run has it; and of a loss that was never heard."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from gradvitals.cli import main
+from gradvitals.diagnose import Sign
+from gradvitals.diagnose.explain import explain
+from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import ObserveError
 from gradvitals.notices import observe_ignored
 from gradvitals.show.checkup import examine
 from gradvitals.show.findings import evidence
+from gradvitals.show.run_page import run_page
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
-from gradvitals.types import Reading
+from gradvitals.types import Finding, Reading, Severity
 
 
 def test_only_numbers_that_say_what_they_are_of_are_told() -> None:
@@ -45,3 +52,41 @@ def test_a_loss_that_was_never_heard_is_in_the_first_line(tmp_path: Path, heard:
         first = examine(run).verdict.line
     said = " No loss was heard: observe got a str as loss; expected a tensor or a number."
     assert first.endswith(said) == (not heard)
+
+
+def noisy(path: Path, severity: Severity = "info") -> Path:
+    seen = {"median": 0.0321, "batch_size": 16_384.0, "share": "93 % of coordinates"}
+    told = explain(WORDS["noisy_gradients"], Sign(severity=severity, seen=seen), 100)
+    found = Finding(
+        id="noisy_gradients", severity=severity, first_step=50, evidence={"seen": seen}, **dataclasses.asdict(told)
+    )
+    with RunWriter(path, meta={"facts": {}}) as writer:
+        for step in range(60):
+            writer.write(Reading(step=step, time=step, values={"grad/norm": 1.0, "loss": 1.0}))
+        writer.write(found)
+    return path
+
+
+def lines(*args: str) -> list[str]:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(main, args).stdout.splitlines()
+
+
+def test_the_note_that_nearly_every_healthy_run_has_takes_one_line(tmp_path: Path) -> None:
+    run = str(noisy(tmp_path / "run"))
+    line = "info: noisy gradients, as in nearly every healthy run [noisy_gradients]"
+    doctor, report = lines("doctor", run), lines("report", run)
+    assert doctor[doctor.index(line) - 1 : doctor.index(line) + 2] == ["", line, ""]
+    assert report[report.index(line) + 1].startswith("`gradvitals doctor` has")
+    whole = lines("doctor", run, "--all")
+    assert line not in whole
+    assert any(line.startswith("info: gradients are noisier than they are large") for line in whole)
+    assert any(line.startswith("  to do nothing needs to be done while the loss falls") for line in whole)
+    with open_run(run) as opened:
+        assert '<details open="open"><summary><span class="flag"' not in run_page(opened)
+
+
+def test_as_a_warning_it_is_told_in_full(tmp_path: Path) -> None:
+    run = str(noisy(tmp_path / "run", "warning"))
+    assert any(line.startswith("  to do ") for line in lines("doctor", run))
+    with open_run(run) as opened:
+        assert '<details open="open"><summary><span class="flag"' in run_page(opened)

@@ -189,8 +189,12 @@ def test_a_gsnr_below_zero_is_not_shown_without_what_it_means(
 
 
 def test_the_doctor_says_so_of_a_finding_that_names_one(tmp_path: Path) -> None:
-    for median in (0.1, -0.1):
-        seen = {"median": median, "source": "adam"}
-        found = Finding(id="noisy_gradients", severity="info", title="noise", first_step=9, evidence={"seen": seen})
-        path = write_gsnr(tmp_path / str(median), found, gsnr=(0.2, 0.1, 0.3), layers=[0.1] * 4)
-        assert ("Note: a GSNR cannot be below 0" in printed("doctor", str(path))) == (median < 0)
+    for name, gsnr, said in (
+        ("estimator_unreliable", 0.1, False),
+        ("estimator_unreliable", -0.1, True),
+        ("noisy_gradients", -0.1, False),  # which is told without its numbers
+    ):
+        seen = {"gsnr": gsnr, "source": "adam"}
+        found = Finding(id=name, severity="info", title="not well known", first_step=9, evidence={"seen": seen})
+        path = write_gsnr(tmp_path / f"{name} {gsnr}", found, gsnr=(0.2, 0.1, 0.3), layers=[0.1] * 4)
+        assert ("Note: a GSNR cannot be below 0" in printed("doctor", str(path))) == said

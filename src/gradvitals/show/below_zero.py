@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradvitals.show.standouts import LayerRow, Worst
-from gradvitals.show.verdict import Weighed
+from gradvitals.show.verdict import Weighed, is_ordinary
 
 CANNOT_BE = "a GSNR cannot be below 0: read one that is as 0, no signal to be told"
 # Adam's second average reaches back further than the first, and both take gradients of steps for independent.
@@ -14,7 +14,7 @@ OF_ADAM = (
     "step, of which the interval knows nothing"
 )
 OF_SAMPLES = f"{CANNOT_BE}. An interval gets there by chance, or where a step's passes are not samples of one thing"
-TOLD = ("gsnr", "median", "high")
+TOLD = ("gsnr", "high")
 """Numbers of a finding that are a GSNR, or the upper end of its interval."""
 
 
@@ -35,8 +35,10 @@ def of_tables(layers: Iterable[LayerRow], tensors: Iterable[Worst]) -> list[floa
 
 
 def about_findings(findings: Iterable[Weighed]) -> str:
-    """What to say beside findings that name a GSNR below 0; nothing where none does."""
+    """What to say beside findings that name a GSNR below 0; nothing where none does, but in a line."""
     for item in findings:
+        if is_ordinary(item.finding):
+            continue
         seen = item.finding.evidence.get("seen")
         told = seen if isinstance(seen, dict) and "source" in seen else {}
         values = [told[name] for name in TOLD if isinstance(told.get(name), (int, float))]

@@ -47,7 +47,8 @@ def render_checkup(checkup: Checkup, *, whole: bool = False) -> RenderableType:
 
     Args:
         checkup: What there is to say.
-        whole: Name each pattern that is fine or was not judged, instead of counting them.
+        whole: Name each pattern that is fine or was not judged, instead of counting them, and tell everything of
+            notes that nearly every run has.
     """
     return Group(*_sections(checkup, whole))
 
@@ -68,7 +69,7 @@ def _sections(checkup: Checkup, whole: bool) -> Iterator[RenderableType]:
     yield Hanging("", Text(_origin(checkup), style="dim"))
     verdict = checkup.verdict
     for item in verdict.findings:
-        yield from (Text(), in_full(item, live=verdict.live))
+        yield from (Text(), in_full(item, live=verdict.live, whole=whole))
     if verdict.findings:
         yield from (Text(), Hanging("", Text("gradvitals doctor --explain RULE has every cause and cure.", "dim")))
     if checkup.gsnr_doubt:

@@ -13,7 +13,7 @@ from rich.text import Text
 from gradvitals.diagnose.explain import number
 from gradvitals.show.actions import latest, summarise
 from gradvitals.show.text import clean, cut
-from gradvitals.show.verdict import Level, Verdict, Weighed, when
+from gradvitals.show.verdict import Level, Verdict, Weighed, as_words, is_ordinary, name_of, when
 from gradvitals.types import Action, Finding, Severity
 
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
@@ -64,9 +64,17 @@ def verdict_line(verdict: Verdict) -> RenderableType:
     return Hanging("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
 
 
-def in_full(item: Weighed, *, live: bool) -> RenderableType:
-    """Everything about a finding: where, when, on what evidence, why probably and what to do."""
+def in_full(item: Weighed, *, live: bool, whole: bool = False) -> RenderableType:
+    """Everything about a finding: where, when, on what evidence, why probably and what to do.
+
+    Args:
+        item: The finding.
+        live: Whether the run goes on.
+        whole: Tell everything of an ordinary note too, which otherwise takes one line.
+    """
     finding = item.finding
+    if is_ordinary(finding) and not whole:
+        return _in_a_line(item)
     found = finding.found_step
     later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
     most = LIKELIEST if item.weight != "info" else 1
@@ -84,6 +92,8 @@ def in_full(item: Weighed, *, live: bool) -> RenderableType:
 def in_short(item: Weighed, *, live: bool) -> RenderableType:
     """A finding in a few lines: what, where and when, and the first thing to do."""
     finding = item.finding
+    if is_ordinary(finding):
+        return _in_a_line(item)
     place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors and not finding.says_where else ""
     lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.cures[:1])]
     return Group(_heading(item), *(Hanging("  ", clean(line)) for line in lines))
@@ -170,11 +180,19 @@ def _value(value: Any) -> str:
 
 
 def _heading(item: Weighed) -> RenderableType:
+    return _headed(item, clean(cut(item.finding.title, TITLE)), "bold")
+
+
+def _in_a_line(item: Weighed) -> RenderableType:
+    return _headed(item, f"{as_words(name_of(item.finding.id))}, as in nearly every healthy run")
+
+
+def _headed(item: Weighed, text: str, style: str = "") -> RenderableType:
+    """A text about a finding between its severity and its id."""
     finding = item.finding
     severity = f"{finding.severity}, over" if item.clear is not None else finding.severity
-    style = STYLES[finding.severity] if item.clear is None else "dim"
-    text = Text.assemble((clean(cut(finding.title, TITLE)), "bold"), (f" [{clean(cut(finding.id))}]", "dim"))
-    return Hanging(f"{severity}: ", text, style)
+    whole = Text.assemble((text, style), (f" [{clean(cut(finding.id))}]", "dim"))
+    return Hanging(f"{severity}: ", whole, STYLES[finding.severity] if item.clear is None else "dim")
 
 
 def _labelled(label: str, texts: Sequence[str]) -> Iterator[Hanging]:

@@ -10,7 +10,7 @@ from gradvitals.show.findings import TITLE, evidence, where
 from gradvitals.show.html import Html, Part, folded, join, table, tag
 from gradvitals.show.text import cut
 from gradvitals.show.timeline import Mark
-from gradvitals.show.verdict import SAID, Verdict, Weighed, when
+from gradvitals.show.verdict import SAID, Verdict, Weighed, is_ordinary, when
 from gradvitals.types import Action
 
 IN_FULL = 40
@@ -45,7 +45,7 @@ def marks_of(verdict: Verdict) -> list[Mark]:
 
 
 def findings_section(verdict: Verdict) -> Html:
-    """Every finding with its words, the worst first; those that are over can be unfolded."""
+    """Every finding with its words, the worst first; those that are over, or in nearly every run, can be unfolded."""
     if not verdict.findings:
         return tag("p", "Nothing was found.", class_="dim")
     shown = [_finding(item, at, live=verdict.live) for at, item in enumerate(verdict.findings[:IN_FULL], 1)]
@@ -83,7 +83,7 @@ def _finding(item: Weighed, at: int, *, live: bool) -> Html:
         ]
     )
     severity = finding.severity if finding.severity in LABELS else "info"
-    body = tag("details", tag("summary", *head), details, open=None if over else "open")
+    body = tag("details", tag("summary", *head), details, open=None if over or is_ordinary(finding) else "open")
     return tag("li", body, class_=f"{severity} {'over' if over else 'open'}", id=f"f{at}")
 
 

@@ -30,6 +30,9 @@ ABOUT_ITSELF = (
 STOPPED = "training_stopped"
 """Id of the finding that says why a run came to its end before it was done."""
 
+ORDINARY = ("noisy_gradients",)
+"""Ids of notes that nearly every healthy run has, and that ask for nothing: they take one line."""
+
 CLEAR_STEPS = 20
 """Steps without the pattern before anything counts as over and done with."""
 CLEAR_SHARE = 0.1
@@ -138,6 +141,11 @@ def stop_of(weighed: Iterable[Weighed]) -> Weighed | None:
     return next((item for item in weighed if item.finding.id == STOPPED and item.clear is None), None)
 
 
+def is_ordinary(finding: Finding) -> bool:
+    """Whether it is a note that nearly every healthy run has."""
+    return finding.id in ORDINARY and finding.severity == "info"
+
+
 def about_itself(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """What gradvitals says about itself, in the order it was said."""
     return tuple(finding for finding in findings if finding.id in ABOUT_ITSELF)
@@ -216,7 +224,7 @@ def _counts(weighed: Sequence[Weighed]) -> str:
 
 def _named(findings: Sequence[Finding]) -> str:
     """What was found in two or three words each, in brackets: ``(noisy gradients, clipping never)``."""
-    names = list(dict.fromkeys(_as_words(cut(name_of(finding.id))) for finding in findings))
+    names = list(dict.fromkeys(as_words(cut(name_of(finding.id))) for finding in findings))
     rest = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
     return f" ({', '.join(names[:NAMED] + rest)})"
 
@@ -228,7 +236,7 @@ def name_of(finding: str) -> str:
     return WORDS[finding].name if finding in WORDS else finding
 
 
-def _as_words(name: str) -> str:
+def as_words(name: str) -> str:
     """A name within a sentence: small but for abbreviations such as GSNR."""
     return name if name[1:2].isupper() else name[:1].lower() + name[1:]
 
