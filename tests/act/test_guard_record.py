@@ -112,6 +112,16 @@ def test_what_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cost: 2 steps of training" in said
 
 
+def test_a_dry_run_says_what_it_would_do_once_in_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(
+        tmp_path / "run", {**ACT, "mode": "observe"}, bad={3: "nan", 5: "nan"}, config=gv.Config(diagnose=False)
+    ).train(range(8))
+    said = [line for line in capsys.readouterr().err.splitlines() if "Guard, step" in line]
+    assert [line.split(": ", 2)[1] for line in said if "skip" in line] == ["Guard, step 3"]
+    assert all("dry run" in line for line in said)
+    run.close()
+
+
 def test_nothing_is_said_where_nothing_was_done_or_silence_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -357,10 +357,10 @@ class Duty:
         told = {"before": before or {}, "after": after or {}, "cost": cost or {}}
         action = Action(kind=kind, step=step, finding=finding, taken=taken, reason=reason, **told)
         self.monitor.record(action)
-        # Rungs that answer single steps may do so often: the first of them in a while is said.
-        news = kind not in (Clip.kind, Skip.kind) or step - self._said.get(kind, -CALM) >= CALM
+        # Rungs that answer single steps may do so often, and so may all in a dry run: the first in a while is said.
+        news = (taken and kind not in (Clip.kind, Skip.kind)) or step - self._said.get(kind, -CALM) >= CALM
         self._said[kind] = step
-        if taken and news:
+        if news:
             self.together.say(f"Guard, {action}")
 
     # -- what a snapshot holds of it ----------------------------------------------------------------------------
