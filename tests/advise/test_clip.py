@@ -13,6 +13,7 @@ from runs_to_advise import advised, lognormal
 from gradvitals.advise.advice import rounded_up
 from gradvitals.advise.clip import quantile_interval
 from gradvitals.advise.record import far_above
+from gradvitals.diagnose.words import WORDS
 from gradvitals.types import Action, Finding
 
 Z95 = 1.6449
@@ -147,3 +148,39 @@ def test_the_limit_advised_is_never_below_the_median_of_the_run(tmp_path: Path, 
 @given(st.floats(1e-12, 1e12))
 def test_rounding_up_never_rounds_down(value: float) -> None:
     assert value <= rounded_up(value) <= 1.1 * value * (1 + 1e-9)
+
+
+def named(name: str, **seen: float) -> Finding:
+    return Finding(id=name, severity="info", title="a limit", first_step=9, evidence={"seen": seen})
+
+
+@pytest.mark.parametrize(
+    ("findings", "notes"),
+    [
+        ([], []),
+        ([named("clip_saturated", proposed=2.0)], []),  # the same
+        (
+            [named("clip_saturated", proposed=1.5, steps=240), named("clip_saturated", proposed=1.1, steps=200)],
+            ["`gradvitals doctor` names 1.1 (clip_saturated), which goes by 200 steps alone: take the one above."],
+        ),
+        (
+            [named("clipped_twice", loop=0.5, optimizer=0.2)],
+            [
+                "Clip in one place (clipped_twice): 0.2 is only the lower of the two limits in use; take the one "
+                "above, which goes by the norms."
+            ],
+        ),
+    ],
+)
+def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[Finding], notes: list[str]) -> None:
+    advice = advised(tmp_path, norm=lambda step: 2.0, max_norm=1.9, findings=findings).max_grad_norm
+    assert advice.values["max_norm"] == 2.0
+    assert [note for note in advice.notes if "the one above" in note] == notes
+
+
+@pytest.mark.parametrize("name", ["clip_saturated", "clip_idle"])
+def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
+    [cure, *_] = WORDS[name].cures.values()
+    assert cure.endswith(
+        "once the run is over, take the limit of `gradvitals advise`, which goes by all its healthy steps"
+    )

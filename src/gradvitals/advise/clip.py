@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ IDLE = 3.0
 """A limit this much over the one advised only stops what would have been stopped later anyway."""
 BATCHES = 20
 """Stretches of steps whose differences tell how sure a quantile is."""
+BY_RECENT_STEPS = ("clip_saturated", "clip_idle")
+"""Findings that name a limit by the steps before them."""
+CLIPPED_TWICE = "clipped_twice"
 STUDENT_T = 2.093
 """97.5 % point of Student's t with `BATCHES` - 1 degrees of freedom."""
 
@@ -223,7 +227,29 @@ def _notes(record: Record, limit: float, apart: float, clips_at: float | None, c
             if adam
             else f"Steps get up to {number(limit / clips_at)} times as long with it: lower the learning rate as far."
         )
+    notes.extend(_other_limits(record, limit))
     return notes
+
+
+def _other_limits(record: Record, limit: float) -> Iterator[str]:
+    """Limits that the doctor names, each with why it is not the one to take."""
+    for name, finding in {finding.id: finding for finding in record.findings}.items():
+        seen = finding.evidence.get("seen")
+        told = {key: value for key, value in seen.items() if _is_limit(value)} if isinstance(seen, Mapping) else {}
+        if name in BY_RECENT_STEPS and told.get("proposed", limit) != limit:
+            steps = f"{number(told['steps'])} steps" if "steps" in told else "recent steps"
+            named = f"`gradvitals doctor` names {number(told['proposed'])} ({name})"
+            yield f"{named}, which goes by {steps} alone: take the one above."
+        elif name == CLIPPED_TWICE and {"loop", "optimizer"} <= told.keys():
+            lower = number(min(told["loop"], told["optimizer"]))
+            yield (
+                f"Clip in one place ({CLIPPED_TWICE}): {lower} is only the lower of the two limits in use; take the "
+                "one above, which goes by the norms."
+            )
+
+
+def _is_limit(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def _percent(share: float) -> str:

@@ -98,7 +98,10 @@ NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
             "Clipped twice",
             "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit rules.",
             ("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
-            ("leave one of them out: of two limits, the higher changes nothing",),
+            (
+                "leave one of them out: of two limits, the higher changes nothing; which one suits the run, "
+                "`gradvitals advise` says",
+            ),
         ),
         ("info",),
     ),

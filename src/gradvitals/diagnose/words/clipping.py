@@ -16,6 +16,9 @@ CLIPS_ALREADY = {
 }
 """What is said instead of advice to clip where the loop clips."""
 
+AT_THE_END = "; once the run is over, take the limit of `gradvitals advise`, which goes by all its healthy steps"
+"""What is said of a limit that recent steps give: norms change, and a later look gives another one."""
+
 WORDS: dict[str, Words] = {
     "clip_saturated": Words(
         name="Clipping all the time",
@@ -32,7 +35,8 @@ WORDS: dict[str, Words] = {
             "scale": "the gradient is larger than meant: a loss summed instead of averaged, or multiplied",
         },
         cures={
-            "low": "clip to {proposed} instead of {max_norm}: nine in ten of this run's steps are below it",
+            "low": "clip to {proposed} instead of {max_norm}: nine in ten of these {steps} steps are below it"
+            + AT_THE_END,
             "scale": "take the mean of the loss over samples and micro-batches: a norm of {norm} is far too large",
         },
         fine="clipping leaves most steps alone",
@@ -42,7 +46,7 @@ WORDS: dict[str, Words] = {
         pattern="Over 500 steps no norm came near the norm that gradients are clipped to: it is 10 times the largest.",
         title="gradients are clipped to {max_norm}, and no norm of {steps} steps was over {norm}",
         causes={"high": "the limit of {max_norm} is so high that a spike of 10 times a usual norm would pass"},
-        cures={"lower": "clip to {proposed}: it leaves ordinary steps of this run alone and stops spikes"},
+        cures={"lower": "clip to {proposed}: it leaves ordinary steps of this run alone and stops spikes" + AT_THE_END},
         fine="the limit of clipping is within reach of this run's norms",
     ),
 }
