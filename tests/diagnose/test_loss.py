@@ -108,6 +108,18 @@ def test_a_learning_rate_that_rose_is_to_blame() -> None:
     assert "learning rate rose" in finding.causes[0]
 
 
+def test_one_gradient_far_larger_than_the_others_is_to_blame() -> None:
+    run = healthy_run()
+    run.values["loss"][250:] += 1.2
+    run.values["grad/norm"][249] *= 300
+    finding = only(run.findings("loss_rising"))
+    assert finding.causes[0].startswith("the gradient of step 249 was ")
+    assert "before step 249" in finding.cures[0]
+    run.values["grad/norm"][[*range(245, 249), *range(250, 260)]] *= 300  # all are: they do not tell what came first
+    finding = only(run.findings("loss_rising"))
+    assert "data changed" in finding.causes[0]
+
+
 def test_a_loss_over_where_it_began_is_critical() -> None:
     run = healthy_run()
     run.values["loss"][250:] = np.linspace(0.6, 8, 150)

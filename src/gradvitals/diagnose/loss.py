@@ -67,6 +67,17 @@ def pushed_by(step: Step, back: int = 20) -> tuple[float, int]:
     return float(recent.max()), back - int(recent.argmax())
 
 
+def single_spike(step: Step, back: int = 40) -> tuple[float, int]:
+    """A gradient of the last steps that stands alone, over the usual norm, and how many steps ago it was."""
+    norms = step.history["grad/norm"].last(back + 50)
+    if len(norms) <= back or not np.median(norms[:-back]) > 0:
+        return 0.0, 0
+    recent = norms[-back:] / np.median(norms[:-back])
+    at = int(recent.argmax())
+    others = np.delete(recent, at)
+    return (float(recent[at]), back - at) if others.max() < recent[at] / 3 else (0.0, 0)
+
+
 def rate_rose(step: Step, back: int = 20) -> float:
     """The learning rate over what it was before the last steps; nan where that is not known."""
     rates = step.history["lr"].last(back + 50)[:-back]
@@ -243,6 +254,7 @@ class LossRising(Rule):
     def _explain(self, step: Step, best_step: int) -> None:
         lr, rose = step.value("lr"), rate_rose(step)
         moved, ago = pushed_by(step)
+        spike, spiked = single_spike(step)
         decay = step.facts.weight_decay or 0.0
         sudden = self.window < step.number <= best_step + 2 * self.window
         self.cause = "data" if sudden else "high_lr"
@@ -250,6 +262,8 @@ class LossRising(Rule):
             self.cause = "stale"
         elif rose > 1.5:
             self.cause = "lr"
+        elif spike > 10:
+            self.cause = "batch"
         elif moved > 5:
             self.cause = "update"
         elif decay * lr > 0.01:
@@ -259,6 +273,8 @@ class LossRising(Rule):
             "lr_before": lr / rose if rose else math.nan,
             "moved": moved,
             "pushed": step.number - ago,
+            "spike": spike,
+            "spiked": step.number - spiked,
             "weight_decay": decay,
         }
 

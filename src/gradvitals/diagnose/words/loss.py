@@ -48,6 +48,7 @@ WORDS: dict[str, Words] = {
         title="the loss rose to {loss} from {expected_loss} at step {best_step}, and stayed up",
         causes={
             "lr": "the learning rate rose from {lr_before} to {lr}, which this model cannot take",
+            "batch": "the gradient of step {spiked} was {spike}× its usual size: one batch has thrown the weights back",
             "update": "step {pushed} moved the weights {moved}× as far as usual, to a place where they know less",
             "data": "the data changed around step {at}: other labels, another source, another order",
             "high_lr": "the learning rate of {lr} is too high for where the run is now",
@@ -57,6 +58,7 @@ WORDS: dict[str, Words] = {
         cures={
             "data": "compare batches before and after step {at}: inputs and targets must still be as they were",
             "lr": "go back to before step {at} and take the learning rate back to {lr_before}",
+            "batch": "go back to before step {spiked} and leave its batch out; clip, so that one batch cannot do it",
             "update": "go back to before step {pushed} and reset the optimizer's state",
             "high_lr": "go back to about step {best_step} and lower the learning rate from {lr} to {lr_proposed}",
             "decay": "lower the weight decay of {weight_decay}",
