@@ -39,6 +39,17 @@ def test_only_numbers_that_say_what_they_are_of_are_told() -> None:
     ]
 
 
+def test_a_swing_says_what_it_is_of() -> None:
+    tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
+    assert list(evidence(tiny)) == ["spread of observed losses over their mean 0.0502 (expected 0.05)"]
+    assert "the losses as observed: where the loop smooths them" in WORDS["batch_too_small"].causes["tiny"]
+    both = {"swing": 0.171, "loss_swing": 0.156}
+    assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
+        "spread of the norm's logarithm 0.171 (expected under 0.8)",
+        "spread of observed losses over their mean 0.156 (expected under 0.12)",
+    ]
+
+
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_loss_that_was_never_heard_is_in_the_first_line(tmp_path: Path, heard: bool) -> None:
     unheard = observe_ignored(ObserveError("observe got a str as loss; expected a tensor or a number"), 0)

@@ -34,6 +34,9 @@ SELF_EXPLAINING = ("loss", "norm", "ratio", "lr", "gsnr", "noise_scale", "batch_
 """Numbers of the evidence that are shown beside those with an expectation."""
 RELATIVE = ("ratio",)
 """Those of them that say nothing without an expectation: of what."""
+OF_LOSSES = "spread of observed losses over their mean"
+OF_NORMS = "spread of the norm's logarithm"
+"""What a swing is of. A loop may observe a loss that it has smoothed, which swings less than its batches do."""
 MADE_NAN = ("loss", "norm")
 """Those that training itself may make NaN."""
 
@@ -126,11 +129,13 @@ def where(finding: Finding, most: int = NAMED) -> str:
 
 def evidence(content: Mapping[str, Any]) -> Iterator[str]:
     """The numbers that were seen, each beside what was expected."""
-    seen, expected = content.get("seen"), content.get("expected")
-    if not isinstance(seen, Mapping):
+    found, expected = content.get("seen"), content.get("expected")
+    if not isinstance(found, Mapping):
         return
+    seen: Mapping[str, Any] = found
     usual: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
-    beside = [_beside(name, seen[name], usual[name]) for name in seen if name in usual]
+    called = {"swing": OF_NORMS, "loss_swing": OF_LOSSES} if "loss_swing" in seen else {"swing": OF_LOSSES}
+    beside = [_beside(called.get(name, name), seen[name], usual[name]) for name in seen if name in usual]
     yield from beside
     others = _known({name: value for name, value in seen.items() if name not in usual and name not in RELATIVE})
     if others:

@@ -14,7 +14,10 @@ WORDS: dict[str, Words] = {
         title="a batch of {batch_size} is small for this run: {grounds}",
         causes={
             "noise": "the few samples of a batch disagree: where a step goes is decided by which of them it got",
-            "tiny": "{batch_size} samples cannot average out what is special about each of them",
+            "tiny": (
+                "{batch_size} samples cannot average out what is special about each of them. The swing is of the "
+                "losses as observed: where the loop smooths them before, single batches swing by more"
+            ),
             "late": "the noise scale grows while a run goes on: what was enough at first may not be later",
         },
         cures={
