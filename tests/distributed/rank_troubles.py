@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from rank_nets import Net, batch, loss_of, new_net
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import gradvitals as gv
@@ -165,6 +167,24 @@ def observed_by_one_alone(rank: int, folder: Path) -> dict[str, Any]:
     return {"readings": told(readings), "findings": [f.id for f in monitor.findings]}
 
 
+def losses_that_are_spread(rank: int, folder: Path) -> dict[str, Any]:
+    """As `loss_parallel` makes them: first one that all ranks know, then one of which each has a summand."""
+    model = DistributedDataParallel(new_net())
+    optimizer, readings = sgd(model), list[Reading]()
+    mesh = init_device_mesh("cpu", (2,))
+    monitor = gv.watch(model, optimizer, run=folder / "spread", config=config(), on_reading=readings.append)
+    for step in range(4):
+        inputs, targets = batch(100 * step + rank, 3)
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        placement = Replicate() if step < 3 else Partial()
+        monitor.observe(DTensor.from_local(torch.tensor(2.0 + step), mesh, [placement]))
+        optimizer.step()
+    monitor.close()
+    said = [f.title for f in monitor.findings if f.id == "observe_ignored"]
+    return {"losses": [reading["values"].get("loss") for reading in told(readings)], "said": said}
+
+
 def rarely(rank: int, folder: Path) -> dict[str, Any]:
     """At the usual cadence many steps travel together."""
     model = DistributedDataParallel(new_net())
@@ -293,6 +313,7 @@ TROUBLES: dict[int, dict[str, Job]] = {
             another_shape,
             stages_with_the_same_names,
             observed_by_one_alone,
+            losses_that_are_spread,
             rarely,
             one_stops_before_the_other,
             watched_by_one_alone,

@@ -73,6 +73,12 @@ def test_observe_on_one_rank_alone(results: Results) -> None:
         assert "monitor_error" not in found["findings"]
 
 
+def test_a_loss_that_all_ranks_know_is_taken_and_one_they_share_out_is_told(results: Results) -> None:
+    for found in results.of("trouble: losses_that_are_spread"):
+        assert found["losses"] == [2.0, 3.0, 4.0, None]
+        assert any("loss.full_tensor()" in title for title in found["said"]), found["said"]
+
+
 def test_steps_that_travel_together_all_arrive(results: Results) -> None:
     for found in results.of("trouble: rarely"):
         assert found["steps"] == list(range(60))

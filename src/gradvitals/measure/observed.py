@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradvitals.errors import ObserveError
 from gradvitals.measure.packet import Packet
+from gradvitals.measure.ranks.shards import local, placements
 
 
 def check_observed(loss: Any, batch_size: Any) -> None:
@@ -25,6 +26,12 @@ def check_observed(loss: Any, batch_size: Any) -> None:
         )
     if isinstance(loss, Tensor) and not loss.numel():
         raise ObserveError("observe got a tensor without elements as loss; expected one number or the mean of several")
+    spread = placements(loss) if isinstance(loss, Tensor) else ()
+    if any(type(placement).__name__ != "Replicate" for placement in spread):
+        raise ObserveError(
+            f"observe got a DTensor as loss that lies on the ranks as {spread}; expected one that all of them know: "
+            "pass loss.full_tensor()"
+        )
     if batch_size is not None and not (isinstance(batch_size, Real) and float(batch_size) > 0):
         given = repr(batch_size) if isinstance(batch_size, Real) else f"a {type(batch_size).__name__}"
         raise ObserveError(
@@ -89,7 +96,8 @@ class Observed:
         if not isinstance(loss, Tensor) and loss is not None:
             loss = _number(loss)
         if isinstance(loss, Tensor):
-            # On the host there is nothing to wait for; but a tensor that is spread over ranks takes them all to tell.
+            loss = local(loss)
+            # On the host there is nothing to wait for.
             at_hand = type(loss) is Tensor and loss.device.type == "cpu" and loss.is_floating_point()
             at_hand = at_hand and not torch.compiler.is_compiling()
             if loss.dim():
