@@ -64,7 +64,10 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
         first_step=step,
         evidence={"seen": {"loop": error.loop, "optimizer": error.optimizer}},
         causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
-        cures=(f"leave one of them out, and clip to {min(error.loop, error.optimizer):g}: the other changes nothing",),
+        cures=(
+            f"leave one of them out: the lower, {min(error.loop, error.optimizer):g}, is what rules now; which one "
+            "suits the run, gradvitals advise says",
+        ),
     )
 
 

@@ -141,7 +141,7 @@ class BatchTooSmall(Rule):
         swing = float(np.sqrt(np.mean(np.diff(losses) ** 2) / 2) / abs(np.mean(losses)))
         if not swing > self.swing:
             return None
-        grounds = f"the loss swings by {100 * swing:.0f} % from one step to the next"
+        grounds = f"losses, as observed, scatter by {100 * swing:.0f} % of their mean"
         seen = {"batch_size": size, "swing": swing, "proposed": 8 * size, "grounds": grounds, "lr": step.value("lr")}
         severity: Severity = "warning" if size <= self.least else "info"
         return Sign(severity=severity, seen=seen, expected={"swing": self.swing}, causes=("tiny",))

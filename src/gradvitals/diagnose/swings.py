@@ -85,7 +85,7 @@ class Oscillation(Rule):
         if self.lasted < self.patience:
             return None
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
-        seen["what"] = f"the loss swings by {100 * loss_swing:.2g} % from one step to the next"
+        seen["what"] = f"the loss, as observed, scatters by {100 * loss_swing:.2g} % of its mean"
         if turning:
             seen["what"] = _turning(cosine, expected)
         elif swing > self.swing:
