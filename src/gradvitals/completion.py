@@ -59,13 +59,17 @@ class Completion:
         self._layout: Layout | None = None
         share = config.overhead_budget if exchange is None else None
         self._budget = Budget(share, config.tensor_every) if share is not None else None
+        self._judging_seconds = {True: 0.0, False: 0.0}
+        """What it took to judge the last step that was read in full, and the last one that was not."""
         self._single_batch_readings = self._without_examples = 0
         self._errors_told: set[int] = set()
         self._clean_steps = CLEAN_STEPS
 
     def records(self, raws: Sequence[RawStep], tap: Tap) -> Iterable[Record]:
         """What is to be kept of some steps."""
+        began = time.thread_time()
         landed = [(raw, step) for raw in raws if (step := self._land(raw)) is not None]
+        landing = (time.thread_time() - began) / max(1, len(raws))
         if self.exchange is None:
             together = landed
         elif len(landed) < len(raws):  # others would wait for what this rank does not have
@@ -76,7 +80,7 @@ class Completion:
             together = list(zip((raw for raw, _ in landed), shared, strict=False))
         for raw, step in together:
             try:
-                yield from self._of_step(raw, step, tap)
+                yield from self._of_step(raw, step, tap, landing)
             except Exception as error:  # one step is lost, not those around it
                 self._on_error("interpret", error)
 
@@ -110,13 +114,14 @@ class Completion:
             self._on_error("interpret", error)
             return None
 
-    def _of_step(self, raw: RawStep, step: StepSums, tap: Tap) -> list[Record]:
+    def _of_step(self, raw: RawStep, step: StepSums, tap: Tap, landing_seconds: float) -> list[Record]:
         started = time.thread_time()
         readings = self.interpreter.finish(step)
         if not readings:
             return []
         if self._budget is not None:
-            readings[0] = self._account(self._budget, raw, readings[0], time.thread_time() - started, tap)
+            own = landing_seconds + time.thread_time() - started + self._judging_seconds[raw.full]
+            readings[0] = self._account(self._budget, raw, readings[0], own, tap)
         for reading in readings:
             self.latest[reading.source] = {**self.latest.get(reading.source, {}), **reading.values}
             self._show(reading)
@@ -133,7 +138,9 @@ class Completion:
         self._clean_steps = 0 if broken else self._clean_steps + 1
         tap.count_nonfinite = self._clean_steps < CLEAN_STEPS
         remarkable = broken or general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        started = time.thread_time()
         records += self._judged(readings, layout)
+        self._judging_seconds[raw.full] = time.thread_time() - started
         if not raw.full and not remarkable:
             readings[0] = replace(general, tensors={})
         return [*records, *readings]
@@ -165,8 +172,8 @@ class Completion:
         if wanted != every:
             tap.every = wanted
             if wanted > every:
-                share = budget.share
-                self._report(notices.readings_thinned(raw.step, spent=spent, budget=share, before=every, after=wanted))
+                costs = {"spent": spent, "fixed": budget.fixed, "budget": budget.share}
+                self._report(notices.readings_thinned(raw.step, **costs, before=every, after=wanted))
         return replace(reading, values={**reading.values, "monitor/overhead": spent})
 
     def _note_errors_elsewhere(self, step: StepSums) -> None:

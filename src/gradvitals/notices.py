@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Sequence
@@ -23,17 +24,34 @@ def source_unavailable(source: str, reason: str, step: int) -> Finding:
     )
 
 
-def readings_thinned(step: int, *, spent: float, budget: float, before: int, after: int) -> Finding:
-    """Monitoring cost more than its budget."""
+def readings_thinned(step: int, *, spent: float, fixed: float, budget: float, before: int, after: int) -> Finding:
+    """Monitoring cost more than its budget.
+
+    Args:
+        step: When.
+        spent: Share of the time that it took.
+        fixed: The part of it that every step takes, however rarely tensors are read.
+        budget: What was allowed.
+        before: Steps from one per-tensor reading to the next, so far.
+        after: The same from here on.
+    """
+    title = f"per-tensor readings now come every {after} steps to stay within the overhead budget"
+    cure = "raise overhead_budget, or choose fewer metrics"
+    if fixed > budget:
+        title = (
+            f"what is read at every step takes {100 * fixed:.2g} % of it, over the overhead budget of "
+            f"{100 * budget:.2g} %; per-tensor readings now come every {after} steps"
+        )
+        cure = f"raise overhead_budget to {math.ceil(120 * fixed) / 100:g}: no cadence of per-tensor readings obeys it"
     return Finding(
         id="readings_thinned",
         severity="info",
-        title=f"per-tensor readings now come every {after} steps to stay within the overhead budget",
+        title=title,
         first_step=step,
         last_step=step,
-        evidence={"overhead": spent, "budget": budget, "before": before, "after": after},
+        evidence={"overhead": spent, "at_every_step": fixed, "budget": budget, "before": before, "after": after},
         causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
-        cures=("raise overhead_budget, or choose fewer metrics",),
+        cures=(cure,),
     )
 
 

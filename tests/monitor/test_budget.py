@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference import Data, assert_no_errors, mlp, regression
 
 import gradvitals as gv
+from gradvitals.completion import Completion
 from gradvitals.config import LIVE_SOURCES, TENSOR_METRICS
 from gradvitals.measure.budget import MAX_EVERY, WARM_UP_STEPS, Budget
 from gradvitals.measure.clock import Clock
@@ -45,8 +48,14 @@ def test_never_below_what_the_user_asked_for() -> None:
     assert fill(warmed(0.5, 25), every=25, steps=100, wall=1.0, fixed=0.0, full=0.001) == 25
 
 
-def test_no_room_at_all_gives_the_largest() -> None:
-    assert fill(warmed(0.01, 2), every=2, steps=20, wall=1.0, fixed=0.02, full=0.05) == MAX_EVERY
+def test_where_every_step_is_over_the_budget_alone_the_rest_takes_a_tenth_of_it() -> None:
+    budget = warmed(0.01, 2)
+    assert fill(budget, every=2, steps=20, wall=1.0, fixed=0.02, full=0.05) == 30  # 0.03 / 30 is 0.001
+    assert budget.fixed == pytest.approx(0.02)
+
+
+def test_there_is_a_largest() -> None:
+    assert fill(warmed(0.01, 2), every=2, steps=20, wall=1e-5, fixed=0.02, full=0.05) == MAX_EVERY
 
 
 def test_says_nothing_before_it_knows() -> None:
@@ -134,6 +143,31 @@ def test_monitor_that_is_too_dear_thins_itself_and_says_so(tmp_path: Path, monke
         assert steps == [*range(16), 20, 30]
         assert run.series("grad/norm")[0].tolist() == list(range(40))
         assert run.series("monitor/overhead")[1][12] == pytest.approx(0.095, rel=1e-3)
+
+
+def test_a_budget_that_no_cadence_obeys_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_costs(monkeypatch, full=0.08, fixed=0.04)
+    config = gv.Config(tensor_every=2, quiet=True, overhead_budget=0.01)
+    told = [f for f in train(tmp_path / "run", config, 40).findings if f.id == "readings_thinned"]
+    assert told[0].title.startswith("what is read at every step takes 4 % of it, over the overhead budget of 1 %")
+    assert told[0].evidence["after"] == 40
+    assert told[0].cures[0].startswith("raise overhead_budget to 0.05:")
+
+
+def test_what_judging_takes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr(Budget, "charge", lambda self, lap, own, *, full: charged.append(own))
+
+    def judged(self: Completion, readings: Any, layout: Any) -> list[Any]:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return []
+
+    monkeypatch.setattr(Completion, "_judged", judged)
+    train(tmp_path / "run", gv.Config(tensor_every=1, quiet=True, overhead_budget=0.5), 4)
+    assert len(charged) == 4
+    assert all(seconds >= 0.01 for seconds in charged[1:])
 
 
 def test_monitor_within_its_budget_keeps_its_cadence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

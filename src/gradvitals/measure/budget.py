@@ -9,18 +9,24 @@ from gradvitals.measure.clock import Lap
 WARM_UP_STEPS = 5
 MAX_EVERY = 10_000
 
+LEAST_ROOM = 0.1
+"""Share of the budget that full readings may take, whatever the others do."""
+
 
 class Budget:
     """Measures what monitoring costs and proposes a cadence.
 
     A step costs ``fixed`` seconds, a full reading ``extra`` on top. With a full reading every n steps of t seconds
     the share is ``(fixed + extra / n) / t``; the smallest n that keeps it under the budget is proposed, never below
-    the cadence the user asked for.
+    the cadence the user asked for. Where ``fixed`` alone is over the budget, no n would do: then full readings are kept
+    to a small part of it.
     """
 
     def __init__(self, share: float, every: int) -> None:
         self.share = share
         self.least_every = every
+        self.fixed = 0.0
+        """Share of the step's time that what is read at every step took when the cadence was last proposed."""
         self._seen = 0
         self._restart()
 
@@ -56,8 +62,9 @@ class Budget:
         step_seconds = self._wall / steps
         fixed = self._cost[False] / self._count[False] if self._count[False] else 0.0
         extra = self._cost[True] / self._count[True] - fixed
-        room = self.share * step_seconds - fixed
-        wanted = math.ceil(extra / room) if room > 0 else MAX_EVERY
+        allowed = self.share * step_seconds
+        self.fixed = fixed / step_seconds
+        wanted = math.ceil(extra / max(allowed - fixed, LEAST_ROOM * allowed))
         wanted = min(max(wanted, self.least_every), MAX_EVERY)
         if every < wanted or wanted < every / 2:
             self._restart()
