@@ -59,6 +59,7 @@ class Completion:
         self._layout: Layout | None = None
         share = config.overhead_budget if exchange is None else None
         self._budget = Budget(share, config.tensor_every) if share is not None else None
+        self._beyond_told = False
         self._judging_seconds = {True: 0.0, False: 0.0}
         """What it took to judge the last step that was read in full, and the last one that was not."""
         self._single_batch_readings = self._without_examples = 0
@@ -171,7 +172,9 @@ class Completion:
         wanted = budget.propose(every)
         if wanted != every:
             tap.every = wanted
-            if wanted > every:
+            beyond = budget.fixed > budget.share  # no cadence obeys it: that is told once
+            if wanted > every and not (beyond and self._beyond_told):
+                self._beyond_told = beyond
                 costs = {"spent": spent, "fixed": budget.fixed, "budget": budget.share}
                 self._report(notices.readings_thinned(raw.step, **costs, before=every, after=wanted))
         return replace(reading, values={**reading.values, "monitor/overhead": spent})

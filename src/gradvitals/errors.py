@@ -39,6 +39,14 @@ class ObserveError(LoopError, TypeError):
     """What `Monitor.observe` was given cannot be used."""
 
 
+class NoStepError(LoopError):
+    """The loop gives up one batch after the other, and the optimizer makes no steps."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(f"the optimizer makes no steps any more: the last {batches} batches were given up")
+        self.batches = batches
+
+
 class ClippedTwiceError(LoopError):
     """The loop clips gradients and the optimizer does so again."""
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradvitals.errors import ClippedTwiceError, ObserveError, RunError
+from gradvitals.errors import ClippedTwiceError, NoStepError, ObserveError, RunError
 from gradvitals.types import Finding
 
 
@@ -59,6 +59,8 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
     """An error of ours; what it concerns stays silent from here on."""
     if isinstance(error, ObserveError):
         return observe_ignored(error, step)
+    if isinstance(error, NoStepError):
+        return no_steps(error, step)
     if isinstance(error, ClippedTwiceError):
         return clipped_twice(error, step)
     trace = "".join(traceback.format_exception(error))
@@ -86,6 +88,19 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
             f"leave one of them out: the lower, {min(error.loop, error.optimizer):g}, is what rules now; which one "
             "suits the run, gradvitals advise says",
         ),
+    )
+
+
+def no_steps(error: NoStepError, step: int) -> Finding:
+    """The loop goes on and the optimizer does not step."""
+    return Finding(
+        id="no_steps",
+        severity="critical",
+        title=f"{error}",
+        first_step=step,
+        evidence={"seen": {"batches": error.batches}, "expected": {"batches": 0}},
+        causes=("the loop skips what is not finite, and everything is: the weights have become NaN or Inf",),
+        cures=("stop, and go on from a checkpoint before the first batch that was given up; gv.Guard can do that",),
     )
 
 

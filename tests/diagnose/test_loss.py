@@ -115,6 +115,11 @@ def test_one_gradient_far_larger_than_the_others_is_to_blame() -> None:
     finding = only(run.findings("loss_rising"))
     assert finding.causes[0].startswith("the gradient of step 249 was ")
     assert "before step 249" in finding.cures[0]
+    for metric, value in (("clip/max_norm", 1.0), ("step/skipped", 1.0), ("step/left_out", 1.0)):
+        held = healthy_run()
+        held.values |= {"loss": run.values["loss"], "grad/norm": run.values["grad/norm"]}
+        held.values[metric] = np.full(400, value)
+        assert "data changed" in only(held.findings("loss_rising")).causes[0], metric  # it cannot have done it
     run.values["grad/norm"][[*range(245, 249), *range(250, 260)]] *= 300  # all are: they do not tell what came first
     finding = only(run.findings("loss_rising"))
     assert "data changed" in finding.causes[0]

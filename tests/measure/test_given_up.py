@@ -93,3 +93,125 @@ def test_a_second_gradient_in_every_step_is_no_batch(tmp_path: Path) -> None:
     assert not [finding for finding in monitor.findings if finding.id == "batches_given_up"]
     with gv.open_run(monitor.run_path) as run:
         assert len(run.series("loss")[0]) == STEPS
+
+
+def watched(tmp_path: Path, train: Callable[[gv.Monitor, nn.Module, torch.optim.Optimizer], None]) -> gv.Monitor:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        train(monitor, model, optimizer)
+    return monitor
+
+
+def found(monitor: gv.Monitor) -> dict[str, gv.Finding]:
+    return {finding.id: finding for finding in monitor.findings}
+
+
+def test_a_loss_that_is_nan_and_was_gone_backward_with_is_part_of_the_step(tmp_path: Path) -> None:
+    """Targets that are all left out make the mean over none of them NaN, and every gradient 0."""
+
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(20):
+            optimizer.zero_grad()
+            for ignored in (False, True):
+                targets = torch.full((4,), -100) if ignored else torch.randint(3, (4,))
+                loss = nn.functional.cross_entropy(model(torch.randn(4, 4)), targets)
+                loss.backward()
+                monitor.observe(loss, batch_size=4)
+            optimizer.step()
+
+    monitor = watched(tmp_path, train)
+    assert "batches_given_up" not in found(monitor)
+    assert found(monitor)["loss_nonfinite"].severity == "critical"
+
+
+def test_gradients_that_are_clipped_between_micro_batches_are_not_thrown_away(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(60):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randn(4, 4)).square().mean().backward()
+                if step % 10 == 9:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    assert "batches_given_up" not in found(watched(tmp_path, train))
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_more_batches_are_broken_the_louder_it_is_told(every: int, tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(100):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch % every else 1.0)
+            monitor.observe(loss)
+            if torch.isfinite(loss):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    finding = found(watched(tmp_path, train))["batches_given_up"]
+    assert finding.severity == "critical"
+    assert "with a loss of nan" in finding.title
+
+
+def test_a_broken_batch_is_not_hidden_by_a_whole_one_that_was_given_up_after_it(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(60):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch == 40 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.observe(loss)
+            if batch not in (40, 41):
+                optimizer.step()
+
+    monitor = watched(tmp_path, train)
+    assert found(monitor)["batches_given_up"].severity == "warning"
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("batches/given_up")[1].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("batches", [10, 2000])
+def test_a_loop_that_makes_no_steps_any_more_is_told_and_takes_no_more_memory(
+    backward: bool, batches: int, tmp_path: Path
+) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(50 + batches):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch >= 50 else 1.0)
+            optimizer.zero_grad()
+            if backward or batch < 50:
+                loss.backward()
+            monitor.observe(loss)
+            if batch < 50:
+                optimizer.step()
+        assert len(monitor._tap.draft.observed.told) <= 100
+
+    finding = found(watched(tmp_path, train))["no_steps"]
+    assert (finding.severity, finding.first_step) == ("critical", 50)
+
+
+def test_losses_of_an_evaluation_are_no_batches_given_up(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+        for _ in range(300):
+            monitor.observe(1.0)
+
+    assert not {"no_steps", "batches_given_up"} & found(watched(tmp_path, train)).keys()
+
+
+def test_a_reading_after_a_batch_that_was_clipped_and_given_up_is_of_the_raw_gradient(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(40):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch == 20 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if torch.isfinite(norm):
+                optimizer.step()
+
+    with gv.open_run(watched(tmp_path, train).run_path) as run:
+        assert set(run.stage("grad/norm")[1]) == {"raw"}

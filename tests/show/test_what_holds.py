@@ -93,7 +93,7 @@ def test_what_takes_more_steps_than_were_finite_was_not_judged(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("meta", "said"),
     [
-        ({}, "No loss was observed, so nothing about it was judged: call observe(loss), after backward, on what"),
+        ({}, "No loss was observed, so nothing about it was judged: in a loop of one's own, call observe(loss)"),
         ({"imported": {}}, "No loss was imported, so nothing about it was judged: --map COLUMN=loss says which"),
     ],
 )

@@ -57,6 +57,11 @@ class Series:
         first = bisect_left(self.steps, step)
         return np.array(self.steps[first:]), np.array(self.values[first:])
 
+    def at(self, step: int) -> float:
+        """The value of a step; nan where there is none."""
+        place = bisect_left(self.steps, step)
+        return self.values[place] if place < len(self.steps) and self.steps[place] == step else math.nan
+
     def __len__(self) -> int:
         return len(self.values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class BatchesGivenUp(Rule):
     """Steps before it is told: a game, where one side throws away what the other has left, is known by then."""
 
     share: float = 1 / 3
-    """Batches given up over steps, above which it is a method of training (as SAM is) and not an exception."""
+    """Batches given up over steps, above which it is a method of training (as SAM is), if their losses are finite."""
 
     total: int = field(default=0, init=False)
     loss: float | None = field(default=None, init=False)
@@ -77,11 +78,13 @@ class BatchesGivenUp(Rule):
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None
         self.told = True
-        if self.total > self.share * step.history.steps_seen:
+        if self.loss is None and self.total > self.share * step.history.steps_seen:
             return None
-        severity: Severity = "info" if self.loss is None else "warning"
+        severity: Severity = "critical" if self.total > self.share * step.history.steps_seen else "warning"
+        severity = "info" if self.loss is None else severity
         kind = "chosen" if self.loss is None else "broken"
-        seen = {"batches": self.total} | ({} if self.loss is None else {"loss": self.loss})
+        seen: dict[str, Any] = {"batches": self.total} | ({} if self.loss is None else {"loss": self.loss})
+        seen["whose"] = "" if self.loss is None else f" with a loss of {self.loss}"
         expected = {"batches": 0}
         return Sign(
             severity=severity, seen=seen, expected=expected, since=self.first, causes=(kind,), cures=("find", kind)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import FewBaselines
 from gradvitals.diagnose.history import median
+from gradvitals.diagnose.pushes import pushed_by, rate_rose, single_spike
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Severity
@@ -56,32 +57,6 @@ def fall(values: Floats) -> tuple[float, float]:
     rest = values - values.mean() - slope * time
     error = math.sqrt(float((rest**2).sum()) / (count - 2) / scale)
     return -slope * (count - 1), error * (count - 1)
-
-
-def pushed_by(step: Step, back: int = 20) -> tuple[float, int]:
-    """The largest update of the last steps over the usual one of those before, and how many steps ago it was."""
-    moves = step.history["update/rms"].last(back + 50)
-    if len(moves) <= back or not np.median(moves[:-back]) > 0:
-        return math.nan, 0
-    recent = moves[-back:] / np.median(moves[:-back])
-    return float(recent.max()), back - int(recent.argmax())
-
-
-def single_spike(step: Step, back: int = 40) -> tuple[float, int]:
-    """A gradient of the last steps that stands alone, over the usual norm, and how many steps ago it was."""
-    norms = step.history["grad/norm"].last(back + 50)
-    if len(norms) <= back or not np.median(norms[:-back]) > 0:
-        return 0.0, 0
-    recent = norms[-back:] / np.median(norms[:-back])
-    at = int(recent.argmax())
-    others = np.delete(recent, at)
-    return (float(recent[at]), back - at) if others.max() < recent[at] / 3 else (0.0, 0)
-
-
-def rate_rose(step: Step, back: int = 20) -> float:
-    """The learning rate over what it was before the last steps; nan where that is not known."""
-    rates = step.history["lr"].last(back + 50)[:-back]
-    return step.value("lr") / float(np.median(rates)) if len(rates) and np.median(rates) > 0 else math.nan
 
 
 @register
@@ -254,7 +229,7 @@ class LossRising(Rule):
     def _explain(self, step: Step, best_step: int) -> None:
         lr, rose = step.value("lr"), rate_rose(step)
         moved, ago = pushed_by(step)
-        spike, spiked = single_spike(step)
+        spike, spiked = single_spike(step, step.number - self.high + 1)
         decay = step.facts.weight_decay or 0.0
         sudden = self.window < step.number <= best_step + 2 * self.window
         self.cause = "data" if sudden else "high_lr"
@@ -274,7 +249,7 @@ class LossRising(Rule):
             "moved": moved,
             "pushed": step.number - ago,
             "spike": spike,
-            "spiked": step.number - spiked,
+            "spiked": spiked,
             "weight_decay": decay,
         }
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
 from gradvitals.diagnose.clipping import clips_already
 from gradvitals.diagnose.gradients import usual_limit
-from gradvitals.diagnose.loss import rate_rose
+from gradvitals.diagnose.pushes import rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, Step
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.loss import median_of, pushed_by, rate_rose
+from gradvitals.diagnose.loss import median_of
+from gradvitals.diagnose.pushes import pushed_by, rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, NEGLIGIBLE, Step
 

@@ -288,8 +288,9 @@ class _Landing:
         return float(self.arrived[name].values[0])
 
     def _is_clean(self) -> bool:
-        """Whether the gradient is known to be finite."""
-        return "norm" in self.arrived and bool(np.isfinite(self.arrived["norm"].values).all())
+        """Whether the gradient is known to be finite, and this process's own."""
+        alone = self.raw.weights is None
+        return alone and "norm" in self.arrived and bool(np.isfinite(self.arrived["norm"].values).all())
 
     def _take_gradients(self, step: StepSums) -> None:
         if "norm" not in self.arrived:

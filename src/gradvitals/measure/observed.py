@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradvitals.errors import ObserveError
+from gradvitals.errors import NoStepError, ObserveError
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.ranks.shards import local, placements
 
@@ -47,7 +47,17 @@ def _number(loss: float) -> float:
         raise ObserveError(f"observe got a {kind} as loss that is not one number ({error}): pass its mean") from None
 
 
-@dataclass(frozen=True)
+MOST_WITHOUT_A_PASS = 100
+"""Losses that may be told before the first backward pass of a step: a loop that tells more goes on without one."""
+
+NO_STEP_FOR = 50
+"""Batches in a row that were given up, after which it is told that no step is made any more."""
+
+NO_STEP_AT_THE_END = 5
+"""The same when the run is over."""
+
+
+@dataclass(frozen=True, eq=False)  # to compare losses would wait for the device
 class Observation:
     """One call of `observe`."""
 
@@ -57,6 +67,11 @@ class Observation:
     passes: int
     """Backward passes of the step that had come before it."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the loss is known not to be finite; one that is on a device is not known yet."""
+        return isinstance(self.loss, float) and not math.isfinite(self.loss)
+
 
 @dataclass
 class Observed:
@@ -65,32 +80,36 @@ class Observed:
     told: list[Observation] = field(default_factory=list)
     adds_up: bool = False
     """Whether the step's loss is the sum of those told, and not their mean."""
+    passes: int = 0
+    """Backward passes that the step was made of."""
     given_up: int = 0
     """Batches whose gradients were thrown away before this step."""
-    lost: list[Tensor | float] = field(default_factory=list)
-    """Their losses, as far as they were told."""
+    lost: Tensor | float | None = None
+    """The loss of the last of them that was told; not finite where one of them was not."""
+    _told_no_step: bool = False
 
     @property
     def losses(self) -> list[Tensor | float]:
         """What was told of batches that are in the step; tensors travel in the packet as ``loss{i}``."""
         return [each.loss for each in self.told if each.loss is not None]
 
-    def together(self) -> list[Tensor | float]:
-        """The same, as one number where they add up."""
-        first, *others = self.losses or [0.0]
-        return [sum((_beside(first, other) for other in others), first)] if self.adds_up and others else self.losses
+    @property
+    def without_a_step(self) -> int:
+        """Batches that are known to have been given up since the last step."""
+        return self.given_up + sum(each.passes == 0 and each.is_broken for each in self.told)
 
     @property
     def batch_size(self) -> float | None:
         """Samples of all of them together, of those who told."""
         sizes = [each.size for each in self.told if each.size is not None]
-        return sum(sizes) if sizes else None
+        return float(sum(sizes)) if sizes else None
 
     def note(self, loss: Tensor | float | None, batch_size: float | None, passes: int) -> None:
         """The loop told a loss, and the samples behind it, after so many backward passes.
 
         Raises:
             ObserveError: If these are not numbers; nothing of them is kept.
+            NoStepError: If many batches have come since the last step, and were all given up.
         """
         check_observed(loss, batch_size)
         if not isinstance(loss, Tensor) and loss is not None:
@@ -103,29 +122,57 @@ class Observed:
             if loss.dim():
                 loss = loss.detach().float().mean()
             loss = loss.item() if at_hand else loss.detach().clone()
+        if self.adds_up and self.told and loss is not None:
+            first = self.told.pop()
+            loss = loss if first.loss is None else first.loss + _beside(first.loss, loss)
         self.told.append(Observation(loss, batch_size, passes))
+        if len(self.told) > MOST_WITHOUT_A_PASS and passes == 0:
+            first = self.told.pop(0)
+            self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all
+        self._check(NO_STEP_FOR)
 
-    def give_up(self, passes: float, *, counts: bool) -> None:
+    def give_up(self, passes: float, counts: bool) -> int:
         """The gradients of so many backward passes were thrown away, as is now seen by the next one.
 
         Args:
             passes: How many; what was told of them is no part of the step.
             counts: Whether this was a batch given up, as far as can be known.
+
+        Returns:
+            How many observations are left.
         """
         # Who tells a loss before its backward pass has told that of the next batch already.
         before = bool(self.told) and self.told[0].passes == 0
-        kept = [each for each in self.told if before and each.passes >= passes]
-        if counts:
-            self.given_up += 1
-            self.lost += [each.loss for each in self.told if each not in kept and each.loss is not None]
-        self.told = [Observation(each.loss, each.size, 0) for each in kept]
+        told, self.told = self.told, []
+        self.given_up += counts
+        for each in told:
+            if before and each.passes >= passes:
+                self.told.append(Observation(each.loss, each.size, 0))
+            elif counts:
+                self._lose(each, batches=0)
+        return len(self.told)
+
+    def _check(self, most: int) -> None:
+        if self.without_a_step >= most and not self._told_no_step:
+            self._told_no_step = True
+            raise NoStepError(self.without_a_step)
+
+    def check_end(self) -> None:
+        """The run is over; raise a `NoStepError` where it had stopped to make steps before, unless that was told."""
+        self._check(NO_STEP_AT_THE_END)
+
+    def _lose(self, one: Observation, batches: int = 1) -> None:
+        """What was told here is of a batch that is in no step."""
+        self.given_up += batches
+        if one.loss is not None:  # a sum with 0 times the others is finite where all of them are
+            self.lost = one.loss if self.lost is None else one.loss + 0 * _beside(one.loss, self.lost)
 
     def pack(self, packet: Packet) -> None:
         """Put the losses that are on a device into the packet."""
-        for name, losses in (("loss", self.losses), ("lost", self.lost)):
-            for index, loss in enumerate(losses):
-                if isinstance(loss, Tensor):
-                    packet.add(f"{name}{index}", loss)
+        named = {f"loss{index}": loss for index, loss in enumerate(self.losses)} | {"lost": self.lost}
+        for name, loss in named.items():
+            if isinstance(loss, Tensor):
+                packet.add(name, loss)
 
 
 @dataclass(frozen=True)
@@ -149,25 +196,22 @@ def heard(observed: Observed, number: Callable[[str], float], *, is_clean: Calla
     Args:
         observed: What was told.
         number: Gives a number that came in the packet, by its name.
-        is_clean: Says whether the step's gradient is finite. Then a batch whose loss was not is no part of it: the loop
-            went on without a backward pass.
+        is_clean: Says whether the step's gradient is known to be finite.
     """
     losses = [loss if isinstance(loss, float) else number(f"loss{i}") for i, loss in enumerate(observed.losses)]
-    lost = [loss if isinstance(loss, float) else number(f"lost{i}") for i, loss in enumerate(observed.lost)]
+    lost = number("lost") if isinstance(observed.lost, Tensor) else observed.lost
     sizes = [each.size for each in observed.told]
     given_up, skipped_size = observed.given_up, 0.0
     broken = [not math.isfinite(loss) for loss in losses]
-    if any(broken) and not all(broken) and is_clean():
+    # Fewer backward passes than losses, and a gradient that is finite: the loop went on where a loss was not.
+    if any(broken) and 0 < observed.passes <= len(losses) - sum(broken) and is_clean():
         given_up += sum(broken)
-        lost += [loss for loss in losses if not math.isfinite(loss)]
+        lost = next(loss for loss in reversed(losses) if not math.isfinite(loss))
         if len(sizes) == len(losses):
             skipped_size = sum(size or 0.0 for size, bad in zip(sizes, broken, strict=True) if bad)
             sizes = [size for size, bad in zip(sizes, broken, strict=True) if not bad]
         losses = [loss for loss in losses if math.isfinite(loss)]
-    loss = _mean(losses, sizes)
-    if observed.adds_up and loss is not None:
-        loss = sum(losses)
-    return Heard(loss, tuple(sizes), skipped_size, given_up, lost[-1] if lost else None)
+    return Heard(_mean(losses, sizes), tuple(sizes), skipped_size, given_up, lost)
 
 
 def _beside(first: Tensor | float, loss: Tensor | float) -> Tensor | float:

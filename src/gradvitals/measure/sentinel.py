@@ -25,10 +25,11 @@ class Sentinel:
     backward passes is the loop's: gradients that were zeroed without a step, i.e. a batch given up.
 
     Args:
-        on_given_up: Told after how many passes it was, as soon as the next one shows it.
+        on_given_up: Told after how many passes it was, as soon as the next one shows it, and whether the gradient is
+            another tensor since: one that was changed in place may have been clipped, and not thrown away.
     """
 
-    def __init__(self, on_given_up: Callable[[int], None]) -> None:
+    def __init__(self, on_given_up: Callable[[int, bool], None]) -> None:
         self.backwards = 0
         """Backward passes that reached the parameter since the last step."""
         self.carried = False
@@ -96,7 +97,7 @@ class Sentinel:
             and not _same((self._grad, self._version + 1), grad)
         ):
             passes, self.backwards = self.backwards, 0
-            self._on_given_up(passes)
+            self._on_given_up(passes, self._grad() is not grad)
         if self.backwards == 0 and self._left is not None and in_place:
             self.carried = _same((self._left[0], self._left[1] + 1), grad)
         self.backwards += 1

@@ -45,7 +45,7 @@ class Station:
             self.moments = MomentSums(optimizer)
         self.collectors = Collectors(config, reduced=reduced)
         self.factors: FactorSums | None = None
-        self.on_given_up: Callable[[Station, int], None] = lambda station, passes: None
+        self.on_given_up: Callable[[Station, int, bool], None] = lambda station, passes, surely: None
         self.parameters: list[nn.Parameter] = []
         self._row_set: set[int] = set()
         self._one_device = True
@@ -107,9 +107,11 @@ class Station:
             self.sentinel.follow(parameter)
             return
 
-    def _give_up(self, passes: int) -> None:
+    def _give_up(self, passes: int, surely: bool) -> None:
         self.collectors.restart()
-        self.on_given_up(self, passes)
+        if surely:  # what was clipped is gone
+            self.clipped = self.step.clipped = False
+        self.on_given_up(self, passes, surely)
 
     def _current_members(self) -> list[int]:
         return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -156,7 +158,7 @@ class Station:
             norms=self.reading.named("norm"),
             parameters=watched.parameters,
             scale=scales[0][1][0] if scales else None,
-            losses=draft.observed.together(),
+            losses=draft.observed.losses,
             clipped=self.clipped or self.clips_by_hand,
             by_hand=self.clips_by_hand,
             max_norm=draft.max_norm if self.clipped else None,

@@ -61,9 +61,7 @@ class Tap:
         batch_size: float | None = None,
         ranks: Roster | None = None,
     ) -> None:
-        self.config = config
-        self.on_error = on_error
-        self.batch_size = batch_size
+        self.config, self.on_error, self.batch_size = config, on_error, batch_size
         self.calendar = Calendar(config, audits=ranks is not None)
         self.autocast: str | None = None  # the dtype it computes in, where it was seen to
         self.count_nonfinite = False
@@ -161,8 +159,7 @@ class Tap:
                 station.follow_first(self.rows.arrivals, self.rows)
         draft.time = time.time()
         draft.layout, draft.slots = self.rows.layout, self.rows.slots
-        told = draft.observed.batch_size
-        draft.batch_size = self.batch_size if told is None else told
+        draft.batch_size = draft.observed.batch_size or self.batch_size
         draft.in_turn = self._turns.is_game
         draft.observed.pack(draft.packet)
         draft.lap = self._clock.lap()
@@ -183,14 +180,15 @@ class Tap:
         """Send what is left: no step will follow, on any rank."""
         self.attempt("step", self.outbox.send)
 
-    def _on_given_up(self, station: Station, passes: int) -> None:
-        if self.muted:
-            return
+    def _on_given_up(self, station: Station, passes: int, surely: bool) -> None:
+        if not self.muted:  # no error may leave: this is in the loop's backward
+            self.attempt("observe", self._forget, station, passes, surely)
+
+    def _forget(self, station: Station, passes: int, surely: bool) -> None:
         station.reading = None
         if not any(station.stepped for station in self.stations):
-            alone = len(self.stations) == 1  # else each of them tells
-            self.draft.observed.give_up(passes if alone else math.inf, counts=alone)
-            self.observes = len(self.draft.observed.told)
+            several = len(self.stations) > 1  # each of them tells
+            self.observes = self.draft.observed.give_up(math.inf if several else passes, surely and not several)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class Tap:
         if again and not any(station.is_fresh() for station in self.stations):
             self._finish()  # an optimizer that has stepped goes on alone
         self.observes += 1
-        self.draft.observed.note(loss, batch_size, max(station.sentinel.backwards for station in self.stations))
+        self.draft.observed.note(loss, batch_size, max(one.sentinel.backwards for one in self.stations))
         for station in self.stations:
             if station.expects_clip or not station.is_fresh() or not station.is_stale(self.observes):
                 continue
@@ -355,6 +353,7 @@ class Tap:
             elif lr is not None:
                 self.draft.lr = float(lr)
         station.stepped = True
+        self.draft.observed.passes = max(self.draft.observed.passes, station.sentinel.backwards)
         self.draft.carried = self.draft.carried or station.sentinel.carried
         station.sentinel.reset()
         self._arm(station, self.step + 1)
@@ -373,6 +372,7 @@ class Tap:
         """Send off a step that some optimizer has made, and take every hook away."""
         if any(station.stepped for station in self.stations):
             self.attempt("step", self._finish)
+        self.attempt("observe", self.draft.observed.check_end)
         self.send_rest()
         self._let_go()
         self._turns.stop()

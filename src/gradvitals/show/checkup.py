@@ -34,7 +34,8 @@ MISSING = {
 """Why a metric may not be there, and what to do about it."""
 
 NO_LOSS = (
-    "No loss was observed, so nothing about it was judged: call observe(loss), after backward, on what watch() returns."
+    "No loss was observed, so nothing about it was judged: in a loop of one's own, call observe(loss), after backward, "
+    "on what gv.watch() returns."
 )
 NO_LOSS_IMPORTED = "No loss was imported, so nothing about it was judged: --map COLUMN=loss says which column it is."
 
@@ -239,6 +240,12 @@ def _finite_until(verdict: Verdict) -> int | None:
     return min((finding.first_step - 1 for finding in lost if finding.severity == "critical"), default=None)
 
 
+def _steps_until(run: Run, steps: int, until: int) -> int:
+    """How many steps were recorded up to one: a run need not begin with step 0."""
+    counted = next((metric for metric in ("grad/norm", "loss") if metric in run.metrics("values")), None)
+    return steps if counted is None else int(np.count_nonzero(run.times(counted)[0] <= until))
+
+
 def num_ranks(meta: Mapping[str, Any]) -> int:
     """Processes that the run was recorded with."""
     count = meta.get("ranks", 1)
@@ -255,7 +262,7 @@ class _Record:
     """What a run has of each metric, looked up once."""
 
     def __init__(self, run: Run, steps: int, until: int | None) -> None:
-        self.steps = steps if until is None else min(steps, until + 1)
+        self.steps = steps if until is None else _steps_until(run, steps, until)
         self.until = until
         self._run = run
         self._several_ranks = num_ranks(run.meta) > 1

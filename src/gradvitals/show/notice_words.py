@@ -93,6 +93,15 @@ NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
         ),
         ("warning",),
     ),
+    "no_steps": (
+        _words(
+            "No steps",
+            "The loop goes on and gives up every batch, so that the optimizer makes no steps any more.",
+            ("the loop skips what is not finite, and everything is: the weights have become NaN or Inf",),
+            ("stop, and go on from a checkpoint before the first batch that was given up; gv.Guard can do that",),
+        ),
+        ("critical",),
+    ),
     "clipped_twice": (
         _words(
             "Clipped twice",

@@ -22,7 +22,7 @@ WORDS: dict[str, Words] = {
     "batches_given_up": Words(
         name="Batches given up",
         pattern="The loop throws away a batch now and then, without a step: a warning where its loss was NaN or Inf.",
-        title="the loop gave up batches without a step, the first before step {step}",
+        title="the loop gave up batches{whose}, without a step, the first before step {step}",
         causes={
             "broken": "their loss was {loss}, and the loop went on without a step",
             "chosen": "the loop zeroed the gradients of a batch, or went on to the next one, without a step",
@@ -38,7 +38,7 @@ WORDS: dict[str, Words] = {
             ),
             "chosen": "nothing, if it is meant ({batches} when this was found)",
         },
-        fine="every batch is part of a step",
+        fine="no batch was given up now and then",
     ),
     "trained_in_turn": Words(
         name="Trained in turn",

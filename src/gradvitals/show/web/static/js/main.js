@@ -48,7 +48,7 @@ function empty(folder) {
 
 // One after the other: a list that was asked for later names steps that an earlier one has not drawn.
 function refreshRuns() {
-  refreshing = refreshing.then(askForRuns);
+  refreshing = refreshing.then(askForRuns).catch(() => {});
 }
 
 async function askForRuns() {

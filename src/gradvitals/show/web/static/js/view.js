@@ -349,7 +349,7 @@ export class RunView {
     await Promise.all(going.map((line) => this.extend(line.id)));
     const ahead = going.find((line) => line.id === this.run);
     const known = this.overviews.get(this.run);
-    if (ahead && known) this.drawFacts({ ...known, last_step: Math.max(ahead.last_step, known.last_step) });
+    if (ahead && known && ahead.last_step !== null) this.drawFacts({ ...known, last_step: Math.max(ahead.last_step, known.last_step ?? 0) });
   }
 
   refreshLater(after) {
