@@ -32,6 +32,12 @@ def median(values: Floats) -> float:
     return float((low + high) / 2)
 
 
+def median_of(values: Floats) -> float:
+    """The median of those that are numbers; nan where none is."""
+    known = values[np.isfinite(values)]
+    return median(known) if len(known) else math.nan
+
+
 @dataclass
 class Series:
     """The last values of one global number, oldest first, with their steps. Values that are not finite are not kept."""

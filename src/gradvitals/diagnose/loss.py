@@ -35,12 +35,6 @@ def losses_since(step: Step, begin: float) -> Floats:
     return step.losses[begin]
 
 
-def median_of(values: Floats) -> float:
-    """The median of those that are numbers; nan where none is."""
-    known = values[np.isfinite(values)]
-    return median(known) if len(known) else math.nan
-
-
 def fall(values: Floats) -> tuple[float, float]:
     """How far a series fell from its begin to its end along the straight line that fits it best, and the error of that.
 

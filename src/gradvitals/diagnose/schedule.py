@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.averages import Average, alike
 from gradvitals.diagnose.clipping import clips_already
 from gradvitals.diagnose.explain import number
-from gradvitals.diagnose.loss import fall, losses_since, median_of
+from gradvitals.diagnose.history import median_of
+from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
 from gradvitals.types import FloatArray

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.averages import Average
-from gradvitals.diagnose.history import median
-from gradvitals.diagnose.loss import fall, losses_since, median_of
+from gradvitals.diagnose.history import median, median_of
+from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import Step
 

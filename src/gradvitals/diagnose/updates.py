@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.loss import median_of
+from gradvitals.diagnose.history import Floats, median_of
 from gradvitals.diagnose.pushes import pushed_by, rate_rose
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.step import NAMED, NEGLIGIBLE, Step
 
-Floats = NDArray[np.float64]
 HALF = ("float16", "bfloat16")
 LINGERS = 5  # steps for which momentum shows a gradient that was far too large
 
