@@ -5,10 +5,11 @@ lies between two stretches of bare steps, and only its ratio to their mean is ke
 between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
 
 With the default settings a round is as long as their slowest cadence, and so holds its share of every kind of
-reading, give or take one that falls between its stretches. It is cut into stretches of one full reading each, with bare steps between them: the shorter a stretch, the
-less of a machine's drift is in its ratio. A monitor is attached before a stretch and goes on with the run it has
-watched before (see `_settle`), so that its rules have as much to look at as in the middle of a run. The clock starts
-when the device is idle and stops when it is idle again; between these nothing waits.
+reading, give or take one that falls between its stretches: it is cut into stretches of one full reading each, with
+bare steps between them. The shorter a stretch, the less of a machine's drift is in its ratio. A monitor is attached
+before a stretch and goes on with the run it has watched before (see `_settle`), so that its rules have as much to look
+at as in the middle of a run. The clock starts when the device is idle and stops when it is idle again; between these
+nothing waits.
 
 The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
 readings of the untimed steps still wait to be written, at the end some of the timed ones do, and in the middle of a
