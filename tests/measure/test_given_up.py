@@ -203,6 +203,19 @@ def test_losses_of_an_evaluation_are_no_batches_given_up(tmp_path: Path) -> None
     assert not {"no_steps", "batches_given_up"} & found(watched(tmp_path, train)).keys()
 
 
+def test_gradients_that_are_taken_to_look_at_an_input_are_no_batches_given_up(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(130):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 4)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            if batch < 30:
+                optimizer.step()
+
+    assert not {"no_steps", "batches_given_up"} & found(watched(tmp_path, train)).keys()
+
+
 def test_a_reading_after_a_batch_that_was_clipped_and_given_up_is_of_the_raw_gradient(tmp_path: Path) -> None:
     def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for batch in range(40):

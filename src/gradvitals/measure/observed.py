@@ -129,7 +129,8 @@ class Observed:
         if len(self.told) > MOST_WITHOUT_A_PASS and passes == 0:
             first = self.told.pop(0)
             self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all
-        self._check(NO_STEP_FOR)
+        if passes == 0 or self.given_up:  # else all that was told is of batches in the step
+            self._check(NO_STEP_FOR)
 
     def give_up(self, passes: float, counts: bool) -> int:
         """The gradients of so many backward passes were thrown away, as is now seen by the next one.
@@ -153,12 +154,21 @@ class Observed:
         return len(self.told)
 
     def _check(self, most: int) -> None:
-        if self.without_a_step >= most and not self._told_no_step:
+        if self._told_no_step or self.without_a_step < most:
+            return
+        # Gradients may be thrown away for other reasons than to skip a batch: to see what an input does, for one.
+        if self.is_broken or any(each.is_broken for each in self.told):
             self._told_no_step = True
             raise NoStepError(self.without_a_step)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the loss of a batch that was given up is known not to be finite."""
+        return isinstance(self.lost, float) and not math.isfinite(self.lost)
+
     def check_end(self) -> None:
         """The run is over; raise a `NoStepError` where it had stopped to make steps before, unless that was told."""
+        self.lost = None if self.lost is None else float(self.lost)  # nothing is left that waiting could slow down
         self._check(NO_STEP_AT_THE_END)
 
     def _lose(self, one: Observation, batches: int = 1) -> None:

@@ -220,7 +220,7 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     if last_step is None:
         return judge(findings, last_step=0, steps=0, live=run.is_live)
     values = run.metrics("values")
-    counted = next((metric for metric in ("grad/norm", "loss") if metric in values), None)
+    counted = _read_every_step(run)
     steps = last_step + 1 if counted is None else len(run.times(counted)[0])
     verdict = judge(findings, last_step=last_step, steps=steps, live=run.is_live)
     if is_cut_off(run) and stop_of(verdict.findings) is None:  # else it is known why
@@ -240,9 +240,15 @@ def _finite_until(verdict: Verdict) -> int | None:
     return min((finding.first_step - 1 for finding in lost if finding.severity == "critical"), default=None)
 
 
+def _read_every_step(run: Run) -> str | None:
+    """A metric that every step has; None where there is none."""
+    values = run.metrics("values")
+    return next((metric for metric in ("grad/norm", "loss") if metric in values), None)
+
+
 def _steps_until(run: Run, steps: int, until: int) -> int:
     """How many steps were recorded up to one: a run need not begin with step 0."""
-    counted = next((metric for metric in ("grad/norm", "loss") if metric in run.metrics("values")), None)
+    counted = _read_every_step(run)
     return steps if counted is None else int(np.count_nonzero(run.times(counted)[0] <= until))
 
 
@@ -254,7 +260,7 @@ def num_ranks(meta: Mapping[str, Any]) -> int:
 
 def knows_batch(run: Run) -> bool:
     """Whether the loop told how many samples a step has."""
-    counted = next((name for name in ("grad/norm", "loss") if name in run.metrics("values")), None)
+    counted = _read_every_step(run)
     return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
 
 
