@@ -12,7 +12,7 @@ from gradvitals.breath import Breath
 from gradvitals.config import Config
 from gradvitals.judge import Judge
 from gradvitals.measure import Interpreter, RawStep, Tap
-from gradvitals.measure.budget import Budget
+from gradvitals.measure.budget import Budget, Cadence
 from gradvitals.measure.landed import StepSums, Table, land
 from gradvitals.measure.ranks.exchange import Exchange
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source
@@ -21,6 +21,8 @@ Record = Reading | Finding | Action | Layout
 
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
+MUCH_RARER = 1.5
+"""Readings that are rarer by this factor than was told are told of again."""
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps have been free of them."""
 
@@ -57,11 +59,14 @@ class Completion:
         self._breath = breath
         self._table = Table(Layout(), [])
         self._layout: Layout | None = None
-        share = config.overhead_budget if exchange is None else None
-        self._budget = Budget(share, config.tensor_every) if share is not None else None
         self._beyond_told = False
+        self._told = Cadence(config.tensor_every)
+        """The rarest cadence that was told of."""
         self._judging_seconds = {True: 0.0, False: 0.0}
         """What it took to judge the last step that was read in full, and the last one that was not."""
+        self._writing_seconds = 0.0
+        """What it took to write the readings of a step, of those that came last."""
+        self._ended, self._last_count = 0.0, 0
         self._single_batch_readings = self._without_examples = 0
         self._errors_told: set[int] = set()
         self._clean_steps = CLEAN_STEPS
@@ -69,6 +74,8 @@ class Completion:
     def records(self, raws: Sequence[RawStep], tap: Tap) -> Iterable[Record]:
         """What is to be kept of some steps."""
         began = time.thread_time()
+        if self._last_count:  # what was returned last has been written since
+            self._writing_seconds = (began - self._ended) / self._last_count
         landed = [(raw, step) for raw in raws if (step := self._land(raw)) is not None]
         landing = (time.thread_time() - began) / max(1, len(raws))
         if self.exchange is None:
@@ -84,6 +91,7 @@ class Completion:
                 yield from self._of_step(raw, step, tap, landing)
             except Exception as error:  # one step is lost, not those around it
                 self._on_error("interpret", error)
+        self._ended, self._last_count = time.thread_time(), len(raws)
 
     def newest(self) -> dict[str, float]:
         """The newest global value of every metric, the best source first."""
@@ -120,9 +128,10 @@ class Completion:
         readings = self.interpreter.finish(step)
         if not readings:
             return []
-        if self._budget is not None:
-            own = landing_seconds + time.thread_time() - started + self._judging_seconds[raw.full]
-            readings[0] = self._account(self._budget, raw, readings[0], own, tap)
+        if tap.budget is not None and self.exchange is None:
+            own = landing_seconds + self._writing_seconds
+            own += time.thread_time() - started + self._judging_seconds[raw.full]
+            readings[0] = self._account(tap.budget, raw, readings[0], own, tap)
         for reading in readings:
             self.latest[reading.source] = {**self.latest.get(reading.source, {}), **reading.values}
             self._show(reading)
@@ -168,15 +177,18 @@ class Completion:
     def _account(self, budget: Budget, raw: RawStep, reading: Reading, own_seconds: float, tap: Tap) -> Reading:
         """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
         budget.charge(raw.lap, own_seconds, full=raw.full)
-        spent, every = budget.spent, tap.every
-        wanted = budget.propose(every)
-        if wanted != every:
-            tap.every = wanted
-            beyond = budget.fixed > budget.share  # no cadence obeys it: that is told once
-            if wanted > every and not (beyond and self._beyond_told):
-                self._beyond_told = beyond
+        spent, before = budget.spent, tap.cadence
+        wanted = budget.propose(before)
+        if wanted != before:
+            tap.cadence = wanted
+            beyond = budget.fixed > budget.share and not budget.thins_steps  # no cadence obeys it: that is told once
+            rarer = any(new > MUCH_RARER * told for new, told in zip(wanted, self._told, strict=True))
+            if rarer and not (beyond and self._beyond_told):
+                self._beyond_told, self._told = beyond, wanted
                 costs = {"spent": spent, "fixed": budget.fixed, "budget": budget.share}
-                self._report(notices.readings_thinned(raw.step, **costs, before=every, after=wanted))
+                self._report(notices.readings_thinned(raw.step, **costs, before=before, after=wanted))
+        if self._config.overhead_budget is None:
+            return reading
         return replace(reading, values={**reading.values, "monitor/overhead": spent})
 
     def _note_errors_elsewhere(self, step: StepSums) -> None:

@@ -52,7 +52,7 @@ class Config:
     """
 
     tensor_every: int = 50
-    """Steps from one per-tensor reading to the next. Global values are read at every step.
+    """Steps from one per-tensor reading to the next. Global values are read at every step, within `overhead_budget`.
 
     Before the first of these, a young run is read at steps 0, 1, 2, 4, 8 and so on.
     """
@@ -74,7 +74,12 @@ class Config:
     """Dimension of a norm layer's input that runs over examples. None: the first, or that of torch's own attention."""
 
     overhead_budget: float | None = None
-    """Largest share of the step's time monitoring may take, e.g. 0.01. Over it, `tensor_every` grows."""
+    """Largest share of the step's time monitoring may take, e.g. 0.01.
+
+    Over it, single tensors are read more rarely than `tensor_every` says, and on a CPU steps are passed over where
+    they are short, unless their loss or norm stands out. None: 3 % on a CPU, once monitoring has taken ten seconds in
+    all; no limit elsewhere. 1: no limit.
+    """
 
     include: str | None = None
     """Regular expression; only parameters whose name it matches somewhere are watched."""
@@ -153,7 +158,7 @@ class Config:
         )
         budget = self.overhead_budget
         expect(
-            budget is None or 0 < budget < 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
+            budget is None or 0 < budget <= 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
         )
         for name, known in (("metrics", TENSOR_METRICS), ("sources", SOURCES)):
             unknown = sorted(set(getattr(self, name)) - set(known))

@@ -24,23 +24,32 @@ def source_unavailable(source: str, reason: str, step: int) -> Finding:
     )
 
 
-def readings_thinned(step: int, *, spent: float, fixed: float, budget: float, before: int, after: int) -> Finding:
+def readings_thinned(
+    step: int, *, spent: float, fixed: float, budget: float, before: tuple[int, int], after: tuple[int, int]
+) -> Finding:
     """Monitoring cost more than its budget.
 
     Args:
         step: When.
         spent: Share of the time that it took.
-        fixed: The part of it that every step takes, however rarely tensors are read.
+        fixed: The part of it that a step takes that is read, however rarely single tensors are.
         budget: What was allowed.
-        before: Steps from one per-tensor reading to the next, so far.
+        before: Steps from one per-tensor reading to the next, so far, and from one that is read at all to the next.
         after: The same from here on.
     """
-    title = f"per-tensor readings now come every {after} steps to stay within the overhead budget"
+    (_, steps_before), (every, step_every) = before, after
+    title = f"per-tensor readings now come every {every} steps to stay within the overhead budget"
     cure = "raise overhead_budget, or choose fewer metrics"
-    if fixed > budget:
+    if step_every > 1:
+        title = (
+            f"one step in {step_every} is read from here on, and single tensors every {every} steps, to take no more "
+            f"than {100 * budget:.2g} % of the time; steps whose loss or norm stands out are read all the same"
+        )
+        cure = "to have every step read, set overhead_budget to 1"
+    elif fixed > budget and steps_before == 1:
         title = (
             f"what is read at every step takes {100 * fixed:.2g} % of it, over the overhead budget of "
-            f"{100 * budget:.2g} %; per-tensor readings now come every {after} steps"
+            f"{100 * budget:.2g} %; per-tensor readings now come every {every} steps"
         )
         cure = f"raise overhead_budget to {math.ceil(120 * fixed) / 100:g}: no cadence of per-tensor readings obeys it"
     return Finding(
@@ -49,7 +58,15 @@ def readings_thinned(step: int, *, spent: float, fixed: float, budget: float, be
         title=title,
         first_step=step,
         last_step=step,
-        evidence={"overhead": spent, "at_every_step": fixed, "budget": budget, "before": before, "after": after},
+        evidence={
+            "overhead": spent,
+            "at_a_step": fixed,
+            "budget": budget,
+            "before": before[0],
+            "after": every,
+            "steps_before": steps_before,
+            "steps_after": step_every,
+        },
         causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
         cures=(cure,),
     )

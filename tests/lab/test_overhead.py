@@ -13,9 +13,11 @@ import torch
 
 from gradvitals import open_run
 from gradvitals.config import Config
+from gradvitals.errors import GradvitalsError
 from gradvitals.lab import overhead, shapes
 from gradvitals.lab.no_sync import check_no_sync
 from gradvitals.lab.overhead import VARIANTS, format_overhead, run_overhead
+from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monitored
 
 CPU = torch.device("cpu")
 TINY = {
@@ -99,12 +101,12 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
     order: list[str] = []
     lengths: list[int] = []
 
-    def fake(variant: str, training: shapes.Training, steps: int, runs: object) -> overhead.Stretch:
+    def fake(variant: str, training: shapes.Training, steps: int, runs: object) -> Stretch:
         order.append(variant)
         lengths.append(steps)
         drift = 1.0 + 0.1 * len(order)  # a machine that slows down all the time
         seconds = drift * (1.5 if variant == "histograms" else 1.0)
-        return overhead.Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=1000 + 7 * (variant == "default"))
+        return Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=1000 + 7 * (variant == "default"))
 
     monkeypatch.setattr(overhead, "_time_variant", fake)
     shape = run_overhead(device="cpu", shapes=["mlp"], rounds=3)["shapes"][0]
@@ -125,24 +127,51 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
 
 
 @pytest.mark.parametrize("every", [50, 5, 1])
-def test_a_timed_stretch_holds_its_share_of_full_readings(every: int, tmp_path: Path) -> None:
-    config = Config(tensor_every=every, window_steps=20, quiet=True)
-    training, watched = TINY["mlp"](CPU), overhead.WatchedRun(tmp_path / "run")
-    stretch = overhead._time_monitored(config, training, 10, watched)
-    assert stretch.wall_seconds > 0
-    assert stretch.flush_seconds is not None
+def test_timed_stretches_hold_their_share_of_every_kind_of_reading(every: int, tmp_path: Path) -> None:
+    config = Config(tensor_every=every, window_steps=20, quiet=True, overhead_budget=1)
+    training, watched = TINY["mlp"](CPU), WatchedRun(tmp_path / "run")
+    timed: list[int] = []
+    for number in range(config.detail_factor):
+        stretch = time_monitored(config, training, every, watched)
+        assert stretch.wall_seconds > 0
+        assert stretch.flush_seconds is not None
+        with open_run(watched.path) as run:
+            steps = run.series("loss")[0]
+        if number == 0:
+            begin = 600 if every == 50 else 500  # past the time when a young run is read more often
+            assert steps[: config.window_steps + 1].tolist() == list(range(begin, begin + config.window_steps + 1))
+        timed += steps[-every:].tolist()
+        assert np.all(np.diff(steps) > 0)
     with open_run(watched.path) as run:
-        steps, _ = run.series("weight/norm", tensor="0.weight")
-        every_step, _ = run.series("loss")
-    begin = 600 if every == 50 else 500  # past the time when a young run is read more often
-    first_timed = begin + 1 + config.window_steps
-    assert every_step.tolist() == list(range(begin, first_timed + 10))
-    assert np.count_nonzero(steps >= first_timed) == 10 // every
+        full, detailed = run.series("weight/norm")[0], run.series("grad/max")[0]
+    assert len(set(timed)) == every * config.detail_factor
+    assert len(set(timed) & set(full)) == config.detail_factor
+    assert len(set(timed) & set(detailed)) == 1
 
-    overhead._time_monitored(config, training, 10, watched)
+
+def test_a_run_goes_on_with_what_it_knows_and_has_set_everything_up_before_it_is_timed(tmp_path: Path) -> None:
+    config = Config(tensor_every=5, window_steps=20, quiet=True, overhead_budget=1)
+    training, watched = TINY["mlp"](CPU), WatchedRun(tmp_path / "run")
+    time_monitored(config, training, 5, watched)
     with open_run(watched.path) as run:
-        went_on, _ = run.series("loss")
-    assert went_on.tolist() == list(range(begin, first_timed + 10 + 1 + overhead.BARE_SETTLE_STEPS + 10))
+        before = run.series("loss")[0]
+    time_monitored(config, training, 5, watched)
+    with open_run(watched.path) as run:
+        since = run.series("loss")[0][len(before) :]
+        detailed = run.series("grad/max")[0]
+    assert len(since) == 1 + SETTLE_STEPS + 5
+    assert since[0] in detailed
+    assert since[0] > before[-1]
+
+
+def test_on_a_cpu_the_cadence_is_found_before_anything_is_timed(tmp_path: Path) -> None:
+    training, watched = TINY["mlp"](CPU), WatchedRun(tmp_path / "run")
+    time_monitored(Config(quiet=True, window_steps=20), training, 50, watched)
+    assert watched.step_every > 1  # steps of a fraction of a millisecond
+    assert watched.every >= 50
+    known = (watched.every, watched.step_every)
+    time_monitored(Config(quiet=True, window_steps=20), training, 50, watched)
+    assert (watched.every, watched.step_every) == known
 
 
 def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +179,8 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("no reading today")
 
     monkeypatch.setattr("gradvitals.measure.tap.Tap.read", broken)
-    with pytest.raises(overhead.GradvitalsError, match="no reading today"):
-        overhead._time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, overhead.WatchedRun(tmp_path / "run"))
+    with pytest.raises(GradvitalsError, match="no reading today"):
+        time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, WatchedRun(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("wrong", [{"shapes": ["gpt-5"]}, {"device": "meta"}, {"rounds": 0}])
@@ -172,8 +201,8 @@ def test_a_monitored_step_never_waits_for_the_device() -> None:
 
 def test_before_anything_is_timed_every_kind_of_reading_is_made(tmp_path: Path) -> None:
     config = overhead.EVERY_KIND
-    watched = overhead.WatchedRun(tmp_path / "run")
-    overhead._time_monitored(config, TINY["mlp"](CPU), 2 * config.detail_factor, watched)
+    watched = WatchedRun(tmp_path / "run")
+    time_monitored(config, TINY["mlp"](CPU), 2 * config.detail_factor, watched)
     with open_run(watched.path) as run:
         steps = run.series("loss")[0]
         full, detailed = run.series("weight/norm")[0], run.series("grad/max")[0]

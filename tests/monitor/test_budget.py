@@ -8,20 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from reference import Data, assert_no_errors, mlp, regression
 
 import gradvitals as gv
 from gradvitals.completion import Completion
 from gradvitals.config import LIVE_SOURCES, TENSOR_METRICS
-from gradvitals.measure.budget import MAX_EVERY, WARM_UP_STEPS, Budget
+from gradvitals.measure.budget import MAX_EVERY, MAX_STEP_EVERY, WARM_UP_STEPS, Budget, Cadence, budget_for
 from gradvitals.measure.clock import Clock
 
 
 def fill(budget: Budget, *, every: int, steps: int, wall: float, fixed: float, full: float) -> int:
+    return fill_both(budget, Cadence(every), steps=steps, wall=wall, fixed=fixed, full=full).every
+
+
+def fill_both(budget: Budget, now: Cadence, *, steps: int, wall: float, fixed: float, full: float) -> Cadence:
+    passed = 0
     for step in range(steps):
-        is_full = step % every == 0
-        budget.add(full=is_full, wall_seconds=wall, cost_seconds=full if is_full else fixed)
-    return budget.propose(every)
+        is_full, is_read = step % now.every == 0, step % now.step_every == 0
+        passed += 1
+        if is_full or is_read:
+            cost = full if is_full else fixed
+            budget.add(full=is_full, wall_seconds=passed * wall, cost_seconds=cost, steps=passed)
+            passed = 0
+    return budget.propose(now)
 
 
 def warmed(share: float, every: int) -> Budget:
@@ -82,6 +93,98 @@ def test_spent_is_the_share_of_the_time() -> None:
     assert budget.spent == pytest.approx(0.25)
 
 
+# -- steps that are passed over -------------------------------------------------------------------------------------
+
+
+def test_short_steps_are_passed_over() -> None:
+    # Of 0.3 ms, full readings take 4 / 50, which leaves 0.22 for the others: one in six.
+    budget = Budget(0.03, 50, thins_steps=True)
+    found = fill_both(budget, Cadence(50), steps=200, wall=10e-3, fixed=1.2e-3, full=5.2e-3)
+    assert found == Cadence(50, 6)
+
+
+def test_full_readings_keep_half_of_the_budget_where_steps_are_passed_over() -> None:
+    budget = Budget(0.03, 50, thins_steps=True)
+    found = fill_both(budget, Cadence(50), steps=200, wall=10e-3, fixed=1.15e-3, full=13.15e-3)
+    assert found.every == 80  # 12 / 80 is 0.15
+    assert found.step_every == 8
+
+
+@given(
+    fixed=st.floats(1e-4, 3e-3),
+    extra=st.floats(0.0, 2e-2),
+    wall=st.floats(5e-3, 1.0),
+    every=st.integers(2, 100),
+    share=st.floats(0.01, 0.2),
+)
+def test_the_cadence_keeps_the_budget(fixed: float, extra: float, wall: float, every: int, share: float) -> None:
+    budget = Budget(share, every, thins_steps=True)
+    for number in range(40):
+        is_full = number % 4 == 0
+        budget.add(full=is_full, wall_seconds=wall, cost_seconds=fixed + extra * is_full)
+    found = budget.propose(Cadence(every))
+    spent = fixed / found.step_every + extra / found.every
+    assert spent <= share * wall * (1 + 1e-9) or found.step_every == MAX_STEP_EVERY
+    assert found.every >= every
+
+
+def test_with_steps_in_between_the_time_of_all_counts() -> None:
+    budget = Budget(0.03, 50, thins_steps=True)
+    found = fill_both(budget, Cadence(50, 6), steps=400, wall=10e-3, fixed=1.2e-3, full=5.2e-3)
+    assert found == Cadence(50, 6)
+    assert budget.fixed == pytest.approx(0.12)
+
+
+def test_steps_that_get_longer_are_all_read_again() -> None:
+    budget = Budget(0.03, 50, thins_steps=True)
+    found = fill_both(budget, Cadence(50, 6), steps=400, wall=0.1, fixed=1.2e-3, full=5.2e-3)
+    assert found == Cadence(50, 1)
+
+
+def test_nothing_is_thinned_before_some_seconds_are_spent() -> None:
+    costs = {"wall": 10e-3, "fixed": 2e-3, "full": 2e-3}
+    budget = Budget(0.03, 50, thins_steps=True, free_seconds=1.0)
+    assert fill_both(budget, Cadence(50), steps=450, **costs) == Cadence(50)
+    assert fill_both(budget, Cadence(50), steps=100, **costs).step_every > 1
+
+
+def test_what_was_asked_for_is_kept_where_only_steps_may_be_thinned() -> None:
+    budget = Budget(0.03, 5, thins_steps=True, thins_tensors=False)
+    found = fill_both(budget, Cadence(5), steps=200, wall=10e-3, fixed=1.18e-3, full=9.18e-3)
+    assert found == Cadence(5, 40)  # a tenth of the budget, 0.03 ms, is left for the other steps
+
+
+def test_whose_budget_is_what() -> None:
+    plain = budget_for(gv.Config(), alone=True, on_host=True)
+    assert plain is not None
+    assert (plain.share, plain.thins_steps, plain.thins_tensors) == (0.03, True, True)
+    assert plain.free_seconds > 0
+    asked = budget_for(gv.Config(tensor_every=5), alone=True, on_host=True)
+    assert asked is not None
+    assert not asked.thins_tensors
+    assert budget_for(gv.Config(), alone=True, on_host=False) is None
+    assert budget_for(gv.Config(), alone=False, on_host=True) is None
+    assert budget_for(gv.Config(overhead_budget=1), alone=True, on_host=True) is None
+    on_a_gpu = budget_for(gv.Config(overhead_budget=0.01), alone=True, on_host=False)
+    assert on_a_gpu is not None
+    assert (on_a_gpu.share, on_a_gpu.thins_steps, on_a_gpu.free_seconds) == (0.01, False, 0.0)
+
+
+def test_clock_gives_the_time_of_what_was_passed_over_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("gradvitals.measure.clock.time.perf_counter", lambda: now[0])
+    clock = Clock()
+    for end in (10.0, 20.0):
+        now[0] = end - 1
+        with clock:
+            now[0] = end
+        clock.pass_over()
+    now[0] = 30.0
+    lap = clock.lap()
+    assert (lap.wall_seconds, lap.cost_seconds(), lap.steps) == (30.0, 2.0, 3)
+    assert clock.lap().steps == 1
+
+
 def test_clock_counts_nested_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("gradvitals.measure.clock.time.perf_counter", lambda: now[0])
@@ -98,16 +201,18 @@ def test_clock_counts_nested_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.lap().cost_seconds() == 0.0
 
 
-def train(path: Path, config: gv.Config, steps: int) -> gv.Monitor:
+def train(path: Path, config: gv.Config, steps: int, *, optimizers: int = 1) -> gv.Monitor:
     torch.manual_seed(0)
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    parts = [list(model.parameters())[n::optimizers] for n in range(optimizers)]
+    steppers = [torch.optim.SGD(part, lr=1e-2) for part in parts]
     data = Data()
-    with gv.watch(model, optimizer, run=path, config=config) as monitor:
+    with gv.watch(model, steppers, run=path, config=config) as monitor:
         for _ in range(steps):
             regression(model, data.batch(4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in steppers:
+                optimizer.step()
+                optimizer.zero_grad()
             monitor.flush()
     assert_no_errors(monitor)
     return monitor
@@ -117,10 +222,10 @@ def fake_costs(monkeypatch: pytest.MonkeyPatch, *, full: float, fixed: float) ->
     """Steps of one second, of which a full reading and any other take a given share."""
     original = Budget.add
 
-    def add(self: Budget, *, full: bool, wall_seconds: float, cost_seconds: float) -> None:
+    def add(self: Budget, *, full: bool, wall_seconds: float, cost_seconds: float, steps: int) -> None:
         assert wall_seconds > 0
         assert cost_seconds > 0
-        original(self, full=full, wall_seconds=1.0, cost_seconds=costs[full])
+        original(self, full=full, wall_seconds=float(steps), cost_seconds=costs[full], steps=steps)
 
     costs = {True: full, False: fixed}
     monkeypatch.setattr(Budget, "add", add)
@@ -145,10 +250,27 @@ def test_monitor_that_is_too_dear_thins_itself_and_says_so(tmp_path: Path, monke
         assert run.series("monitor/overhead")[1][12] == pytest.approx(0.095, rel=1e-3)
 
 
+def test_a_monitor_whose_steps_are_too_short_passes_some_over_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_costs(monkeypatch, full=0.06, fixed=0.04)
+    monitor = train(tmp_path / "run", gv.Config(tensor_every=4, quiet=True, overhead_budget=0.02), 60)
+    told = [finding for finding in monitor.findings if finding.id == "readings_thinned"]
+    assert len(told) == 1
+    assert told[0].title.startswith("one step in 3 is read from here on, and single tensors every 4 steps")
+    assert (told[0].evidence["steps_before"], told[0].evidence["steps_after"]) == (1, 3)
+    with gv.open_run(monitor.run_path) as run:
+        steps = run.series("grad/norm")[0].tolist()
+        since = told[0].first_step + 2  # the one after had begun
+        assert [s for s in steps if s < since] == list(range(since))
+        assert [s for s in steps if s >= since] == [s for s in range(since, 60) if s % 3 == 0 or s % 4 == 0]
+        assert run.matrix("grad/norm")[0].tolist() == [0, 1, 2, *range(4, 60, 4)]
+
+
 def test_a_budget_that_no_cadence_obeys_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_costs(monkeypatch, full=0.08, fixed=0.04)
     config = gv.Config(tensor_every=2, quiet=True, overhead_budget=0.01)
-    told = [f for f in train(tmp_path / "run", config, 40).findings if f.id == "readings_thinned"]
+    told = [f for f in train(tmp_path / "run", config, 40, optimizers=2).findings if f.id == "readings_thinned"]
     assert told[0].title.startswith("what is read at every step takes 4 % of it, over the overhead budget of 1 %")
     assert told[0].evidence["after"] == 40
     assert told[0].cures[0].startswith("raise overhead_budget to 0.05:")

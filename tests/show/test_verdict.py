@@ -135,7 +135,7 @@ def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
     error = RuntimeError("full")
     own = [
         notices.source_unavailable("adam", "no averages", 0),
-        notices.readings_thinned(5, spent=0.1, fixed=0.0, budget=0.01, before=1, after=2),
+        notices.readings_thinned(5, spent=0.1, fixed=0.0, budget=0.01, before=(1, 1), after=(2, 1)),
         notices.monitor_error("stats", error, 7),
         notices.monitor_error("observe", ObserveError("observe got a str as loss"), 7),
         notices.store_error(OSError("full"), Path("run"), 8),

@@ -61,6 +61,8 @@ class BatchesGivenUp(Rule):
     share: float = 1 / 3
     """Batches given up over steps, above which it is a method of training (as SAM is), if their losses are finite."""
 
+    begun: int = field(default=-1, init=False)
+    """The first step that was seen."""
     total: int = field(default=0, init=False)
     loss: float | None = field(default=None, init=False)
     """That of the last one whose loss was NaN or Inf."""
@@ -69,6 +71,7 @@ class BatchesGivenUp(Rule):
 
     def look(self, step: Step) -> Sign | None:
         """Fires at a step before which batches were given up."""
+        self.begun = step.number if self.begun < 0 else self.begun
         given_up = step.value("batches/given_up")
         if given_up > 0:
             self.first = step.number if self.told else self.first
@@ -78,9 +81,10 @@ class BatchesGivenUp(Rule):
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None
         self.told = True
-        if self.loss is None and self.total > self.share * step.history.steps_seen:
+        many = self.total > self.share * (step.number - self.begun + 1)  # also of steps that were not read
+        if self.loss is None and many:
             return None
-        severity: Severity = "critical" if self.total > self.share * step.history.steps_seen else "warning"
+        severity: Severity = "critical" if many else "warning"
         severity = "info" if self.loss is None else severity
         kind = "chosen" if self.loss is None else "broken"
         seen: dict[str, Any] = {"batches": self.total} | ({} if self.loss is None else {"loss": self.loss})

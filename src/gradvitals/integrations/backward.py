@@ -110,6 +110,11 @@ class Ear:
         """Gradients are about to be clipped."""
         self.clipped = True
 
+    wants_norms = False
+
+    def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
+        """Of no concern here."""
+
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:

@@ -5,29 +5,19 @@ lies between two stretches of bare steps, and only its ratio to their mean is ke
 between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
 
 With the default settings a round is as long as their slowest cadence, and so holds its share of every kind of
-reading, give or take one that falls between its stretches: it is cut into stretches of one full reading each, with
-bare steps between them. The shorter a stretch, the less of a machine's drift is in its ratio. A monitor is attached
-before a stretch and goes on with the run it has watched before (see `_settle`), so that its rules have as much to look
-at as in the middle of a run. The clock starts when the device is idle and stops when it is idle again; between these
-nothing waits.
-
-The monitor's thread writes about four times a second. It is not flushed inside the timed stretch: at the start some
-readings of the untimed steps still wait to be written, at the end some of the timed ones do, and in the middle of a
-long run it is no different. A flush at the end would make training wait for the disk, which it never does. How long
-a flush takes after the stretch is reported apart, as `flush_ms`.
+reading: it is cut into stretches of one full reading each, with bare steps between them. The shorter a stretch, the
+less of a machine's drift is in its ratio.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,18 +26,14 @@ import torch
 from torch import Tensor
 
 from gradvitals.config import Config
-from gradvitals.errors import GradvitalsError
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training
-from gradvitals.measure.cadence import YOUNG_STEPS
-from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
+from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monitored, time_steps
 
 DEFAULT_ROUNDS = {"cpu": 8, "cuda": 4}
 WARM_UP_STEPS = 10
 """Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
 
-BARE_SETTLE_STEPS = 3
 SHORT = 8
 """Bare stretches, and those whose steps are all alike, are this many times shorter than a round of the default."""
 
@@ -83,20 +69,6 @@ BY_HAND: dict[str, Callable[[Training], None]] = {"norm loop": norm_loop, "histo
 """Variants that people write themselves."""
 
 VARIANTS = (*MONITORED, *BY_HAND, "bare")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """What one timed stretch of steps took."""
-
-    wall_seconds: float
-    """Per step."""
-    cpu_seconds: float
-    """Per step, of all threads of this process: also what ran beside training."""
-    peak_bytes: int | None
-    """Most device memory in use; None on a CPU."""
-    flush_seconds: float | None = None
-    """To bring the last readings to disk after the stretch; None without a monitor."""
 
 
 Piece = tuple[Stretch, tuple[Stretch, Stretch]]
@@ -203,7 +175,7 @@ def _time_shape(
     pieces = MONITORED["default"].detail_factor
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for config in (EVERY_KIND, *MONITORED.values()) if device.type == "cuda" else ():
-            _time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
+            time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
         runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
         bare = [_time_variant("bare", training, short, runs)]
         for number in range(rounds):
@@ -223,6 +195,7 @@ def _time_shape(
         "micro_batches": training.num_micro_batches,
         "batch_size": training.batch_size,
         "bare_ms": 1000 * statistics.median(map(_wall, bare)),
+        "default_cadence": [runs["default"].every, runs["default"].step_every],
         "variants": {variant: _summary(found) for variant, found in ratios.items()},
     }
 
@@ -249,18 +222,9 @@ def _wall(stretch: Stretch) -> float:
 # -- one stretch ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class WatchedRun:
-    """A run that is watched now and then, and has gone on in between without being seen."""
-
-    path: Path
-    state: dict[str, Any] | None = None
-    """What its monitor knew at the end of its last stretch."""
-
-
 def _time_variant(variant: str, training: Training, steps: int, runs: Mapping[str, WatchedRun]) -> Stretch:
     if variant in MONITORED:
-        return _time_monitored(MONITORED[variant], training, steps, runs[variant])
+        return time_monitored(MONITORED[variant], training, steps, runs[variant])
     observe: Observe | None = None
     if variant in BY_HAND:
         by_hand = BY_HAND[variant]
@@ -268,67 +232,9 @@ def _time_variant(variant: str, training: Training, steps: int, runs: Mapping[st
         def observe(loss: Tensor) -> None:
             by_hand(training)
 
-    for _ in range(BARE_SETTLE_STEPS):
+    for _ in range(SETTLE_STEPS):
         training.step(observe)
     return time_steps(training, observe, steps)
-
-
-def _time_monitored(config: Config, training: Training, steps: int, run: WatchedRun) -> Stretch:
-    model, optimizer = training.model, training.optimizer
-    with watch(model, optimizer, run=run.path, config=config, batch_size=training.batch_size) as monitor:
-        _settle(monitor, training, run)
-        stretch = time_steps(training, monitor.observe, steps)
-        started = time.perf_counter()
-        written = monitor.flush()
-        flush_seconds = time.perf_counter() - started
-        run.state = monitor.state_dict()
-    # A monitor that has given up on something is cheap: its time would mean nothing.
-    broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
-    if broken or not written:
-        raise GradvitalsError(f"the monitor failed while it was timed: {broken[0] if broken else 'it could not write'}")
-    return replace(stretch, flush_seconds=flush_seconds)
-
-
-def grown_step(config: Config) -> int:
-    """A step at which a run is young no more, and everything is due."""
-    cycle = config.tensor_every * config.detail_factor
-    return math.ceil(YOUNG_STEPS / cycle) * cycle
-
-
-def _settle(monitor: Monitor, training: Training, run: WatchedRun) -> None:
-    """Bring a monitor to where it is in the middle of a run.
-
-    A young run is read more often, so a new one begins at a step where it is young no more. The first step sets
-    everything up, and the flush after it opens the file. On a CPU the steps that follow also fill the sliding windows,
-    which only then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for it would
-    take longer than all the rest. A run that was watched before goes on with all it knows.
-    """
-    if run.state is None:
-        monitor._tap.start(grown_step(monitor.config))
-    else:
-        monitor.load_state_dict(run.state)
-    training.step(monitor.observe)
-    monitor.flush()
-    fills_windows = run.state is None and training.device.type == "cpu"
-    for _ in range(monitor.config.window_steps if fills_windows else BARE_SETTLE_STEPS):
-        training.step(monitor.observe)
-
-
-def time_steps(training: Training, observe: Observe | None, steps: int) -> Stretch:
-    """Time some steps, from when the device is idle until it is again."""
-    on_gpu = training.device.type == "cuda"
-    gc.collect()
-    if on_gpu:
-        torch.cuda.synchronize(training.device)
-        torch.cuda.reset_peak_memory_stats(training.device)
-    cpu_started, started = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        training.step(observe)
-    if on_gpu:
-        torch.cuda.synchronize(training.device)
-    wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-    peak = torch.cuda.max_memory_allocated(training.device) if on_gpu else None
-    return Stretch(wall_seconds=wall / steps, cpu_seconds=cpu / steps, peak_bytes=peak)
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -367,6 +273,9 @@ def format_overhead(result: dict[str, Any]) -> str:
                 )
             )
         lines.append(markdown_table(rows))
+        every, step_every = shape["default_cadence"]
+        if step_every > 1:
+            lines += ["", f"default: one step in {step_every} was read, and single tensors every {every} steps"]
     return "\n".join(lines)
 
 

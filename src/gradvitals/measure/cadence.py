@@ -1,8 +1,9 @@
-"""Which steps are read in full."""
+"""Which steps are read, and which in full."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from gradvitals.config import Config
 
@@ -43,6 +44,12 @@ class Due:
     """The costly metrics with it."""
     audit: bool
     """A comparison of ranks."""
+    read: bool = True
+    """Anything at all."""
+
+
+AWAKE_STEPS = 50
+"""Steps that are all read after one that stood out."""
 
 
 class Calendar:
@@ -50,6 +57,10 @@ class Calendar:
 
     def __init__(self, config: Config, *, audits: bool) -> None:
         self.every = config.tensor_every
+        """Steps from one per-tensor reading to the next."""
+        self.step_every = 1
+        """Steps from one that is read to the next; those between are passed over."""
+        self._awake_until = -1
         self._least_every = config.tensor_every
         self._factor = config.detail_factor
         self._audit_every = config.audit_every if audits else None
@@ -60,4 +71,13 @@ class Calendar:
         young = YOUNG_EVERY * thinned
         audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
         full = is_due(step, self.every, young_every=young)
-        return Due(full or audit, full and is_due(step, self.every, self._factor, young_every=young), audit)
+        read = full or audit or step % self.step_every == 0 or step <= self._awake_until
+        return Due(full or audit, full and is_due(step, self.every, self._factor, young_every=young), audit, read)
+
+    def next_read(self, step: int) -> int:
+        """The first step after this one that is read."""
+        return next(later for later in count(step + 1) if self.due(later).read)
+
+    def wake(self, step: int) -> None:
+        """A step stands out: those that follow are read too."""
+        self._awake_until = step + AWAKE_STEPS

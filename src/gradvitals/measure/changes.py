@@ -62,6 +62,10 @@ class _HostGroup:
         self._before = np.concatenate(self.views)
         self._earlier: NDArray[Any] | None = None
 
+    def look(self, *, again: bool) -> None:
+        """See where the weights are now; what was seen last is kept where that was a step ago."""
+        self._before, self._earlier = np.concatenate(self.views), self._before if again else None
+
     def add(self, packet: Packet) -> None:
         now = np.concatenate(self.views)
         packet.add_later(partial(_compared, self.rows, self._starts, now, self._before, self._earlier))
@@ -76,7 +80,9 @@ def _compared(
         change = now - before
         compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
         if earlier is not None:
-            compared.append(("change_dot", rows[:1], np.atleast_1d(change @ (before - earlier))))
+            last = before - earlier
+            compared.append(("change_dot", rows[:1], np.atleast_1d(change @ last)))
+            compared.append(("last_change_sq", rows[:1], np.atleast_1d(last @ last)))
     return compared
 
 
@@ -123,6 +129,8 @@ class Changes:
         self._are_spread = False
         self._addresses: list[int] = []
         self._groups: list[Group] | None = None
+        self._is_known = False
+        """Whether it is known where the last step has left the weights."""
 
     def follow(
         self, rows: Sequence[int], parameters: Sequence[nn.Parameter], weights: Sequence[float] | None = None
@@ -136,11 +144,17 @@ class Changes:
         """Before a step: take a first look, unless the one after the last step still holds."""
         if self._groups is None or self._moved():
             self._look_first()
+        elif not self._is_known:
+            self.look()
+
+    def forget(self) -> None:
+        """A step has moved the weights, and nobody has looked."""
+        self._is_known = False
 
     @torch.no_grad()
     def _look_first(self) -> None:
         self._addresses = self._where()
-        self._groups = []
+        self._groups, self._is_known = [], True
         for weight in dict.fromkeys(self._weights):
             alike = [p for p, other in enumerate(self._weights) if other == weight]
             rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
@@ -149,6 +163,16 @@ class Changes:
         self.lengths = {
             row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
         }
+
+    def look(self) -> None:
+        """After a step that is not read: see where it has left the weights, for the next one."""
+        on_host = [group for group in self._groups or () if isinstance(group, _HostGroup)]
+        if len(on_host) != len(self._groups or ()):
+            self._groups = None  # the next one that is read takes a first look again
+            return
+        for group in on_host:
+            group.look(again=self._is_known)
+        self._is_known = True
 
     def add(self, packet: Packet) -> None:
         """After a step: put the sum of squared changes of every tensor, and their agreement with the last, in."""

@@ -14,7 +14,9 @@ class Lap:
     """The cost of one step's reading."""
 
     wall_seconds: float = 0.0
-    """From the end of the step before to the end of this one."""
+    """From the end of the last step that was read to the end of this one."""
+    steps: int = 1
+    """The steps in this time: this one, and those before it that were passed over."""
     host_seconds: float = 0.0
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
@@ -66,6 +68,10 @@ class Clock:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._lap.events.append((self._start_event, end))
+
+    def pass_over(self) -> None:
+        """A step has ended that was not read: what it took belongs to the next one that is."""
+        self._lap.steps += 1
 
     def lap(self) -> Lap:
         """The cost since the last call."""

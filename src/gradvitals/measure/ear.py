@@ -24,6 +24,18 @@ class Ear:
         self._order: list[int] = []
         """The rows of the gradients that came last."""
 
+    @property
+    def wants_norms(self) -> bool:
+        """Not of a step that is passed over."""
+        return not self._tap.draft.passed_over
+
+    def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
+        """The loop clips a step that is passed over, unless its norm stands out."""
+        if not self._tap.muted and self._order:
+            first = self._tap.rows.parameters[self._order[0]].grad
+            if len(grads) == len(self._order) and grads[0] is first:
+                self._tap.attempt("clip", self._tap.passing.look_out, self._tap.passing.norm, total)
+
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:
@@ -60,7 +72,7 @@ class Ear:
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
-        if not self._tap.muted:
+        if not self._tap.muted and not self._tap.draft.passed_over:
             self._tap.attempt("clip", self._on_clip, parameters, max_norm)
 
     def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:

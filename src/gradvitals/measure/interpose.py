@@ -28,6 +28,13 @@ _NAMES: dict[str, Any] = vars(clip_grad)
 class Listener(Protocol):
     """What a Tap hears."""
 
+    @property
+    def wants_norms(self) -> bool:
+        """Whether the norms of single gradients are of use now."""
+
+    def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
+        """The L2 norm of these gradients was computed, and nobody wanted single ones."""
+
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:
@@ -154,6 +161,10 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or float(norm_type) != 2.0 or heard_already:
             return original(tensors, norm_type, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not any(listener.wants_norms for listener in list(_listeners)):
+            total = original(tensors, norm_type, *args, **kwargs)
+            _tell("on_norm", tensors, total)
+            return total
         # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
         heard = _Norms()
         _NAMES["torch"] = heard

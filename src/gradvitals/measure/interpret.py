@@ -136,6 +136,8 @@ class Interpreter:
         assert step.changes is not None
         square, agreement = step.changes
         last_step, last_square = self._last_change
+        if step.last_change is not None and last_step != step.step - 1:  # that one was passed over
+            last_step, last_square = step.step - 1, step.last_change
         if agreement is not None and last_step == step.step - 1 and last_square * square > 0:
             values["update/cosine"] = agreement / math.sqrt(last_square * square)
         self._last_change = (step.step, square)

@@ -117,6 +117,8 @@ class StepSums:
     """For each slice of an attention head."""
     changes: tuple[float, float | None] | None = None
     """Of the coordinates followed: the sum of squared changes, and their inner product with the last ones."""
+    last_change: float | None = None
+    """The sum of squared changes of the step before, where it is known without that step."""
     parts: PartSums | None = None
     num_sources: int = 1
     """Data workers that the parts come from."""
@@ -320,6 +322,8 @@ class _Landing:
         dot = self.arrived.get("change_dot")
         agreement = None if dot is None else float((dot.values * weights[dot.rows]).sum())
         step.changes = (square, agreement)
+        if "last_change_sq" in self.arrived:
+            step.last_change = float(self.arrived["last_change_sq"].values.sum())
 
     def table_weights(self) -> Floats:
         """What each row of this process counts, beside those of other ranks."""

@@ -57,7 +57,7 @@ NO_STEP_AT_THE_END = 5
 """The same when the run is over."""
 
 
-@dataclass(frozen=True, eq=False)  # to compare losses would wait for the device
+@dataclass(slots=True, eq=False)  # to compare losses would wait for the device
 class Observation:
     """One call of `observe`."""
 
@@ -111,13 +111,15 @@ class Observed:
             ObserveError: If these are not numbers; nothing of them is kept.
             NoStepError: If many batches have come since the last step, and were all given up.
         """
-        check_observed(loss, batch_size)
+        plain = type(loss) is Tensor and batch_size is None and loss.is_cpu and loss.dim() == 0
+        if not plain:
+            check_observed(loss, batch_size)
         if not isinstance(loss, Tensor) and loss is not None:
             loss = _number(loss)
         if isinstance(loss, Tensor):
             loss = local(loss)
             # On the host there is nothing to wait for.
-            at_hand = type(loss) is Tensor and loss.device.type == "cpu" and loss.is_floating_point()
+            at_hand = type(loss) is Tensor and loss.is_cpu and loss.is_floating_point()
             at_hand = at_hand and not torch.compiler.is_compiling()
             if loss.dim():
                 loss = loss.detach().float().mean()
@@ -176,6 +178,10 @@ class Observed:
         self.given_up += batches
         if one.loss is not None:  # a sum with 0 times the others is finite where all of them are
             self.lost = one.loss if self.lost is None else one.loss + 0 * _beside(one.loss, self.lost)
+
+    def take_over(self, before: Observed) -> None:
+        """Nobody is told of the step before: what was given up before it was so before this one."""
+        self.given_up, self.lost, self._told_no_step = before.given_up, before.lost, before._told_no_step
 
     def pack(self, packet: Packet) -> None:
         """Put the losses that are on a device into the packet."""

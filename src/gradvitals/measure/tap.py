@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +19,19 @@ from torch import Tensor
 from gradvitals.config import Config
 from gradvitals.measure import interpose
 from gradvitals.measure.attempts import Attempts
+from gradvitals.measure.budget import Cadence, budget_for
 from gradvitals.measure.cadence import Calendar
 from gradvitals.measure.clock import Clock
-from gradvitals.measure.closure import closure_of, heard
 from gradvitals.measure.ear import Ear
 from gradvitals.measure.outbox import Outbox
+from gradvitals.measure.passing import Passing
 from gradvitals.measure.ranks.audit import Audit
 from gradvitals.measure.ranks.own_gradient import OwnGradient
 from gradvitals.measure.ranks.roster import Roster
 from gradvitals.measure.rawstep import Arrival, RawStep
 from gradvitals.measure.rows import Rows
 from gradvitals.measure.station import Station
+from gradvitals.measure.step_hooks import hook_steps
 from gradvitals.measure.turns import Turns
 
 STEPS_TOGETHER = 8
@@ -72,7 +73,10 @@ class Tap:
         self.rows = rows
         self._audit = Audit(rows.model) if ranks is not None and config.audit_every is not None else None
         on_gpu = any(parameter.is_cuda for parameter in self.rows.parameters)
-        self._clock = Clock(keeps=config.overhead_budget is not None, use_events=on_gpu)
+        on_host = all(parameter.device.type == "cpu" for parameter in self.rows.parameters)
+        self.budget = budget_for(config, alone=ranks is None and len(optimizers) == 1, on_host=on_host)
+        self._clock = Clock(keeps=self.budget is not None, use_events=on_gpu)
+        self.passing = Passing(self)
         self.attempt = Attempts(self._clock, self._failed, on_gpu=on_gpu)
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
@@ -91,8 +95,7 @@ class Tap:
         self._handles: list[Any] = []
         for station in self.stations:
             station.on_given_up = self._on_given_up
-            self._handles.append(station.optimizer.register_step_pre_hook(self._pre_hook(station)))
-            self._handles.append(station.optimizer.register_step_post_hook(self._post_hook(station)))
+            self._handles += hook_steps(self, station)
         self.start(0)
         if ranks is not None:
             self._own_gradient = OwnGradient(rows, lambda: self.draft.packet)
@@ -114,13 +117,13 @@ class Tap:
         self.draft = self._begin()
 
     @property
-    def every(self) -> int:
-        """Steps from one per-tensor reading to the next."""
-        return self.calendar.every
+    def cadence(self) -> Cadence:
+        """How often what is read."""
+        return Cadence(self.calendar.every, self.calendar.step_every)
 
-    @every.setter
-    def every(self, steps: int) -> None:
-        self.calendar.every = steps
+    @cadence.setter
+    def cadence(self, cadence: Cadence) -> None:
+        self.calendar.every, self.calendar.step_every = cadence
 
     def _arm(self, station: Station, step: int) -> None:
         """Collect what comes with backward from here on if the step to come is due."""
@@ -138,13 +141,19 @@ class Tap:
             full=due.full,
             detail=due.detail,
             audit=due.audit,
+            passed_over=self.passing.passes(due),
             stations=[station.begin(station.rows) for station in self.stations],
             weights=self.rows.change_weights,
         )
 
-    def _finish(self) -> None:
-        """Send the step off and begin the next."""
+    def finish(self) -> None:
+        """Send the step off, unless it was passed over, and begin the next."""
         draft = self.draft
+        if draft.passed_over:
+            self.go_past()
+            self.draft = self._begin()
+            self.draft.observed.take_over(draft.observed)
+            return
         for station in self.stations:
             station.expects_clip, station.settled = station.clipped, True
             if station.reading is not None:
@@ -167,12 +176,18 @@ class Tap:
         self.draft = self._begin()
         self.outbox.add(draft)
 
+    def go_past(self) -> None:
+        """The step was passed over: go on to the next."""
+        self._clock.pass_over()
+        self.step, self.observes = self.step + 1, 0
+
     def flush(self) -> None:
         """Send all finished steps; with several ranks they leave at steps of their own."""
         self.attempt("step", self.outbox.hurry)
 
     def send_each_step(self) -> None:
-        """From now on have every step sent by itself: somebody acts on what is read."""
+        """From now on read every step, and have it sent by itself: somebody acts on what is read."""
+        self.passing.read_all()
         if self.outbox.every is not None:
             self.outbox.every = 1
 
@@ -194,6 +209,8 @@ class Tap:
 
     def read(self, station: Station, norms: dict[int, Tensor] | None = None, joined: Tensor | None = None) -> None:
         """Read a station's gradients as they are now, with norms that are known already by their row, or all in one."""
+        if self.draft.passed_over:
+            return
         if self.draft.full and station.has_changed() and self._may_grow:
             self.rows.refresh()
             self._assign_rows()
@@ -212,7 +229,7 @@ class Tap:
 
     def push_windows(self, station: Station) -> None:
         """Add a station's gradients to the sliding windows, once a step."""
-        if self.rows.windows and not station.windowed:
+        if self.rows.windows and not station.windowed and not self.draft.passed_over:
             pushed = station.push_windows(self.rows, self.draft.packet, self.assumed_scaler)
             self.draft.windows |= pushed
 
@@ -221,14 +238,19 @@ class Tap:
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, where no clipping is expected to come, read the gradients now."""
         if not self.muted:
-            self.attempt("observe", self._observe, loss, batch_size)
+            self.attempt("observe", self.note, loss, batch_size)
 
-    def _observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+    def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        """The same, where an error may leave."""
         again = any(station.stepped and station.sentinel.backwards for station in self.stations)
         if again and not any(station.is_fresh() for station in self.stations):
-            self._finish()  # an optimizer that has stepped goes on alone
+            self.finish()  # an optimizer that has stepped goes on alone
         self.observes += 1
         self.draft.observed.note(loss, batch_size, max(one.sentinel.backwards for one in self.stations))
+        if self.calendar.step_every > 1:
+            self.passing.look_out(self.passing.loss, self.draft.observed.told[-1].loss)
+        if self.draft.passed_over:
+            return
         for station in self.stations:
             if station.expects_clip or not station.is_fresh() or not station.is_stale(self.observes):
                 continue
@@ -248,7 +270,7 @@ class Tap:
             self.guarded = True
             self.send_each_step()
         if not station.in_scaler_step and station.is_due():
-            self.attempt("read", self._arrive_alone, station)
+            self.attempt("read", self.arrive_alone, station)
         station.arrived = True
         return station.arrival(self.draft, self.rows)
 
@@ -264,34 +286,9 @@ class Tap:
         station = self._station(optimizer)
         station.in_scaler_step = False
         self.draft.skipped = True
-        self.attempt("step", self._leave, station)
+        self.attempt("step", self.leave, station)
 
-    def _pre_hook(self, station: Station) -> Callable[..., Any]:
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            closure = closure_of(args, kwargs)
-            if closure is None:
-                if not station.in_scaler_step and station.is_due():
-                    self.attempt("read", self._arrive_alone, station)
-                self.attempt("update", self._before_update, station)
-                return None
-            # Gradients are stale until the closure has run, so they are read from inside it.
-            if station.stepped:
-                self.attempt("step", self._finish)
-            self.attempt("update", self._before_update, station)
-            first = partial(self.attempt, "read", self._after_closure, station)
-            wrapped = heard(closure, partial(setattr, self, "muted"), first)
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": wrapped}
-            return (args[0], wrapped, *args[2:]), kwargs
-
-        return before_step
-
-    def _after_closure(self, station: Station, loss: Any) -> None:
-        if not self.draft.observed.losses and isinstance(loss, (Tensor, float)):
-            self._observe(loss, None)
-        self.reach(station)
-
-    def _arrive_alone(self, station: Station) -> None:
+    def arrive_alone(self, station: Station) -> None:
         """An optimizer is about to step, and no scaler steps it."""
         self.reach(station)
         station.scaler = None
@@ -303,7 +300,7 @@ class Tap:
     def reach(self, station: Station) -> None:
         """An optimizer is about to step: its gradients are complete."""
         if station.stepped:
-            self._finish()
+            self.finish()
         # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
         by_hand = station.sentinel.altered() and not station.clipped and station.scaler is None
         station.clips_by_hand |= by_hand
@@ -321,22 +318,17 @@ class Tap:
         for name, take in station.instruments_of_sums(self.rows.add_up(), self.rows, **self._due()):
             self.attempt(name, take)
 
-    def _before_update(self, station: Station) -> None:
+    def before_update(self, station: Station) -> None:
+        """An optimizer is about to change its weights."""
         found_inf = getattr(station.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
             self.draft.packet.add("found_inf", found_inf.detach().clone())  # a loop may use one tensor for all
         station.before_update(self.draft, self.rows)
 
-    def _post_hook(self, station: Station) -> Callable[..., None]:
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            station.in_scaler_step = False
-            for name, take in station.instruments_after(self.draft, self.rows):
-                self.attempt(name, take)
-            if self._audit is not None and self.draft.audit:
-                self.attempt("audit", self._compare, self._audit, station)
-            self.attempt("step", self._leave, station)
-
-        return after_step
+    def audit(self, station: Station) -> None:
+        """An optimizer has stepped: compare ranks, if that is due."""
+        if self._audit is not None and self.draft.audit:
+            self.attempt("audit", self._compare, self._audit, station)
 
     def _compare(self, audit: Audit, station: Station) -> None:
         """Take fingerprints of what this optimizer has made, to be compared with those of other ranks."""
@@ -344,7 +336,7 @@ class Tap:
         if station is self.stations[0]:
             audit.fingerprints(self.draft.packet)
 
-    def _leave(self, station: Station) -> None:
+    def leave(self, station: Station) -> None:
         """An optimizer has stepped, or was skipped."""
         if station is self.stations[0]:
             lr = station.optimizer.param_groups[0].get("lr")
@@ -358,7 +350,7 @@ class Tap:
         station.sentinel.reset()
         self._arm(station, self.step + 1)
         if all(other.stepped for other in self.stations):
-            self._finish()
+            self.finish()
 
     # -- keeping out of the way ---------------------------------------------------------------------------------
 
@@ -371,7 +363,7 @@ class Tap:
     def close(self) -> None:
         """Send off a step that some optimizer has made, and take every hook away."""
         if any(station.stepped for station in self.stations):
-            self.attempt("step", self._finish)
+            self.attempt("step", self.finish)
         self.attempt("observe", self.draft.observed.check_end)
         self.send_rest()
         self._let_go()
@@ -391,10 +383,10 @@ class Tap:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the cadence and the sliding windows."""
-        return {"step": self.step, "every": self.every, "windows": self.rows.windows_state()}
+        return {"step": self.step, "every": tuple(self.cadence), "windows": self.rows.windows_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved step."""
-        self.every = int(state["every"])
+        self.cadence = Cadence(*state["every"])
         self.rows.load_windows_state(state["windows"])
         self.start(int(state["step"]))

@@ -51,6 +51,8 @@ class Turns:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer is about to step."""
+        if len(self._sides) == 1 and self._sides[0].optimizer() is optimizer:
+            return  # nobody else has stepped so far
         stepping = self._side(optimizer)
         if stepping is None:
             return

@@ -67,10 +67,10 @@ NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
     "readings_thinned": (
         _words(
             "Readings thinned",
-            "Monitoring took a larger share of the step than Config.overhead_budget allows, so that single tensors are "
-            "read more rarely.",
+            "Monitoring took a larger share of the step than Config.overhead_budget allows, 3 % by default on a CPU, "
+            "so that single tensors are read more rarely, or not every step is read.",
             ("the model has many small tensors, or its steps are very short",),
-            ("raise overhead_budget, or choose fewer metrics",),
+            ("raise overhead_budget, or choose fewer metrics; 1 is no limit",),
         ),
         ("info",),
     ),

@@ -20,7 +20,8 @@ from gradvitals.integrations.zero_code.discovery import Found, distinct_name, fi
 from gradvitals.integrations.zero_code.settings import Settings
 from gradvitals.integrations.zero_code.watched import Watched
 from gradvitals.judge import say
-from gradvitals.measure import Tap, interpose
+from gradvitals.measure import interpose
+from gradvitals.measure.step_hooks import hook_steps
 from gradvitals.monitor import Monitor
 
 MAX_RUNS = 8
@@ -143,7 +144,7 @@ class Watcher:
 
     def _has_own_monitor(self, optimizer: torch.optim.Optimizer) -> bool:
         hooks = optimizer._optimizer_step_pre_hooks.values()
-        watched = any(getattr(hook, "__module__", None) == Tap.__module__ for hook in hooks)
+        watched = any(getattr(hook, "__module__", None) == hook_steps.__module__ for hook in hooks)
         self.watches_itself |= watched
         return watched
 

@@ -41,7 +41,9 @@ def record(name: str, recipe: Recipe, seed: int, fault: Fault | None = None, *, 
     training = prepare(recipe, seed, build=active.build)
     active.attach(training, planted)
     readings: list[Reading] = []
-    config = Config(tensor_every=tensor_every, diagnose=False, quiet=True, queue_size=QUEUE_SIZE)
+    config = Config(
+        tensor_every=tensor_every, diagnose=False, quiet=True, queue_size=QUEUE_SIZE, overhead_budget=1
+    )  # no step is passed over, however long it takes
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "run"
         monitor = watch(

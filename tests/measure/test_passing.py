@@ -1,0 +1,230 @@
+"""Steps that are passed over: what is read is as if all steps were, and what stands out is seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import Data, assert_no_errors, mlp, regression
+from torch import Tensor, nn
+
+import gradvitals as gv
+from gradvitals.measure.budget import Cadence
+from gradvitals.measure.cadence import AWAKE_STEPS, Calendar
+from gradvitals.measure.passing import LEAST_SEEN, Expectation
+
+STEPS = 120
+EVERY = 8
+GROWN = 600
+"""A step at which nothing is due for being early."""
+
+Damage = Callable[[int, Tensor], Tensor]
+
+
+def train(
+    path: Path,
+    step_every: int,
+    *,
+    steps: int = STEPS,
+    clip: float | None = 1e9,
+    damage: Damage = lambda step, loss: loss,
+    micro_batches: int = 2,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+) -> tuple[gv.Monitor, list[Tensor]]:
+    torch.manual_seed(0)
+    model, data = mlp(), Data()
+    stepper = optimizer(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+    config = gv.Config(quiet=True, tensor_every=50, window_steps=20, diagnose=False)
+    with gv.watch(model, stepper, run=path, config=config) as monitor:
+        monitor.tap.start(GROWN)
+        monitor.tap.cadence = Cadence(50, step_every)
+        for step in range(GROWN, GROWN + steps):
+            for batch in data.batches((4,) * micro_batches):
+                loss = damage(step, regression(model, batch))
+                (loss / micro_batches).backward()
+                monitor.observe(loss)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            stepper.step()
+            stepper.zero_grad()
+    assert_no_errors(monitor)
+    return monitor, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def steps_of(monitor: gv.Monitor, metric: str = "loss") -> list[int]:
+    with gv.open_run(monitor.run_path) as run:
+        return [int(step) for step in run.series(metric)[0]]
+
+
+def series(monitor: gv.Monitor, metric: str) -> dict[int, float]:
+    with gv.open_run(monitor.run_path) as run:
+        steps, values = run.series(metric)[:2]
+        return dict(zip(map(int, steps), map(float, values), strict=True))
+
+
+def due(steps: Iterable[int]) -> list[int]:
+    return [step for step in steps if step % EVERY == 0 or step % 50 == 0]
+
+
+@pytest.mark.parametrize("clip", [1e9, None])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_is_read_is_as_if_all_steps_were(
+    tmp_path: Path, clip: float | None, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    whole, weights = train(tmp_path / "whole", 1, clip=clip, optimizer=optimizer)
+    thin, same = train(tmp_path / "thin", EVERY, clip=clip, optimizer=optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    assert steps_of(thin) == due(range(GROWN, GROWN + STEPS))
+    for metric in ("loss", "grad/norm", "update/rms", "update/cosine", "lr"):
+        expected, found = series(whole, metric), series(thin, metric)
+        assert len(found) >= STEPS // EVERY - 1
+        # Between two readings a step that is due for more may lie; the directions of that one have no step before.
+        assert metric == "update/cosine" or set(found) == set(due(range(GROWN, GROWN + STEPS)))
+        for step, value in found.items():
+            assert value == pytest.approx(expected[step], rel=1e-6, abs=1e-12), (metric, step)
+    with gv.open_run(thin.run_path) as run, gv.open_run(whole.run_path) as all_of_it:
+        assert run.matrix("grad/norm")[0].tolist() == all_of_it.matrix("grad/norm")[0].tolist()
+        np.testing.assert_array_equal(run.matrix("grad/norm")[1], all_of_it.matrix("grad/norm")[1])
+
+
+def test_update_cosines_are_there_at_every_regular_reading(tmp_path: Path) -> None:
+    thin, _ = train(tmp_path / "thin", EVERY)
+    assert set(range(GROWN + EVERY, GROWN + STEPS, EVERY)) <= series(thin, "update/cosine").keys()
+
+
+def test_a_loss_that_is_not_a_number_is_seen_at_once(tmp_path: Path) -> None:
+    bad = GROWN + 61
+    monitor, _ = train(tmp_path / "run", EVERY, damage=lambda step, loss: loss * math.nan if step == bad else loss)
+    assert bad % EVERY
+    assert bad in steps_of(monitor)
+    assert [s for s in steps_of(monitor) if s > bad] == list(range(bad + 1, GROWN + STEPS))
+
+
+def test_a_loss_that_stands_out_is_read_and_so_is_what_follows(tmp_path: Path) -> None:
+    bad = GROWN + 30
+    monitor, _ = train(tmp_path / "run", EVERY, clip=None, damage=lambda step, loss: loss * 50 if step == bad else loss)
+    awake = range(bad, bad + AWAKE_STEPS + 1)
+    assert bad % EVERY
+    assert steps_of(monitor) == sorted({*due(range(GROWN, GROWN + STEPS)), *awake})
+    assert {bad, bad + 1} <= series(monitor, "grad/norm").keys()
+
+
+def test_a_gradient_that_stands_out_is_read_before_it_is_clipped(tmp_path: Path) -> None:
+    bad = GROWN + 30
+
+    def same_loss_larger_gradient(step: int, loss: Tensor) -> Tensor:
+        return 100 * loss - 99 * loss.detach() if step == bad else loss
+
+    whole, _ = train(tmp_path / "whole", 1, clip=0.1, damage=same_loss_larger_gradient)
+    monitor, _ = train(tmp_path / "run", EVERY, clip=0.1, damage=same_loss_larger_gradient)
+    assert series(monitor, "loss")[bad] == pytest.approx(series(whole, "loss")[bad])
+    assert series(monitor, "grad/norm")[bad] == pytest.approx(series(whole, "grad/norm")[bad], rel=1e-6)
+    assert bad + 1 in steps_of(monitor)
+
+
+def test_batches_given_up_in_steps_that_are_passed_over_are_counted_with_the_next_reading(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    inputs = torch.randn(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = gv.Config(quiet=True, diagnose=False)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        monitor.tap.start(GROWN)
+        monitor.tap.cadence = Cadence(50, EVERY)
+        for batch in range(60):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            if batch % 5 != 2:
+                optimizer.step()
+    assert_no_errors(monitor)
+    # Of every five batches the third is given up, so before the n-th step (n + 2) // 4 have been.
+    counted = np.cumsum(list(series(monitor, "batches/given_up").values()))
+    assert counted.tolist() == [(n + 2) // 4 for n in range(EVERY, 48, EVERY)]
+
+
+def test_with_a_closure(tmp_path: Path) -> None:
+    def run(path: Path, step_every: int) -> dict[int, float]:
+        torch.manual_seed(0)
+        model, data = mlp(), Data()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with gv.watch(model, optimizer, run=path, config=gv.Config(quiet=True)) as monitor:
+            monitor.tap.start(GROWN)
+            monitor.tap.cadence = Cadence(50, step_every)
+            for _ in range(40):
+                batch = data.batch(4)
+
+                def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = regression(model, batch)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+        assert_no_errors(monitor)
+        return series(monitor, "grad/norm") | {-1: series(monitor, "loss")[GROWN + EVERY]}
+
+    whole, thin = run(tmp_path / "whole", 1), run(tmp_path / "thin", EVERY)
+    assert sorted(thin) == [-1, *due(range(GROWN, GROWN + 40))]
+    assert thin == {step: pytest.approx(whole[step], rel=1e-6) for step in thin}
+
+
+def test_who_acts_has_every_step_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = mlp(), Data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        monitor.tap.start(GROWN)
+        monitor.tap.cadence = Cadence(50, EVERY)
+        for step in range(40):
+            if step == 20:
+                monitor.add_reader(lambda reading: None)
+            regression(model, data.batch(4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert steps_of(monitor, "grad/norm") == [*due(range(GROWN, GROWN + 20)), *range(GROWN + 21, GROWN + 40)]
+
+
+def test_the_cadence_is_in_a_checkpoint(tmp_path: Path) -> None:
+    monitor, _ = train(tmp_path / "run", EVERY)
+    model = mlp()
+    resumed = gv.Monitor(model, torch.optim.AdamW(model.parameters()), run=tmp_path / "other")
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.tap.cadence == Cadence(50, EVERY)
+    resumed.close()
+
+
+def test_steps_due_for_more_are_read_whatever_the_cadence() -> None:
+    calendar = Calendar(gv.Config(), audits=False)
+    calendar.step_every = 7
+    read = [step for step in range(600, 700) if calendar.due(step).read]
+    assert read == [step for step in range(600, 700) if step % 7 == 0 or step % 50 == 0]
+    assert calendar.next_read(603) == 609
+    calendar.wake(603)
+    assert calendar.next_read(603) == 604
+    assert calendar.next_read(603 + AWAKE_STEPS) == 658
+
+
+def test_nothing_stands_out_in_noise_and_jumps_do() -> None:
+    generator = np.random.default_rng(0)
+    loss, norm = Expectation(least_ratio=1.05), Expectation(least_ratio=2.0)
+    assert not any(loss.stands_out(2.0 + 0.1 * x) for x in generator.standard_normal(20_000))
+    assert sum(norm.stands_out(math.exp(0.2 * x)) for x in generator.standard_normal(20_000)) < 20
+    assert loss.stands_out(3.0)
+    assert norm.stands_out(10.0)
+
+
+def test_nothing_stands_out_before_anything_is_usual() -> None:
+    usual = Expectation(least_ratio=2.0)
+    assert not any(usual.stands_out(value) for value in 10.0 ** np.arange(LEAST_SEEN))
+    assert usual.stands_out(math.inf)
+
+
+def test_a_loss_that_falls_through_zero_does_not_stand_out() -> None:
+    usual = Expectation(least_ratio=1.05)
+    assert not any(usual.stands_out(1.0 - 0.01 * step) for step in range(300))
