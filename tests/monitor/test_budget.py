@@ -178,7 +178,7 @@ def test_clock_gives_the_time_of_what_was_passed_over_to_the_next_step(monkeypat
         now[0] = end - 1
         with clock:
             now[0] = end
-        clock.pass_over()
+        clock.pass_over(1)
     now[0] = 30.0
     lap = clock.lap()
     assert (lap.wall_seconds, lap.cost_seconds(), lap.steps) == (30.0, 2.0, 3)

@@ -110,7 +110,10 @@ class Ear:
         """Gradients are about to be clipped."""
         self.clipped = True
 
-    wants_norms = False
+    @property
+    def asleep(self) -> bool:
+        """That the loop clips has to be heard once."""
+        return self.clipped
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         """Of no concern here."""

@@ -14,6 +14,13 @@ DEFAULT_SHARE = 0.03
 FREE_SECONDS = 10.0
 """Work that is done before the default takes hold: a short run is read whole, and no long one notices."""
 
+UNSEEN = 2.5
+"""What our work takes from training on a CPU, over the time that it takes itself.
+
+Hooks are called and steps are counted where no clock runs, caches have to be filled again, threads wait for each other.
+It is what `gradvitals bench overhead` has shown, about.
+"""
+
 WARM_UP_STEPS = 5
 MAX_EVERY = 10_000
 MAX_STEP_EVERY = 100
@@ -87,7 +94,7 @@ class Budget:
     def charge(self, lap: Lap, own_seconds: float, *, full: bool) -> None:
         """Account for one step that was read: what it took, and what its readings took on the writer's thread."""
         hidden = bool(lap.events)  # beside a GPU the host's threads are not what training waits for
-        cost = lap.cost_seconds() + (0.0 if hidden else own_seconds)
+        cost = lap.cost_seconds() if hidden else UNSEEN * (lap.cost_seconds() + own_seconds)
         self.add(full=full, wall_seconds=lap.wall_seconds, cost_seconds=cost, steps=lap.steps)
 
     @property

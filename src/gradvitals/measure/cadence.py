@@ -75,8 +75,8 @@ class Calendar:
         return Due(full or audit, full and is_due(step, self.every, self._factor, young_every=young), audit, read)
 
     def next_read(self, step: int) -> int:
-        """The first step after this one that is read."""
-        return next(later for later in count(step + 1) if self.due(later).read)
+        """The first step from this one on that is read."""
+        return next(later for later in count(step) if self.due(later).read)
 
     def wake(self, step: int) -> None:
         """A step stands out: those that follow are read too."""

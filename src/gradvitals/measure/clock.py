@@ -69,9 +69,9 @@ class Clock:
             end.record()
             self._lap.events.append((self._start_event, end))
 
-    def pass_over(self) -> None:
-        """A step has ended that was not read: what it took belongs to the next one that is."""
-        self._lap.steps += 1
+    def pass_over(self, steps: int) -> None:
+        """Some steps have ended that were not read: what they took belongs to the next one that is."""
+        self._lap.steps += steps
 
     def lap(self) -> Lap:
         """The cost since the last call."""

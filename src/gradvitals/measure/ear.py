@@ -25,16 +25,17 @@ class Ear:
         """The rows of the gradients that came last."""
 
     @property
-    def wants_norms(self) -> bool:
-        """Not of a step that is passed over."""
-        return not self._tap.draft.passed_over
+    def asleep(self) -> bool:
+        """Whether the step is passed over."""
+        return self._tap.passing.asleep
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
-        """The loop clips a step that is passed over, unless its norm stands out."""
-        if not self._tap.muted and self._order:
-            first = self._tap.rows.parameters[self._order[0]].grad
-            if len(grads) == len(self._order) and grads[0] is first:
-                self._tap.attempt("clip", self._tap.passing.look_out, self._tap.passing.norm, total)
+        """The loop clips a step that is passed over; one whose norm stands out is read."""
+        tap = self._tap
+        if not self._order or grads[0] is not tap.rows.parameters[self._order[0]].grad:
+            return  # of another model, as far as one can see
+        if len(grads) == len(self._order) and tap.passing.look(tap.passing.norm, total.item()):
+            self.on_total_norm(grads, None)
 
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
@@ -72,7 +73,7 @@ class Ear:
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
-        if not self._tap.muted and not self._tap.draft.passed_over:
+        if not self._tap.muted:
             self._tap.attempt("clip", self._on_clip, parameters, max_norm)
 
     def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:

@@ -29,11 +29,11 @@ class Listener(Protocol):
     """What a Tap hears."""
 
     @property
-    def wants_norms(self) -> bool:
-        """Whether the norms of single gradients are of use now."""
+    def asleep(self) -> bool:
+        """Whether norms of single gradients, and that they are clipped, are of no use now."""
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
-        """The L2 norm of these gradients was computed, and nobody wanted single ones."""
+        """The L2 norm of these gradients was computed while all were asleep."""
 
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
@@ -82,6 +82,10 @@ def detach(listener: Listener) -> None:
         if not _listeners:
             while _undo:
                 _undo.pop()()
+
+
+def _all_asleep() -> bool:
+    return all(listener.asleep for listener in list(_listeners))
 
 
 def _tell(method: str, *args: Any) -> None:
@@ -161,7 +165,7 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or float(norm_type) != 2.0 or heard_already:
             return original(tensors, norm_type, *args, **kwargs)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not any(listener.wants_norms for listener in list(_listeners)):
+        if _all_asleep():
             total = original(tensors, norm_type, *args, **kwargs)
             _tell("on_norm", tensors, total)
             return total
@@ -186,7 +190,7 @@ def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _all_asleep():
             if not isinstance(parameters, Tensor):
                 parameters = list(parameters)  # a generator can be gone through once
             limit = kwargs.get("max_norm", args[0] if args else None)

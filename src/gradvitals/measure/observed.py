@@ -179,10 +179,6 @@ class Observed:
         if one.loss is not None:  # a sum with 0 times the others is finite where all of them are
             self.lost = one.loss if self.lost is None else one.loss + 0 * _beside(one.loss, self.lost)
 
-    def take_over(self, before: Observed) -> None:
-        """Nobody is told of the step before: what was given up before it was so before this one."""
-        self.given_up, self.lost, self._told_no_step = before.given_up, before.lost, before._told_no_step
-
     def pack(self, packet: Packet) -> None:
         """Put the losses that are on a device into the packet."""
         named = {f"loss{index}": loss for index, loss in enumerate(self.losses)} | {"lost": self.lost}

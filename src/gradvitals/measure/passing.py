@@ -1,8 +1,7 @@
 """Passing over steps: where they are short, not all of them are read.
 
-What a step that is passed over costs is a few calls. Those that stand out are read after all: a loss that the loop
-tells from the host's memory, and the norm that it clips by, cost nothing to have, and are looked at in every step
-before the optimizer makes it.
+Those that stand out are read after all: a loss that the loop tells from the host's memory, and the norm that it clips
+by, cost nothing to have, and are looked at in every step before the optimizer makes it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gradvitals.measure.cadence import Due
+from gradvitals.measure.observed import Observation
 from gradvitals.measure.station import Station
 
 if TYPE_CHECKING:
@@ -24,6 +23,9 @@ HORIZON = 100
 
 LEAST_SEEN = 20
 """Values before anything can stand out."""
+
+LOOKS = 2
+"""Steps before one that is read after which weights are looked at: its direction is compared with that of the last."""
 
 DEVIATIONS = 6.0
 """Standard deviations over the mean from which a value stands out: noise with heavy tails stays below, as a rule."""
@@ -59,47 +61,78 @@ class Expectation:
 
 
 class Passing:
-    """Says which steps of a run are passed over, and takes the Tap through them. There is one optimizer then."""
+    """Takes the Tap through the steps that are passed over. There is one optimizer then.
+
+    In such a step the interpreter finds its caches empty after each pass, and every line of Python takes ten times as
+    long as it should: so a step is counted, its loss and norm are looked at, and that is all.
+    """
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
+        self.asleep = False
+        """Whether the step in progress is passed over."""
         self.loss = Expectation(least_ratio=1.05)
         self.norm = Expectation(least_ratio=2.0)
         self._reads_all = False
-        self._next_read = 0
-        """The next step that is read, as things stand."""
+        self._asleep_since = self._next_read = 0
+        self._told: list[Observation] = []
+        """What the loop has told in the step in progress."""
 
     def read_all(self) -> None:
-        """From the next step on pass over none: somebody acts on what is read."""
-        self._reads_all, self._next_read = True, self._tap.step
+        """Pass over none from here on: somebody acts on what is read."""
+        self._reads_all = True
+        self.wake()
 
-    def passes(self, due: Due) -> bool:
-        """Whether the step that begins is passed over."""
+    def fall_asleep(self) -> None:
+        """A step has been read, and the next one begins: pass it over, with those that follow, if none is due."""
         tap = self._tap
         # A step that a scaler skips must be seen.
-        if due.read or self._reads_all or tap.count_nonfinite or tap.assumed_scaler is not None:
+        if tap.calendar.step_every == 1 or self._reads_all or tap.count_nonfinite or tap.assumed_scaler is not None:
+            return
+        self._asleep_since, self._next_read = tap.step, tap.calendar.next_read(tap.step)
+        if self._next_read == tap.step:
+            return
+        self.asleep = True
+        for station in tap.stations:
+            station.sentinel.rest()
+            if self._next_read - tap.step > LOOKS:
+                station.changes.forget()
+
+    def ends_with_this(self) -> bool:
+        """The optimizer has made a step that is passed over. Returns whether there is more to do than to count it."""
+        self._tap.step += 1
+        self._told.clear()
+        return self._next_read - self._tap.step < LOOKS
+
+    def go_on(self, station: Station) -> None:
+        """The next step that is read is near: see where the weights are, and prepare for it when it comes."""
+        station.changes.look()
+        if self._tap.step >= self._next_read:
+            self._tap.arm(station, self._tap.step)
+            self.wake()
+
+    def hear(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        """The loop tells a loss: where it stands out, this step and those that follow are read."""
+        try:
+            value = loss if loss is None else loss.item() if isinstance(loss, Tensor) else float(loss)
+        except Exception:  # that it is no number is for others to say
+            value = math.nan
+        if not self.look(self.loss, value):
+            self._told.append(Observation(value, batch_size, 0))
+
+    def look(self, usual: Expectation, value: float | None) -> bool:
+        """A number is at hand. Returns whether it stands out, and the step is read."""
+        if value is None or not usual.stands_out(value):
             return False
-        self._next_read = tap.calendar.next_read(tap.step)
+        self._tap.calendar.wake(self._tap.step)
+        self.wake()
         return True
 
-    def look_out(self, usual: Expectation, value: Tensor | float | None) -> None:
-        """A number is at hand: where it stands out, this step and those that follow are read."""
-        if value is not None and usual.stands_out(float(value)):
-            self._tap.draft.passed_over = False
-            self._tap.calendar.wake(self._tap.step)
-
-    def pass_on(self, station: Station) -> None:
-        """The optimizer has made a step that is passed over: the next one is another, or must find what it needs."""
-        tap = self._tap
-        to_go = self._next_read - tap.step
-        if to_go <= 2:  # directions are compared with those of the step before
-            station.changes.look()
-        else:
-            station.changes.forget()
-        if to_go <= 1:
-            tap.leave(station)
-            return
-        station.sentinel.reset()
-        tap.go_past()
-        tap.draft.step = tap.step
-        tap.draft.observed.told.clear()
+    def wake(self) -> None:
+        """Read the step in progress, from where it is."""
+        if self.asleep:
+            self.asleep = False
+            self._tap.go_past(self._asleep_since)
+            self._tap.draft.observed.told, self._told = self._told, []
+            for station in self._tap.stations:
+                station.sentinel.resume()

@@ -78,8 +78,6 @@ class RawStep:
     """What each row counts beside those of other ranks; None for a single process."""
     audit: bool = False
     """Whether ranks were compared at this step."""
-    passed_over: bool = False
-    """Whether nothing is read in this step."""
     max_norm: float | None = None
     """What the loop clipped the gradient's norm to."""
     windows: dict[int, int | None] = field(default_factory=dict)

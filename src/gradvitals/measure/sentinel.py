@@ -59,9 +59,21 @@ class Sentinel:
 
     def unhook(self) -> None:
         """Stop watching."""
+        self.rest()
+        self._parameter = None
+
+    def rest(self) -> None:
+        """Look away for a while."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self._parameter = None
+        self._hook = None
+
+    def resume(self) -> None:
+        """Watch the same parameter again, as after a step."""
+        if self._parameter is not None:
+            parameter, self._parameter = self._parameter, None
+            self.follow(parameter)
+            self.reset()
 
     def reset(self) -> None:
         """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""

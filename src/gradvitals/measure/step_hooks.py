@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 def hook_steps(tap: Tap, station: Station) -> list[Any]:
     """Have the Tap read a station's part of every step its optimizer makes; returns the handles of both hooks."""
+    passing = tap.passing
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if passing.asleep:
+            return None
         closure = closure_of(args, kwargs)
-        if tap.draft.passed_over:
-            station.vitals.begin()
-            if closure is None:
-                return None
         if closure is None:
             if not station.in_scaler_step and station.is_due():
                 tap.attempt("read", tap.arrive_alone, station)
@@ -45,10 +44,11 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
         tap.reach(station)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        station.in_scaler_step = False
-        if tap.draft.passed_over:
-            tap.attempt("step", tap.passing.pass_on, station)
+        if passing.asleep:
+            if passing.ends_with_this():
+                tap.attempt("step", passing.go_on, station)
             return
+        station.in_scaler_step = False
         for name, take in station.instruments_after(tap.draft, tap.rows):
             tap.attempt(name, take)
         tap.audit(station)

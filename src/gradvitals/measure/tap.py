@@ -113,7 +113,7 @@ class Tap:
         """Begin with the step of this number."""
         self.step = self.first = step
         for station in self.stations:
-            self._arm(station, step)
+            self.arm(station, step)
         self.draft = self._begin()
 
     @property
@@ -125,7 +125,7 @@ class Tap:
     def cadence(self, cadence: Cadence) -> None:
         self.calendar.every, self.calendar.step_every = cadence
 
-    def _arm(self, station: Station, step: int) -> None:
+    def arm(self, station: Station, step: int) -> None:
         """Collect what comes with backward from here on if the step to come is due."""
         due = self.calendar.due(step)
         for name, prepare in station.collectors.prepare(full=due.full, detail=due.detail):
@@ -141,19 +141,13 @@ class Tap:
             full=due.full,
             detail=due.detail,
             audit=due.audit,
-            passed_over=self.passing.passes(due),
             stations=[station.begin(station.rows) for station in self.stations],
             weights=self.rows.change_weights,
         )
 
     def finish(self) -> None:
-        """Send the step off, unless it was passed over, and begin the next."""
+        """Send the step off and begin the next."""
         draft = self.draft
-        if draft.passed_over:
-            self.go_past()
-            self.draft = self._begin()
-            self.draft.observed.take_over(draft.observed)
-            return
         for station in self.stations:
             station.expects_clip, station.settled = station.clipped, True
             if station.reading is not None:
@@ -174,12 +168,13 @@ class Tap:
         draft.lap = self._clock.lap()
         self.step += 1
         self.draft = self._begin()
+        self.passing.fall_asleep()
         self.outbox.add(draft)
 
-    def go_past(self) -> None:
-        """The step was passed over: go on to the next."""
-        self._clock.pass_over()
-        self.step, self.observes = self.step + 1, 0
+    def go_past(self, first: int) -> None:
+        """From this step on all were passed over: go on with the one in progress."""
+        self._clock.pass_over(self.step - first)
+        self.draft = self._begin()
 
     def flush(self) -> None:
         """Send all finished steps; with several ranks they leave at steps of their own."""
@@ -209,8 +204,6 @@ class Tap:
 
     def read(self, station: Station, norms: dict[int, Tensor] | None = None, joined: Tensor | None = None) -> None:
         """Read a station's gradients as they are now, with norms that are known already by their row, or all in one."""
-        if self.draft.passed_over:
-            return
         if self.draft.full and station.has_changed() and self._may_grow:
             self.rows.refresh()
             self._assign_rows()
@@ -229,7 +222,7 @@ class Tap:
 
     def push_windows(self, station: Station) -> None:
         """Add a station's gradients to the sliding windows, once a step."""
-        if self.rows.windows and not station.windowed and not self.draft.passed_over:
+        if self.rows.windows and not station.windowed:
             pushed = station.push_windows(self.rows, self.draft.packet, self.assumed_scaler)
             self.draft.windows |= pushed
 
@@ -237,7 +230,9 @@ class Tap:
 
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, where no clipping is expected to come, read the gradients now."""
-        if not self.muted:
+        if self.passing.asleep:
+            self.passing.hear(loss, batch_size)
+        if not self.muted and not self.passing.asleep:
             self.attempt("observe", self.note, loss, batch_size)
 
     def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
@@ -247,10 +242,6 @@ class Tap:
             self.finish()  # an optimizer that has stepped goes on alone
         self.observes += 1
         self.draft.observed.note(loss, batch_size, max(one.sentinel.backwards for one in self.stations))
-        if self.calendar.step_every > 1:
-            self.passing.look_out(self.passing.loss, self.draft.observed.told[-1].loss)
-        if self.draft.passed_over:
-            return
         for station in self.stations:
             if station.expects_clip or not station.is_fresh() or not station.is_stale(self.observes):
                 continue
@@ -348,7 +339,7 @@ class Tap:
         self.draft.observed.passes = max(self.draft.observed.passes, station.sentinel.backwards)
         self.draft.carried = self.draft.carried or station.sentinel.carried
         station.sentinel.reset()
-        self._arm(station, self.step + 1)
+        self.arm(station, self.step + 1)
         if all(other.stepped for other in self.stations):
             self.finish()
 

@@ -51,8 +51,6 @@ class Turns:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer is about to step."""
-        if len(self._sides) == 1 and self._sides[0].optimizer() is optimizer:
-            return  # nobody else has stepped so far
         stepping = self._side(optimizer)
         if stepping is None:
             return
@@ -73,6 +71,11 @@ class Turns:
         stepped = self._side(optimizer)
         if stepped is not None:
             stepped.note_step()
+
+    def forget_steps(self) -> None:
+        """Steps were made of which nobody has told: what they have left in gradients is not known."""
+        for side in self._sides:
+            side.stepped = None
 
     def _side(self, optimizer: torch.optim.Optimizer) -> _Side | None:
         """The side of an optimizer; None where there are too many to follow, or it trains nothing."""
@@ -97,19 +100,20 @@ class _Side:
         self.pair: frozenset[int] = frozenset()
         """With whom it made its last turn."""
         self._steps = self._turns = self._last_turn = 0
-        self._stepped: tuple[weakref.ref[Tensor], int] | None = None
+        self.stepped: tuple[weakref.ref[Tensor], int] | None = None
+        """The gradient that it has stepped with, where known, and how often it had been changed."""
         self._visitor: _Side | None = None
         self._visited: weakref.ref[Tensor] | None = None
 
     def note_visit(self, visitor: _Side) -> None:
         """Another side steps: see whether its pass has come through here, or found the door closed."""
         parameter = self.parameter()
-        if parameter is None or self._stepped is None:
+        if parameter is None or self.stepped is None:
             return
         grad = parameter.grad
         if not parameter.requires_grad:
             self._visitor, self._visited = visitor, None
-        elif grad is not None and (self._stepped[0]() is not grad or self._stepped[1] != grad._version):
+        elif grad is not None and (self.stepped[0]() is not grad or self.stepped[1] != grad._version):
             self._visitor, self._visited = visitor, weakref.ref(grad)
 
     def take_turn(self) -> tuple[_Side | None, bool]:
@@ -135,7 +139,7 @@ class _Side:
         """It has stepped with the gradients it has now."""
         parameter = self.parameter()
         if parameter is not None and parameter.grad is not None:
-            self._stepped = (weakref.ref(parameter.grad), parameter.grad._version)
+            self.stepped = (weakref.ref(parameter.grad), parameter.grad._version)
 
 
 def _first_trained(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -156,12 +160,16 @@ class _Steps:
         self._inside = 0
         """Steps that have begun and not ended: one, or more where one optimizer steps another."""
         self._handles: list[Any] = []
+        self._alone: weakref.ref[torch.optim.Optimizer] | None = None
+        """The one optimizer that has stepped so far; None where there are others, or none was told of yet."""
+        self._has_others = self._was_silent = False
 
     def hold(self) -> None:
         """Listen from here on."""
         if self._holders == 0:
-            self._inside = 0  # a step that ended in an error has not told
+            self._inside, self._has_others = 0, False  # a step that ended in an error has not told
         self._holders += 1
+        self._alone, self._was_silent = None, False  # who has come to listen does not know it yet
         if not self._handles:
             self._handles = [
                 optim.register_optimizer_step_pre_hook(self._before),
@@ -178,12 +186,22 @@ class _Steps:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._inside += 1
+            if self._alone is not None and self._alone() is optimizer:
+                self._was_silent = True
+                return  # who steps alone takes no turns
+            if self._alone is not None:
+                self._alone, self._has_others = None, True
+                for turns in list(self.following) if self._was_silent else ():
+                    turns.forget_steps()
             self._tell(Turns.before_step, optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._inside = max(0, self._inside - 1)
-            self._tell(Turns.after_step, optimizer)
+            if self._alone is None:
+                self._tell(Turns.after_step, optimizer)
+                if not self._has_others:
+                    self._alone = weakref.ref(optimizer)
 
     def _tell(self, method: Callable[[Turns, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
         for turns in list(self.following):
