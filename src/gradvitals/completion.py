@@ -177,6 +177,8 @@ class Completion:
     def _account(self, budget: Budget, raw: RawStep, reading: Reading, own_seconds: float, tap: Tap) -> Reading:
         """Charge this step's cost to the budget and thin the readings where it is overdrawn."""
         budget.charge(raw.lap, own_seconds, full=raw.full)
+        if budget.free_seconds > 0:
+            return reading
         spent, before = budget.spent, tap.cadence
         wanted = budget.propose(before)
         if wanted != before:

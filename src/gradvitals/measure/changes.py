@@ -81,8 +81,8 @@ def _compared(
         compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
         if earlier is not None:
             last = before - earlier
-            compared.append(("change_dot", rows[:1], np.atleast_1d(change @ last)))
-            compared.append(("last_change_sq", rows[:1], np.atleast_1d(last @ last)))
+            compared.append(("change_dot", rows[:1], (change @ last).reshape(1)))
+            compared.append(("last_change_sq", rows[:1], (last @ last).reshape(1)))
     return compared
 
 
