@@ -23,7 +23,8 @@ It is what `gradvitals bench overhead` has shown, about.
 
 WARM_UP_STEPS = 5
 MAX_EVERY = 10_000
-MAX_STEP_EVERY = 100
+STEP_EVERY = (1, 2, 5, 10, 20, 50)
+"""Steps from one that is read to the next: rules that look every ten or fifty steps find theirs among them."""
 
 LEAST_ROOM = 0.1
 """Share of the budget that full readings may take, whatever the others do, where every step has to be read."""
@@ -46,8 +47,8 @@ class Budget:
 
     A step that is read costs ``fixed`` seconds, a full reading ``extra`` on top. With a full reading every n steps and
     any reading every k steps of t seconds, the share is ``(fixed / k + extra / n) / t``. Full readings get what the
-    others leave, at least a part of the budget, and n is the smallest that fits; then k is. Neither is below what the
-    user asked for.
+    others leave, at least a part of the budget, and n is the smallest multiple of what the user asked for that fits;
+    then k is the smallest of `STEP_EVERY`. Steps that are read because they stand out come on top.
 
     Args:
         share: The budget.
@@ -122,11 +123,12 @@ class Budget:
         least = (TENSORS_ROOM if self.thins_steps else LEAST_ROOM) * allowed
         every = self.least_every
         if self.thins_tensors:
-            every = min(max(math.ceil(extra / max(allowed - fixed, least)), every), MAX_EVERY)
+            times = math.ceil(extra / max(allowed - fixed, least) / every)
+            every = min(max(times, 1) * every, MAX_EVERY)
         step_every = 1
         if self.thins_steps:
             left = max(allowed - extra / every, LEAST_ROOM * allowed)
-            step_every = min(max(1, math.ceil(fixed / left)), MAX_STEP_EVERY)
+            step_every = next((steps for steps in STEP_EVERY if steps >= fixed / left), STEP_EVERY[-1])
         return Cadence(every, step_every)
 
 

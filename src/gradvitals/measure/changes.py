@@ -142,10 +142,10 @@ class Changes:
 
     def begin(self) -> None:
         """Before a step: take a first look, unless the one after the last step still holds."""
+        if self._groups is not None and not self._is_known:
+            self.look()
         if self._groups is None or self._moved():
             self._look_first()
-        elif not self._is_known:
-            self.look()
 
     def forget(self) -> None:
         """A step has moved the weights, and nobody has looked."""

@@ -31,17 +31,20 @@ class Ear:
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         """The loop clips a step that is passed over; one whose norm stands out is read."""
+        self._tap.attempt("clip", self._on_norm, grads, total)
+
+    def _on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         tap = self._tap
-        if not self._order or grads[0] is not tap.rows.parameters[self._order[0]].grad:
+        if not len(grads) == len(self._order) > 0 or grads[0] is not tap.rows.parameters[self._order[0]].grad:
             return  # of another model, as far as one can see
-        if len(grads) == len(self._order) and tap.passing.look(tap.passing.norm, total.item()):
-            self.on_total_norm(grads, None)
+        if tap.passing.look(tap.passing.norm, total.item()):
+            self._on_total_norm(grads, None, None)
 
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
-        if not self._tap.muted:
+        if not self._tap.muted and not self.asleep:
             self._tap.attempt("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
@@ -68,12 +71,13 @@ class Ear:
             return self._order
         row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
         rows = [row_of.get(id(grad), -1) for grad in grads]
-        self._order = [] if -1 in rows else rows
+        if -1 not in rows:
+            self._order = rows
         return rows
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
-        if not self._tap.muted:
+        if not self._tap.muted and not self.asleep:
             self._tap.attempt("clip", self._on_clip, parameters, max_norm)
 
     def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
@@ -99,6 +103,7 @@ class Ear:
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
+        self._tap.attempt("read", self._tap.passing.wake)
         for station in self._tap.stations:
             if station.optimizer is optimizer:
                 station.scaler = scaler

@@ -30,10 +30,10 @@ class Listener(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Whether norms of single gradients, and that they are clipped, are of no use now."""
+        """Whether the norms of single gradients, and that they are clipped, are of no use to it now."""
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
-        """The L2 norm of these gradients was computed while all were asleep."""
+        """The L2 norm of these gradients was computed, as one who is asleep hears it."""
 
     def on_total_norm(
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
@@ -86,6 +86,12 @@ def detach(listener: Listener) -> None:
 
 def _all_asleep() -> bool:
     return all(listener.asleep for listener in list(_listeners))
+
+
+def _tell_sleepers(tensors: list[Tensor], total: Tensor) -> None:
+    for listener in list(_listeners):
+        if listener.asleep:
+            listener.on_norm(tensors, total)
 
 
 def _tell(method: str, *args: Any) -> None:
@@ -167,7 +173,7 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if _all_asleep():
             total = original(tensors, norm_type, *args, **kwargs)
-            _tell("on_norm", tensors, total)
+            _tell_sleepers(tensors, total)
             return total
         # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
         heard = _Norms()
@@ -176,6 +182,7 @@ def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             total = original(tensors, norm_type, *args, **kwargs)
         finally:
             _NAMES["torch"] = torch
+        _tell_sleepers(tensors, total)
         if len(heard.norms) == len(tensors):
             _tell("on_total_norm", heard.grads, heard.norms, heard.joined)
         else:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradvitals.measure.observed import Observation
 from gradvitals.measure.station import Station
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ LEAST_SEEN = 20
 
 LOOKS = 2
 """Steps before one that is read after which weights are looked at: its direction is compared with that of the last."""
+
+PAUSE_STEPS = 500
+"""Steps from one that stood out to the next after which those that follow are read too."""
 
 DEVIATIONS = 6.0
 """Standard deviations over the mean from which a value stands out: noise with heavy tails stays below, as a rule."""
@@ -51,8 +54,11 @@ class Expectation:
         if not math.isfinite(value):
             return True
         above = value - self.mean
-        least = max(DEVIATIONS * math.sqrt(self.variance), (self.least_ratio - 1) * abs(self.mean))
-        far = self.seen >= LEAST_SEEN and above > least
+        far = False
+        if self.seen >= LEAST_SEEN:
+            least = max(DEVIATIONS * math.sqrt(self.variance), (self.least_ratio - 1) * abs(self.mean))
+            far = above > least
+            above = min(above, 2 * least)  # one that is far out must not make the next one look usual
         self.seen += 1
         weight = 1 / min(self.seen, HORIZON)
         self.mean += weight * above
@@ -63,8 +69,8 @@ class Expectation:
 class Passing:
     """Takes the Tap through the steps that are passed over. There is one optimizer then.
 
-    In such a step the interpreter finds its caches empty after each pass, and every line of Python takes ten times as
-    long as it should: so a step is counted, its loss and norm are looked at, and that is all.
+    The interpreter finds its caches empty after each pass, and takes long for every line: so a step is counted, its
+    loss and norm are looked at, and that is all.
     """
 
     def __init__(self, tap: Tap) -> None:
@@ -73,21 +79,29 @@ class Passing:
         """Whether the step in progress is passed over."""
         self.loss = Expectation(least_ratio=1.05)
         self.norm = Expectation(least_ratio=2.0)
-        self._reads_all = False
-        self._asleep_since = self._next_read = 0
-        self._told: list[Observation] = []
-        """What the loop has told in the step in progress."""
+        self._asleep_since = self._next_read = self._may_stay_awake = 0
+        self._told: list[tuple[float | None, float | None]] = []
+        """Losses that the loop has told in the step in progress, and the samples behind each."""
+
+    @property
+    def allowed(self) -> bool:
+        """Whether any step may be passed over."""
+        return self._tap.budget is not None and self._tap.budget.thins_steps
 
     def read_all(self) -> None:
-        """Pass over none from here on: somebody acts on what is read."""
-        self._reads_all = True
+        """Pass over none from here on: somebody acts on what is read, or must see every step."""
+        if self._tap.budget is not None:
+            self._tap.budget.thins_steps = False
+        self._tap.calendar.step_every = 1
         self.wake()
 
     def fall_asleep(self) -> None:
         """A step has been read, and the next one begins: pass it over, with those that follow, if none is due."""
         tap = self._tap
-        # A step that a scaler skips must be seen.
-        if tap.calendar.step_every == 1 or self._reads_all or tap.count_nonfinite or tap.assumed_scaler is not None:
+        if tap.calendar.step_every == 1 or tap.count_nonfinite:
+            return
+        if tap.assumed_scaler is not None or any(station.scaler is not None for station in tap.stations):
+            self.read_all()  # a step that a scaler skips must be seen
             return
         self._asleep_since, self._next_read = tap.step, tap.calendar.next_read(tap.step)
         if self._next_read == tap.step:
@@ -98,41 +112,63 @@ class Passing:
             if self._next_read - tap.step > LOOKS:
                 station.changes.forget()
 
-    def ends_with_this(self) -> bool:
+    def ends_with_this(self, station: Station) -> bool:
         """The optimizer has made a step that is passed over. Returns whether there is more to do than to count it."""
         self._tap.step += 1
         self._told.clear()
+        station.sentinel.note_left()
         return self._next_read - self._tap.step < LOOKS
 
     def go_on(self, station: Station) -> None:
         """The next step that is read is near: see where the weights are, and prepare for it when it comes."""
-        station.changes.look()
+        self._tap.attempt("changes", station.changes.look)
         if self._tap.step >= self._next_read:
             self._tap.arm(station, self._tap.step)
             self.wake()
 
     def hear(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """The loop tells a loss: where it stands out, this step and those that follow are read."""
-        try:
-            value = loss if loss is None else loss.item() if isinstance(loss, Tensor) else float(loss)
-        except Exception:  # that it is no number is for others to say
-            value = math.nan
-        if not self.look(self.loss, value):
-            self._told.append(Observation(value, batch_size, 0))
+        if isinstance(loss, Tensor):
+            loss = float((loss.detach().float().mean() if loss.dim() else loss).item())
+        value = None if loss is None else float(loss)
+        size: Any = batch_size
+        if size is not None and not (isinstance(size, Real) and float(size) > 0):
+            self.wake()  # for others to say what is wrong with it
+        elif not self.look(self.loss, value):
+            self._told.append((value, batch_size))
 
     def look(self, usual: Expectation, value: float | None) -> bool:
         """A number is at hand. Returns whether it stands out, and the step is read."""
         if value is None or not usual.stands_out(value):
             return False
-        self._tap.calendar.wake(self._tap.step)
+        step = self._tap.step
+        if step >= self._may_stay_awake:  # where much stands out, not all that follows can be read
+            self._tap.calendar.wake(step)
+            self._may_stay_awake = step + PAUSE_STEPS
         self.wake()
         return True
 
     def wake(self) -> None:
         """Read the step in progress, from where it is."""
+        if not self.asleep:
+            return
+        self.asleep = False
+        tap = self._tap
+        adds_up = tap.draft.observed.adds_up
+        tap.go_past(self._asleep_since)
+        for station in tap.stations:
+            station.sentinel.resume()
+        passes = max(station.sentinel.backwards for station in tap.stations)
+        tap.draft.observed.adds_up = adds_up
+        for loss, size in self._told:
+            tap.draft.observed.note(loss, size, passes)
+        tap.observes = len(self._told)
+        self._told.clear()
+
+    def forget(self) -> None:
+        """The run goes on from another step."""
         if self.asleep:
             self.asleep = False
-            self._tap.go_past(self._asleep_since)
-            self._tap.draft.observed.told, self._told = self._told, []
+            self._told.clear()
             for station in self._tap.stations:
                 station.sentinel.resume()

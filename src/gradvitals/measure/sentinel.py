@@ -69,11 +69,18 @@ class Sentinel:
         self._hook = None
 
     def resume(self) -> None:
-        """Watch the same parameter again, as after a step."""
+        """Watch the same parameter again; where its gradient is not what was left of the last step, as after a pass."""
         if self._parameter is not None:
             parameter, self._parameter = self._parameter, None
             self.follow(parameter)
-            self.reset()
+            self.backwards, self._grad, self.carried, self._read = 0, None, False, None
+            grad = parameter.grad
+            if grad is not None and (self._left is None or not _same(self._left, grad)):
+                self.backwards, self._grad, self._version, self._left = 1, weakref.ref(grad), _version_of(grad), None
+
+    def note_left(self) -> None:
+        """A step was made while it rested."""
+        self._left = self._now()
 
     def reset(self) -> None:
         """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""

@@ -28,6 +28,7 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
                 tap.attempt("read", tap.arrive_alone, station)
             tap.attempt("update", tap.before_update, station)
             return None
+        passing.read_all()  # what a closure returns is heard only by who is awake
         # Gradients are stale until the closure has run, so they are read from inside it.
         if station.stepped:
             tap.attempt("step", tap.finish)
@@ -45,7 +46,7 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if passing.asleep:
-            if passing.ends_with_this():
+            if passing.ends_with_this(station):
                 tap.attempt("step", passing.go_on, station)
             return
         station.in_scaler_step = False

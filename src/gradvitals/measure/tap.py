@@ -77,6 +77,7 @@ class Tap:
         self.budget = budget_for(config, alone=ranks is None and len(optimizers) == 1, on_host=on_host)
         self._clock = Clock(keeps=self.budget is not None, use_events=on_gpu)
         self.passing = Passing(self)
+        self._wanted: Cadence | None = None
         self.attempt = Attempts(self._clock, self._failed, on_gpu=on_gpu)
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
@@ -111,6 +112,8 @@ class Tap:
 
     def start(self, step: int) -> None:
         """Begin with the step of this number."""
+        self.passing.forget()
+        self._clock.lap()
         self.step = self.first = step
         for station in self.stations:
             self.arm(station, step)
@@ -119,11 +122,17 @@ class Tap:
     @property
     def cadence(self) -> Cadence:
         """How often what is read."""
-        return Cadence(self.calendar.every, self.calendar.step_every)
+        return self._wanted or Cadence(self.calendar.every, self.calendar.step_every)
 
     @cadence.setter
     def cadence(self, cadence: Cadence) -> None:
-        self.calendar.every, self.calendar.step_every = cadence
+        self._wanted = cadence  # any thread may ask for it; it is the next step's
+
+    def _take_cadence(self) -> None:
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self.calendar.every = wanted.every
+            self.calendar.step_every = wanted.step_every if self.passing.allowed else 1
 
     def arm(self, station: Station, step: int) -> None:
         """Collect what comes with backward from here on if the step to come is due."""
@@ -231,9 +240,15 @@ class Tap:
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, where no clipping is expected to come, read the gradients now."""
         if self.passing.asleep:
-            self.passing.hear(loss, batch_size)
+            self.attempt("observe", self._hear, loss, batch_size)
         if not self.muted and not self.passing.asleep:
             self.attempt("observe", self.note, loss, batch_size)
+
+    def _hear(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        try:
+            self.passing.hear(loss, batch_size)
+        except Exception:  # that it is no number is said where it is noted
+            self.passing.wake()
 
     def note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """The same, where an error may leave."""
@@ -339,6 +354,7 @@ class Tap:
         self.draft.observed.passes = max(self.draft.observed.passes, station.sentinel.backwards)
         self.draft.carried = self.draft.carried or station.sentinel.carried
         station.sentinel.reset()
+        self._take_cadence()
         self.arm(station, self.step + 1)
         if all(other.stepped for other in self.stations):
             self.finish()
@@ -374,10 +390,11 @@ class Tap:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the cadence and the sliding windows."""
-        return {"step": self.step, "every": tuple(self.cadence), "windows": self.rows.windows_state()}
+        return {"step": self.step, **self.cadence._asdict(), "windows": self.rows.windows_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved step."""
-        self.cadence = Cadence(*state["every"])
+        step_every = int(state.get("step_every", 1)) if self.passing.allowed else 1
+        self.calendar.every, self.calendar.step_every = int(state["every"]), step_every
         self.rows.load_windows_state(state["windows"])
         self.start(int(state["step"]))
