@@ -77,7 +77,7 @@ class ClipSaturated(_Clipping):
             severity="warning" if far else "info",
             seen=seen | {"proposed": _two_digits(float(proposed))},
             expected={"percent": f"under {100 * self.share:g}"},
-            since=max(step.number - len(norms), 0),
+            since=max(step.ago(len(norms)), 0),
             causes=("scale",) if far else ("low",),
             cures=("scale",) if far else ("low",),
         )
@@ -104,7 +104,7 @@ class ClipIdle(_Clipping):
         proposed = self.spikes * float(np.quantile(norms, self.quantile))
         seen = {"max_norm": limit, "norm": float(norms.max()), "proposed": _two_digits(proposed), "steps": len(norms)}
         return Sign(
-            severity="info", seen=seen, expected={"max_norm": seen["proposed"]}, since=max(step.number - len(norms), 0)
+            severity="info", seen=seen, expected={"max_norm": seen["proposed"]}, since=max(step.ago(len(norms)), 0)
         )
 
 

@@ -339,7 +339,7 @@ class Vanishing(Rule):
             layer = step.layout.layers[below - 1]
             what = f"the gradient dies at {layer}: layers before it get {weakest:.1g} of the largest layer's"
         seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "loss": loss, "what": what}
-        seen |= {"layer": "every layer" if gone else layer, "at": step.number - self.low_for + 1}
+        seen |= {"layer": "every layer" if gone else layer, "at": step.ago(self.low_for - 1)}
         lr, decay = step.value("lr"), step.facts.weight_decay or 0.0
         seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
         half = step.facts.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
@@ -350,7 +350,7 @@ class Vanishing(Rule):
             seen=seen,
             expected={"norm": self.highest, "share": f"over {self.scale:g}", "loss": self.fallen * start},
             tensors=tuple(names[:NAMED]),
-            since=step.number - self.low_for + 1,
+            since=step.ago(self.low_for - 1),
             causes=(cause,),
             cures=(cause,),
         )

@@ -88,11 +88,21 @@ class History:
     """The GSNR of the whole model, from the best source that the run has."""
     parts: Parts = field(default_factory=Parts)
     """Whether micro-batches, or workers, are samples of one thing."""
+    numbers: list[int] = field(default_factory=list)
+    """Steps of the last readings, oldest first: those between two of them may have been passed over."""
     steps_seen: int = 0
+    """How many readings there were."""
 
     def __getitem__(self, metric: str) -> Series:
         """The series of a metric; an empty one where there is none."""
         return self.series.get(metric, Series())
+
+    def push_number(self, step: int) -> None:
+        """Remember that a step was read."""
+        self.numbers.append(step)
+        self.steps_seen += 1
+        if len(self.numbers) > 2 * LENGTH:
+            del self.numbers[:-LENGTH]
 
     def push_values(self, step: int, values: Mapping[str, float], prefix: str = "") -> None:
         """Remember global values."""

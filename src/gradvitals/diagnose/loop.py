@@ -44,7 +44,7 @@ class StaleGradients(Rule):
         first = float(np.median(self.first_losses or [math.nan]))
         harms = len(step.history["loss"]) >= 20 and float(np.median(losses)) - first > (self.risen - 1) * abs(first)
         severity: Severity = "critical" if harms else "warning"
-        return Sign(severity=severity, seen=seen, expected={"steps": 0}, since=step.number - self.seen_for + 1)
+        return Sign(severity=severity, seen=seen, expected={"steps": 0}, since=step.ago(self.seen_for - 1))
 
 
 @register
@@ -64,6 +64,8 @@ class BatchesGivenUp(Rule):
     begun: int = field(default=-1, init=False)
     """The first step that was seen."""
     total: int = field(default=0, init=False)
+    broken: int = field(default=0, init=False)
+    """Those of them whose loss was NaN or Inf. These are always seen; others only at steps that are read."""
     loss: float | None = field(default=None, init=False)
     """That of the last one whose loss was NaN or Inf."""
     first: int = field(default=-1, init=False)
@@ -77,11 +79,13 @@ class BatchesGivenUp(Rule):
             self.first = step.number if self.told else self.first
             self.total, self.told = self.total + int(given_up), False
             loss = step.general.values.get("batches/given_up_loss", 0.0)
-            self.loss = self.loss if math.isfinite(loss) else loss
+            if not math.isfinite(loss):
+                self.loss, self.broken = loss, self.broken + int(given_up)
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None
         self.told = True
-        many = self.total > self.share * (step.number - self.begun + 1)  # also of steps that were not read
+        steps, read = step.number - self.begun + 1, step.history.steps_seen + 1
+        many = self.broken + (self.total - self.broken) * steps / read > self.share * steps
         if self.loss is None and many:
             return None
         severity: Severity = "critical" if many else "warning"

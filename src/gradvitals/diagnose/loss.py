@@ -134,11 +134,11 @@ class LossSpike(Rule):
         self.usual.push(both)
         if not outlier:
             return None
-        moved, ago = pushed_by(step, 5)
+        moved, pushed = pushed_by(step, 5)
         cause = "update" if moved > 3 else "batch"
         norms = step.history["grad/norm"].last(200)
         seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
-        seen |= {"pushed": step.number - ago, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
+        seen |= {"pushed": pushed, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
         seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
         expected = {"loss": usual, "z": f"under {self.z:g}"}
         cure = "left_out" if cause == "batch" and step.value("step/left_out") == 1 else cause
@@ -222,8 +222,9 @@ class LossRising(Rule):
 
     def _explain(self, step: Step, best_step: int) -> None:
         lr, rose = step.value("lr"), rate_rose(step)
-        moved, ago = pushed_by(step)
-        spike, spiked = single_spike(step, step.number - self.high + 1)
+        moved, pushed = pushed_by(step)
+        began = step.ago(self.high - 1)
+        spike, spiked = single_spike(step, began)
         decay = step.facts.weight_decay or 0.0
         sudden = self.window < step.number <= best_step + 2 * self.window
         self.cause = "data" if sudden else "high_lr"
@@ -237,11 +238,11 @@ class LossRising(Rule):
             self.cause = "update"
         elif decay * lr > 0.01:
             self.cause = "decay"
-        self.told = {"at": step.number - self.high + 1, "lr": lr, "lr_proposed": lr / 3}
+        self.told = {"at": began, "lr": lr, "lr_proposed": lr / 3}
         self.told |= {
             "lr_before": lr / rose if rose else math.nan,
             "moved": moved,
-            "pushed": step.number - ago,
+            "pushed": pushed,
             "spike": spike,
             "spiked": spiked,
             "weight_decay": decay,
@@ -348,12 +349,13 @@ class LossPlateau(Rule):
         gained = self.start - recent
         if gained <= 0 or abs(fell) + 2 * error > self.late * gained:
             return None
-        seen = self._seen(step, recent, fell) | {"kind": f"no longer falls since step {step.number - len(losses)}"}
+        since = step.ago(len(losses))
+        seen = self._seen(step, recent, fell) | {"kind": f"no longer falls since step {since}"}
         return Sign(
             severity="info",
             seen=seen | {"steps": step.number},
             expected={"fell": self.late * gained},
-            since=step.number - len(losses),
+            since=since,
             causes=("done",),
             cures=("done",),
         )

@@ -88,7 +88,7 @@ class PrecisionUnderflow(Rule):
             seen=seen,
             expected={"rms": SMALLEST * self.near, "smallest": SMALLEST},
             tensors=step.names(chosen[:20]),
-            since=step.number - int(self.low_for[worst]) + 1,
+            since=step.ago(int(self.low_for[worst]) - 1),
             causes=("scaled",) if scaled else ("unscaled",),
             cures=("scaled",) if scaled else ("unscaled",),
         )

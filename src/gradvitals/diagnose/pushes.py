@@ -10,12 +10,13 @@ from gradvitals.diagnose.step import Step
 
 
 def pushed_by(step: Step, back: int = 20) -> tuple[float, int]:
-    """The largest update of the last steps over the usual one of those before, and how many steps ago it was."""
-    moves = step.history["update/rms"].last(back + 50)
+    """The largest update of the last steps over the usual one of those before, and the step it was at."""
+    updates = step.history["update/rms"]
+    moves = updates.last(back + 50)
     if len(moves) <= back or not np.median(moves[:-back]) > 0:
-        return math.nan, 0
+        return math.nan, step.number
     recent = moves[-back:] / np.median(moves[:-back])
-    return float(recent.max()), back - int(recent.argmax())
+    return float(recent.max()), int(updates.steps[-back:][recent.argmax()])
 
 
 def single_spike(step: Step, before: int, back: int = 40) -> tuple[float, int]:

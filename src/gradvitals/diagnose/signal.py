@@ -327,7 +327,7 @@ class HighEffortLowProgress(Rule):
         average = step.average
         if average is None:
             return None
-        norms, losses = step.history["grad/norm"], losses_since(step, step.number - self.span)
+        norms, losses = step.history["grad/norm"], losses_since(step, step.ago(self.span))
         if len(norms) < 2 * self.span or len(losses) < self.span // 2:
             return None
         loss, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))

@@ -61,6 +61,16 @@ class Step:
         """The optimizer step, counted from 0."""
         return self.general.step
 
+    def ago(self, readings: int, every: int = 1) -> int:
+        """The step of the reading so many before this one, of those whose step is a multiple of `every`.
+
+        Beyond what is remembered, they are taken to have followed on each other without a gap.
+        """
+        steps = self.history.numbers
+        steps = steps if every == 1 else [step for step in steps if step % every == 0]
+        found = min(readings, len(steps))
+        return (steps[-found] if found else self.number) - every * (readings - found)
+
     def value(self, metric: str) -> float:
         """A global value of this step; nan where it was not read."""
         return self.general.values.get(metric, math.nan)
@@ -157,4 +167,4 @@ class Step:
             history.norms.push(np.asarray(norms))
         if self.changes is not None:
             history.updates.push(self.changes)
-        history.steps_seen += 1
+        history.push_number(self.number)

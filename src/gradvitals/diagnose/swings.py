@@ -99,7 +99,7 @@ class Oscillation(Rule):
                 "swing": f"under {self.swing:g}",
                 "loss_swing": f"under {self.loss_swing:g}",
             },
-            since=step.number - self.lasted + 1,
+            since=step.ago(self.lasted // self.every - 1, self.every) - self.every + 1,
             causes=(cause,),
             cures=(cause,),
         )
@@ -208,5 +208,5 @@ class UnstableNorm(Rule):
             cures=cures,
             expected={"cv": f"under {self.cv:g}"},
             tensors=step.names(chosen[:NAMED]),
-            since=step.number - int(self.high_for[chosen[0]]) + 1,
+            since=step.ago(int(self.high_for[chosen[0]]) // self.every - 1, self.every) - self.every + 1,
         )

@@ -71,10 +71,10 @@ class DeadTensor(Rule):
         cause = "rounded" if half and not without else cause
         return Sign(
             severity="warning",
-            seen={"steps": lasted, "tensors": len(dead), "at": step.number - lasted + 1},
+            seen={"steps": lasted, "tensors": len(dead), "at": step.ago(lasted - 1)},
             expected={"steps": 0},
             tensors=step.names(dead[:NAMED]),
-            since=step.number - lasted + 1,
+            since=step.ago(lasted - 1),
             causes=(cause,),
             cures=(cause,),
         )
@@ -138,7 +138,7 @@ class UnchangedWeights(Rule):
         dtype = step.layout.tensors[worst].dtype
         cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
         cause = "zero_lr" if everything and lr == 0 else cause
-        seen = {"steps": lasted, "tensors": len(chosen), "at": step.number - lasted + 1, "lr": lr, "dtype": dtype}
+        seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
         return Sign(
             # A schedule that has come to its end, or not yet begun, is no fault.
@@ -146,7 +146,7 @@ class UnchangedWeights(Rule):
             seen=seen,
             expected={"steps": f"fewer than {self.patience}"},
             tensors=() if everything else step.names(chosen[:NAMED]),
-            since=step.number - lasted + 1,
+            since=step.ago(lasted - 1),
             causes=(cause,),
             cures=(cause,),
         )
@@ -288,8 +288,8 @@ class UpdateRatio(Rule):
     def _slow(self, step: Step, whole: float) -> Sign | None:
         recent, start = median_of(step.history["loss"].last(20)), float(np.mean(self.first_losses or [math.nan]))
         hardly = start - recent < self.fallen * abs(start)
-        meant = step.value("lr") < self.decayed * self.highest_lr
-        gone = step.value("grad/norm") < self.gone * self.largest
+        lr, gone = step.value("lr"), step.value("grad/norm") < self.gone * self.largest
+        meant = lr < self.decayed * self.highest_lr
         if meant or gone or not 0 < whole < (self.slow_model if hardly else self.low_model):
             self.slow_since = -1
             return None
@@ -297,7 +297,6 @@ class UpdateRatio(Rule):
             self.slow_since = step.number
         if step.number - max(self.slow_since, self.rose_at) < self.patience_slow:
             return None
-        lr = step.value("lr")
         proposed = lr * min(max(1e-3 / whole, 1.0), 1000.0)
         seen = {"ratio": whole, "of": "of its size", "lr": lr, "lr_proposed": proposed, "needed": int(1 / whole)}
         return Sign(
@@ -314,15 +313,16 @@ class UpdateRatio(Rule):
         lr, rms = step.value("lr"), step.value("update/rms")
         rates, moves = step.history["lr"].values[-10:], step.history["update/rms"].values[-20:]
         if self.cut_at < 0:
-            # A schedule comes to its end step by step.
-            if len(rates) == 10 and len(moves) == 20 and 0 < lr < self.collapse * min(rates):
+            fell = len(rates) == 10 and len(moves) == 20 and 0 < lr < self.collapse * min(rates)
+            # A schedule comes to its end step by step; where some are not read, it was on its way down before.
+            if fell and (step.ago(10) == step.number - 10 or max(rates) < 2 * min(rates)):
                 self.cut_at, self.cut = step.number, {"lr": rates[-1], "rms": float(np.median(moves))}
             return None
         if not 0 < lr < self.collapse * self.cut["lr"]:
             self.cut_at = -1
             return None
-        if step.number - self.cut_at != 3 or not 0 < rms < 5 * self.collapse * self.cut["rms"]:
-            return None
+        if not step.ago(1) < self.cut_at + 3 <= step.number or not 0 < rms < 5 * self.collapse * self.cut["rms"]:
+            return None  # told once, three steps after the cut, or at the next that is read
         seen = {"ratio": rms / self.cut["rms"], "of": f"of what it did before step {self.cut_at}", "lr": lr}
         return Sign(
             severity="warning",
