@@ -26,7 +26,7 @@ class Advised:
 
     run: str
     steps: int
-    """How many were read."""
+    """How many there were from the first that was read to the last."""
     live: bool
     """Whether the run goes on."""
     max_grad_norm: Advice

@@ -99,7 +99,7 @@ class Record:
         self.norms = self._norms()
         self.lr, self.loss = self.series("lr"), self.series("loss")
         steps = self.norms.steps if len(self.norms) else self.loss.steps
-        self.num_steps = len(steps) or last + 1
+        self.num_steps = steps_spanned(run, steps) or last + 1
         self.first_step = int(steps[0]) if len(steps) else last
 
     def series(self, metric: str, source: str | None = None) -> Series:
@@ -174,6 +174,17 @@ class Record:
     def finding(self, *ids: str) -> Finding | None:
         """The first finding of one of these kinds."""
         return next((finding for finding in self.findings if finding.id in ids), None)
+
+
+def steps_spanned(run: Run, steps: Steps) -> int:
+    """How many steps training made from the first to the last of those that were read, in order.
+
+    Some between them may have been passed over. What lies between two processes of a run is not counted.
+    """
+    # Of a process that a later one did all over again, nothing is left.
+    begins = np.minimum.accumulate([segment.first_step for segment in reversed(run.segments)])[::-1]
+    parts = np.split(steps, np.searchsorted(steps, begins))
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in parts if len(part))
 
 
 def far_above(values: Floats) -> Mask:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Rule
 from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
@@ -177,7 +178,7 @@ def examine(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> 
     replayed, found, failed = _found(run, kept, again=again, on_step=on_step)
     verdict = judge_run(run, found)
     until = _finite_until(verdict)
-    fine, not_judged = _looked_for(_Record(run, verdict.steps, until), verdict, recorded_settings(run.meta), failed)
+    fine, not_judged = _looked_for(_Record(run, verdict.read, until), verdict, recorded_settings(run.meta), failed)
     return Checkup(
         run=str(run.path),
         replayed=replayed,
@@ -221,10 +222,13 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
         return judge(findings, last_step=0, steps=0, live=run.is_live)
     values = run.metrics("values")
     counted = _read_every_step(run)
-    steps = last_step + 1 if counted is None else len(run.times(counted)[0])
-    verdict = judge(findings, last_step=last_step, steps=steps, live=run.is_live)
+    steps = read = last_step + 1
+    if counted is not None:
+        numbers = run.times(counted)[0]
+        steps, read = steps_spanned(run, numbers), len(numbers)
+    verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
     if is_cut_off(run) and stop_of(verdict.findings) is None:  # else it is known why
-        verdict = judge((*findings, run_cut_off(run, last_step)), last_step=last_step, steps=steps)
+        verdict = judge((*findings, run_cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
     more = [again] if (again := about_restarts(restarts(run))) else []
     unheard = next((finding for finding in findings if finding.id == "observe_ignored"), None)
     if unheard is not None and "loss" not in values:  # what judges the loss, most of all, cannot say anything
@@ -269,6 +273,7 @@ class _Record:
 
     def __init__(self, run: Run, steps: int, until: int | None) -> None:
         self.steps = steps if until is None else _steps_until(run, steps, until)
+        """Those that were read."""
         self.until = until
         self._run = run
         self._several_ranks = num_ranks(run.meta) > 1

@@ -40,7 +40,7 @@ CLEAR_SHARE = 0.1
 EPISODES = 3
 """How often a pattern has to come before it is expected to come again."""
 EARLY_STEPS = 50
-"""Below so many steps, that nothing was found says little."""
+"""Below so many steps that were read, that nothing was found says little."""
 
 NAMED = 3
 """Notes that the line names; the others are counted."""
@@ -72,6 +72,9 @@ class Verdict:
     level: Level
     line: str
     steps: int
+    """From the first that was read to the last."""
+    read: int
+    """Those of them that were read."""
     live: bool
     """Whether the run goes on."""
     num_open: int
@@ -95,23 +98,28 @@ class Verdict:
         return {"level": self.level, "line": self.line, **counts, "worst": worst, "live": self.live}
 
 
-def judge(findings: Iterable[Finding], *, last_step: int, steps: int, live: bool = False) -> Verdict:
+def judge(
+    findings: Iterable[Finding], *, last_step: int, steps: int, read: int | None = None, live: bool = False
+) -> Verdict:
     """The verdict on a run.
 
     Args:
         findings: All of them; those of gradvitals about itself are left aside.
         last_step: The last step that was read.
-        steps: How many steps were read.
+        steps: How many steps there were from the first that was read to the last.
+        read: How many of them were read; None for all.
         live: Whether the run goes on.
     """
+    read = steps if read is None else read
     weighed = weigh(findings, last_step=last_step, steps=steps)
     live = live and stop_of(weighed) is None
     level = LEVELS[weighed[0].weight] if weighed else "healthy"
     num_open = sum(item.clear is None for item in weighed)
     return Verdict(
         level=level,
-        line=_line(level, weighed, steps=steps, live=live),
+        line=_line(level, weighed, steps=steps, read=read, live=live),
         steps=steps,
+        read=read,
         live=live,
         num_open=num_open,
         num_over=len(weighed) - num_open,
@@ -185,7 +193,7 @@ def _rank(severity: Severity) -> int:
     return SEVERITIES.index(severity)
 
 
-def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, live: bool) -> str:
+def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, read: int, live: bool) -> str:
     counted = f"{_plural(steps, 'step')}{' so far' if live else ''}"
     stop = stop_of(weighed)
     others = [item for item in weighed if item is not stop]
@@ -195,8 +203,9 @@ def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, live: bool) -
     by_hand = "" if stop is None else f" It was stopped by hand at step {stop.finding.first_step:,}."
     if others:
         return f"{SAID[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
-    if steps < EARLY_STEPS:
-        return f"Nothing wrong yet, but it is early: {counted}.{by_hand}"
+    if read < EARLY_STEPS:
+        of_which = f", of which {read:,} were read" if read < steps else ""
+        return f"Nothing wrong yet, but it is early: {counted}{of_which}.{by_hand}"
     return f"Healthy: {counted}, nothing found.{by_hand}"
 
 
