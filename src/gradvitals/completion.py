@@ -21,8 +21,8 @@ Record = Reading | Finding | Action | Layout
 
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even when not due."""
-MUCH_RARER = 1.5
-"""Readings that are rarer by this factor than was told are told of again."""
+MUCH_RARER = 3
+"""Readings that are rarer by more than this factor than was told are told of again."""
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps have been free of them."""
 
@@ -184,7 +184,8 @@ class Completion:
         if wanted != before:
             tap.cadence = wanted
             beyond = budget.fixed > budget.share and not budget.thins_steps  # no cadence obeys it: that is told once
-            rarer = any(new > MUCH_RARER * told for new, told in zip(wanted, self._told, strict=True))
+            first = wanted != self._told == Cadence(self._config.tensor_every)
+            rarer = first or any(new > MUCH_RARER * told for new, told in zip(wanted, self._told, strict=True))
             if rarer and not (beyond and self._beyond_told):
                 self._beyond_told, self._told = beyond, wanted
                 costs = {"spent": spent, "fixed": budget.fixed, "budget": budget.share}

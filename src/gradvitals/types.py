@@ -75,7 +75,7 @@ METRICS: dict[str, str] = {
     "ranks/nonfinite": "1 where the rank's own loss or gradient, before the reduction, held NaN or Inf; where one did",
     "ranks/errors": "errors of gradvitals itself on that rank, so far",
     "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
-    "monitor/overhead": "cost of monitoring over the step's time, as gradvitals measured it",
+    "monitor/overhead": "cost of monitoring over the step's time, as gradvitals estimates it",
 }
 """Every metric id and what it means: the same strings in the store, the commands and the docs."""
 
