@@ -134,6 +134,13 @@ def test_with_steps_in_between_the_time_of_all_counts() -> None:
     assert budget.fixed == pytest.approx(0.12)
 
 
+def test_where_all_that_is_read_is_read_in_full_steps_are_passed_over_still() -> None:
+    costs = {"wall": 2e-3, "fixed": 1.2e-3, "full": 2.2e-3}
+    budget = Budget(0.03, 50, thins_steps=True)
+    assert fill_both(budget, Cadence(50), steps=200, **costs) == Cadence(50, 50)
+    assert fill_both(budget, Cadence(50, 50), steps=1000, **costs) == Cadence(50, 50)
+
+
 def test_steps_that_get_longer_are_all_read_again() -> None:
     budget = Budget(0.03, 50, thins_steps=True)
     found = fill_both(budget, Cadence(50, 10), steps=400, wall=0.1, fixed=1.2e-3, full=5.2e-3)

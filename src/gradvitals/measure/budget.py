@@ -74,6 +74,7 @@ class Budget:
         self.free_seconds = free_seconds
         self.fixed = 0.0
         """Share of a step's time that what is read at any step took when the cadence was last proposed."""
+        self._fixed_seconds = 0.0
         self._seen = 0
         self._restart()
 
@@ -109,7 +110,9 @@ class Budget:
         if self.free_seconds > 0 or self._count[True] < 3 or readings < 10:
             return now
         step_seconds = self._wall / self._steps
-        fixed = self._cost[False] / self._count[False] if self._count[False] else 0.0
+        if self._count[False]:  # else all that is read is read in full, and what is known of the others still holds
+            self._fixed_seconds = self._cost[False] / self._count[False]
+        fixed = self._fixed_seconds
         extra = self._cost[True] / self._count[True] - fixed
         allowed = self.share * step_seconds
         self.fixed = fixed / step_seconds
