@@ -28,7 +28,7 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
                 tap.attempt("read", tap.arrive_alone, station)
             tap.attempt("update", tap.before_update, station)
             return None
-        passing.read_all()  # what a closure returns is heard only by who is awake
+        tap.attempt("step", passing.read_all)  # what a closure returns is heard only by who is awake
         # Gradients are stale until the closure has run, so they are read from inside it.
         if station.stepped:
             tap.attempt("step", tap.finish)
