@@ -322,7 +322,8 @@ class Action:
     """What it cost: seconds of the training thread, steps of training lost."""
 
     def __str__(self) -> str:
-        done = self.kind.replace("_", " ") if self.taken else f"no {self.kind.replace('_', ' ')}"
+        refused = "would " if self.reason.startswith("dry run") else "no "
+        done = ("" if self.taken else refused) + self.kind.replace("_", " ")
         back = (
             f" to step {self.after['step']}" if self.taken and self.kind == "roll_back" and "step" in self.after else ""
         )

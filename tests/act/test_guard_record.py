@@ -134,6 +134,12 @@ def action(kind: str, **settings: Any) -> Action:
     return Action(**{"kind": kind, "step": 0, "finding": "explosion", "taken": True, **settings})
 
 
+def test_what_a_dry_run_would_have_done_is_not_called_refused() -> None:
+    dry = action("roll_back", step=7, taken=False, reason="dry run; the loss is nan")
+    assert str(dry) == "step 7: would roll back; dry run; the loss is nan"
+    assert str(action("skip", taken=False, reason="its budget is spent")) == "step 0: no skip; its budget is spent"
+
+
 def test_a_summary_of_everything() -> None:
     done = [
         action("skip", cost={"steps": 1, "seconds": 0.5}),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs_to_advise import advised, lognormal
 
-from gradvitals.advise.decay import loss_course
+from gradvitals.advise.decay import Course, _advice, loss_course
 from gradvitals.advise.record import Series
 from gradvitals.advise.warmup import settled_after
 from gradvitals.types import Finding
@@ -220,3 +220,9 @@ def test_a_loss_of_nothing_but_noise_is_not_called_level() -> None:
     course = loss_course(Series(np.arange(600), values))
     assert course is not None
     assert not course.known
+
+
+def test_a_loss_that_rose_is_not_said_to_have_fallen() -> None:
+    course = Course(known=True, level=False, since=600, until=899, fell=-0.0159, error=0.001, mean=2.0)
+    answer, _, _ = _advice(course, None, None, 1e-3, None)
+    assert answer == "No decay is due yet: the loss rose by 0.0159 over steps 600 to 899."

@@ -185,6 +185,8 @@ def test_unknown_names_are_answered_with_near_ones(tmp_path, make_layout, make_r
     with open_run(tmp_path) as run:
         with pytest.raises(KeyError, match=r"did you mean 'grad/norm'"):
             run.series("grad/nrm", tensor="head.weight")
+        with pytest.raises(KeyError, match="got 18 as metric; expected the name of one"):
+            run.stage(18)
         with pytest.raises(RunError, match=r"did you mean 'embed.weight'"):
             run.series("grad/norm", tensor="embed.wieght")
         with pytest.raises(RunError, match="only for values"):

@@ -147,7 +147,8 @@ def _advice(
     course: Course, drop: tuple[Average, Average] | None, decays: int | None, lr: float, step: int | None
 ) -> tuple[str, Confidence, str]:
     if step is None:
-        still = f"the loss still fell by {number(course.fell)} over steps {course.since:,} to {course.until:,}"
+        moved = f"still fell by {number(course.fell)}" if course.fell > 0 else f"rose by {number(-course.fell)}"
+        still = f"the loss {moved} over steps {course.since:,} to {course.until:,}"
         faded = "" if drop is None else ", although the GSNR has dropped"
         if decays is not None:
             return f"Keep the decay where it is, from step {decays:,} on: until then {still}.", "fair", _one(drop)
@@ -176,7 +177,10 @@ def _figures(
     values = {"highest": float(rates.max()), "last": float(rates[-1]), "decays_from": decays}
     figures.append(Figure(text=text, values=values, first_step=record.first_step, last_step=record.last_step))
     if course is not None:
-        text = f"the loss fell by {number(course.fell)} ± {number(2 * course.error)} around {number(course.mean)}"
+        moved = "fell" if course.fell > 0 else "rose"
+        text = (
+            f"the loss {moved} by {number(abs(course.fell))} ± {number(2 * course.error)} around {number(course.mean)}"
+        )
         values = {"fell": course.fell, "error": 2 * course.error, "loss": course.mean}
         figures.append(Figure(text=text, values=values, first_step=course.since, last_step=course.until))
     if drop is not None:

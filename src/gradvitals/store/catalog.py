@@ -170,6 +170,8 @@ class Catalog:
 
     def select(self, metric: str, kind: Kind, source: str | None) -> list[Group]:
         """The groups that hold a metric, of the source asked for or else of the most trustworthy one."""
+        if not isinstance(metric, str):
+            raise UnknownNameError(f"got {metric!r} as metric; expected the name of one, for example 'loss'")
         holding = [group for group in self.groups(kind) if metric in group.columns]
         if not holding:
             raise self._unknown_metric(metric, kind)
