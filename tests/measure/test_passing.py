@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,21 @@ def train(
             stepper.zero_grad()
     assert_no_errors(monitor)
     return monitor, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def small() -> tuple[nn.Module, Data, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mlp()
+    return model, Data(), torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+@contextmanager
+def thinned(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Iterator[gv.Monitor]:
+    """A grown run of which one step in `EVERY` is read."""
+    with gv.watch(model, optimizer, run=folder / "run", config=gv.Config(quiet=True)) as monitor:
+        monitor.tap.start(GROWN)
+        monitor.tap.cadence = Cadence(50, EVERY)
+        yield monitor
 
 
 def steps_of(monitor: gv.Monitor, metric: str = "loss") -> list[int]:
@@ -188,12 +204,8 @@ def test_with_a_closure_every_step_is_read(tmp_path: Path) -> None:
 
 
 def test_who_acts_has_every_step_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, data = mlp(), Data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, EVERY)
+    model, data, optimizer = small()
+    with thinned(model, optimizer, tmp_path) as monitor:
         for step in range(40):
             if step == 20:
                 monitor.add_reader(lambda reading: None)
@@ -366,13 +378,9 @@ def test_a_step_that_stands_out_is_read_as_it_would_have_been(loop: Loop, beside
 
 
 def test_a_scaler_that_comes_into_use_later_has_every_step_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, data = mlp(), Data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, data, optimizer = small()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, EVERY)
+    with thinned(model, optimizer, tmp_path) as monitor:
         for step in range(60):
             loss = regression(model, data.batch(4))
             if step < 20:
@@ -435,12 +443,8 @@ def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", ["seven", -1.0])
 def test_a_batch_size_that_is_none_is_said_and_costs_nothing_else(tmp_path: Path, odd: object) -> None:
-    torch.manual_seed(0)
-    model, data = mlp(), Data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, EVERY)
+    model, data, optimizer = small()
+    with thinned(model, optimizer, tmp_path) as monitor:
         for step in range(GROWN, GROWN + 60):
             loss = regression(model, data.batch(4))
             loss.backward()

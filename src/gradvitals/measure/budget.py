@@ -18,7 +18,7 @@ UNSEEN = 2.5
 """What our work takes from training on a CPU, over the time that it takes itself.
 
 Hooks are called and steps are counted where no clock runs, caches have to be filled again, threads wait for each other.
-It is what `gradvitals bench overhead` has shown, about.
+`gradvitals bench overhead` showed about twice what was meant to be spent where this was left out; the rest is caution.
 """
 
 WARM_UP_STEPS = 5

@@ -79,7 +79,9 @@ class Passing:
         """Whether the step in progress is passed over."""
         self.loss = Expectation(least_ratio=1.05)
         self.norm = Expectation(least_ratio=2.0)
-        self._asleep_since = self._next_read = self._may_stay_awake = 0
+        self._asleep_since = self._next_read = 0
+        self._may_follow_up = 0
+        """From which step on those that follow one that stands out may be read too."""
         self._told: list[tuple[float | None, float | None]] = []
         """Losses that the loop has told in the step in progress, and the samples behind each."""
 
@@ -112,7 +114,7 @@ class Passing:
             if self._next_read - tap.step > LOOKS:
                 station.changes.forget()
 
-    def ends_with_this(self, station: Station) -> bool:
+    def count_step(self, station: Station) -> bool:
         """The optimizer has made a step that is passed over. Returns whether there is more to do than to count it."""
         self._tap.step += 1
         self._told.clear()
@@ -142,9 +144,9 @@ class Passing:
         if value is None or not usual.stands_out(value):
             return False
         step = self._tap.step
-        if step >= self._may_stay_awake:  # where much stands out, not all that follows can be read
+        if step >= self._may_follow_up:  # where much stands out, not all that follows can be read
             self._tap.calendar.wake(step)
-            self._may_stay_awake = step + PAUSE_STEPS
+            self._may_follow_up = step + PAUSE_STEPS
         self.wake()
         return True
 

@@ -46,7 +46,7 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if passing.asleep:
-            if passing.ends_with_this(station):
+            if passing.count_step(station):
                 tap.attempt("step", passing.go_on, station)
             return
         station.in_scaler_step = False
