@@ -188,8 +188,8 @@ def test_a_small_disk_that_fills_up(start, tmp_path):
     try:
         writer = start(disk / "run", queue_size=10)
         for step in range(100):
-            writer.put(wide(step))
-            time.sleep(0.002)
+            assert writer.put(wide(step))
+            assert writer.drain(20)
         assert not writer.close(10)
         assert writer.dropped > 0
         assert writer.errors
