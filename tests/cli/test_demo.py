@@ -4,20 +4,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_python
 
 from gradvitals.store.reader import open_run
 
-COMMAND = [sys.executable, "-m", "gradvitals.cli", "demo"]
+COMMAND = ("-m", "gradvitals.cli", "demo")
 
 
 def demo(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, encoding="utf-8", **options)  # type: ignore[call-overload,no-any-return]
+    return warm_python.run(*COMMAND, *args, encoding="utf-8", **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
-    command = [*COMMAND, "--steps", "100000", "--out", str(tmp_path / "run")]
+    command = [warm_python.executable(), *COMMAND, "--steps", "100000", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

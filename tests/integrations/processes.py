@@ -28,17 +28,18 @@ class Ended:
     err: str
 
 
-def python(*args: str, cwd: Path, stdin: str = "") -> Ended:
+def python(*args: str, cwd: Path, stdin: str = "", program: str = sys.executable) -> Ended:
     """What `python args...` does."""
+    environment = {**ENVIRONMENT, "PYTHON_EXEC": program}  # which torchrun starts its ranks with
     done = subprocess.run(
-        [sys.executable, *args], input=stdin, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, timeout=100
+        [program, *args], input=stdin, capture_output=True, text=True, cwd=cwd, env=environment, timeout=100
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def watched(*args: str, cwd: Path, stdin: str = "") -> Ended:
+def watched(*args: str, cwd: Path, stdin: str = "", program: str = sys.executable) -> Ended:
     """What `gradvitals run args...` does."""
-    return python("-m", "gradvitals", "run", *args, cwd=cwd, stdin=stdin)
+    return python("-m", "gradvitals", "run", *args, cwd=cwd, stdin=stdin, program=program)
 
 
 def in_this_process(script: Path, *args: str) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from torch import nn
 from torch.optim import SGD
 
@@ -58,14 +56,8 @@ def test_two_models_of_one_class_can_be_told_apart(
 ) -> None:
     script = tmp_path / "gan.py"
     script.write_text(TWO_SEQUENTIALS.format(begin=begin, end=end))
-    done = subprocess.run(
-        [sys.executable, "-m", "gradvitals.cli", "run", "--run", "runs/gan", script.name],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = warm_python.run("-m", "gradvitals.cli", "run", "--run", "runs/gan", script.name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     said = [line.removeprefix("gradvitals: ") for line in done.stderr.splitlines() if "(runs/" in line]
     heads = [line.split(": ")[0] for line in said]
     assert heads == [f"{names[0]} (runs/gan)", f"{names[1]} (runs/gan-{names[1]})"]

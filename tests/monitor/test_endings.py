@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 import gradvitals as gv
 
@@ -44,7 +43,7 @@ def endings(path: Path) -> list[tuple[str, str]]:
 )
 def test_a_program_that_ends(tmp_path: Path, ending: str, expected: list[tuple[str, str]]) -> None:
     script = SCRIPT.format(ending=ending)
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, timeout=100)
+    warm_python.run("-c", script, tmp_path / "run")
     assert endings(tmp_path / "run") == expected
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from torch import nn
 
 import gradvitals as gv
@@ -28,7 +28,8 @@ for _ in range(60):
 
 
 def test_a_script_that_just_ends_says_how_it_went_and_where_to_read_more(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LOOP], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = warm_python.run("-c", LOOP, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("gradvitals: Healthy: 60 steps")
     assert lines[-1] == f"gradvitals: see: gradvitals doctor {Path('runs/plain')}"
@@ -66,7 +67,5 @@ def test_a_stderr_that_is_full_ends_nothing(tmp_path: Path) -> None:
         pytest.skip("there is no /dev/full here")
     script = f"{LOOP}\nmonitor.close()\nprint('went on')"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=full, text=True
-        )
+        done = warm_python.run("-c", script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=full)
     assert done.stdout == "went on\n"

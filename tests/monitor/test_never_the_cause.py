@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm_python
 from reference import Data, Rig, Transformer, assert_no_errors, mlp, next_token, regression
 from torch import nn
 
@@ -231,7 +230,7 @@ def test_the_last_step_is_kept_however_the_script_ends(tmp_path: Path, end: str)
     """Default cadence, not closed: fast steps are still waiting to leave together when the interpreter goes."""
     script = tmp_path / "train.py"
     script.write_text(EXITS.format(end=end))
-    subprocess.run([sys.executable, str(script), str(tmp_path / "run")], capture_output=True, timeout=100, check=False)
+    warm_python.run(script, tmp_path / "run")
     with gv.open_run(tmp_path / "run") as run:
         assert run.series("loss")[0].tolist() == list(range(130))
         assert run.dropped == 0
@@ -318,9 +317,7 @@ def test_worker_processes_do_not_hang_at_exit(tmp_path: Path) -> None:
     """The monitor is not closed: leaving the interpreter does that, in the parent only."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = warm_python.run(script, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "steps 8" in done.stdout
     assert "Traceback" not in done.stderr

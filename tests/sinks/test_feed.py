@@ -6,8 +6,6 @@ import contextvars
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from torch import nn
 
 import gradvitals as gv
@@ -199,7 +198,7 @@ raise ValueError("out of data")
 
 
 def test_a_script_that_ends_without_close_still_sends_everything(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = warm_python.run("-c", SCRIPT, tmp_path)
     assert done.returncode == 1, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert [line["step"] for line in lines if "step" in line] == list(range(20))
