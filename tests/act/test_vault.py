@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -166,7 +167,6 @@ def write(pipe):
         assert not keeper.problems
 
 
-# Writers are forked before torch has done anything, so that it is loaded only once.
 for kill in range(int(sys.argv[2])):
     ours, theirs = os.pipe()
     child = os.fork()
@@ -192,9 +192,7 @@ for kill in range(int(sys.argv[2])):
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 @pytest.mark.slow
 def test_killed_at_any_moment_the_one_before_is_usable(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WRITERS, tmp_path, str(KILLS)], capture_output=True, text=True, timeout=100
-    )
+    done = warm_python.run("-c", WRITERS, tmp_path, KILLS)
     assert done.returncode == 0, done.stderr
     told = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
     assert len(told) == KILLS

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from click.testing import CliRunner
 from torch import nn
 
@@ -226,14 +226,11 @@ def test_the_bench_runs_whole_and_counts_its_collectives() -> None:
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "ddp_train.py")],
+    done = warm_python.run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", EXAMPLES / "ddp_train.py"),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        env={**os.environ, "PYTHON_EXEC": warm_python.executable()},
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "512 steps of 2 ranks are in runs/ddp" in done.stdout

@@ -6,12 +6,14 @@ import json
 import math
 import signal
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+import warm_python
 from click.testing import CliRunner
 from torch import Tensor, nn
 
@@ -312,6 +314,7 @@ def test_a_process_is_really_killed_and_started_again(monkeypatch: pytest.Monkey
         return done
 
     monkeypatch.setattr(killed, "_start", watched)
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
     cell = replace(CELL, fault="killed", steps=40)
     result = killed.train_killed(cell)
     assert codes == [(-signal.SIGKILL, True), (0, True)]
