@@ -30,21 +30,18 @@ def parallelize(net: Net, mesh: DeviceMesh, *, sequence: bool) -> None:
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
-    for i in net.blocks:
-        block = f"blocks.{i}"
-        plan |= {f"{block}.attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-        plan[f"{block}.attn.proj"] = RowwiseParallel(output_layouts=between)
-        plan[f"{block}.mlp.up"] = ColwiseParallel()
-        plan[f"{block}.mlp.down"] = RowwiseParallel(output_layouts=between)
-        plan[f"{block}.side"] = ColwiseParallel(input_layouts=between, output_layouts=between)
-        if sequence:
-            for name in ("attn", "mlp"):
-                plan[f"{block}.{name}"] = PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                )
-            plan |= {f"{block}.norm": SequenceParallel(), f"{block}.norm2": SequenceParallel()}
+    for attn in ("blocks.0.attn", "blocks.1.attn"):
+        plan |= {f"{attn}.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        plan[f"{attn}.proj"] = RowwiseParallel(output_layouts=between)
+    plan["blocks.0.mlp.up"] = ColwiseParallel()
+    plan["blocks.0.mlp.down"] = RowwiseParallel(output_layouts=between)
+    plan["blocks.0.side"] = ColwiseParallel(input_layouts=between, output_layouts=between)
     if sequence:
-        plan["norm"] = SequenceParallel()
+        gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        for name in ("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn"):
+            plan[name] = PrepareModuleInput(**gathered)
+        for name in ("blocks.0.norm", "blocks.0.norm2", "norm"):
+            plan[name] = SequenceParallel()
     parallelize_module(net, mesh, plan)
 
 

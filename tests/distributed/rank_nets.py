@@ -1,7 +1,8 @@
 """A language model small enough for many processes, whose tensors meet every case that sharding has, and its data.
 
 No tensor has more than 64 elements but the embedding's table, so that nothing is sampled. The head has 7 rows, which
-no number of ranks divides; `gain` has one element, so that all ranks but the first hold an empty part of it.
+no number of ranks divides; `gain` has one element, so that all ranks but the first hold an empty part of it. Every
+kind of tensor is in the first block; the second has what there must be two of, for each tensor costs every step time.
 """
 
 from __future__ import annotations
@@ -64,11 +65,22 @@ class Block(nn.Module):
         return x + 0.3 * self.side(y) if self.use_side else x
 
 
+class LastBlock(nn.Module):
+    """Attention alone: heads of another layer, and tensors for a second stage or unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(x)
+
+
 class Net(nn.Module):
     def __init__(self, tied: str | None = None) -> None:
         super().__init__()
         self.embed: nn.Module | None = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleDict({str(i): Block() for i in range(2)})
+        self.blocks = nn.ModuleDict({"0": Block(), "1": LastBlock()})
         self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
         self.head: nn.Module | None = nn.Linear(WIDTH, TOKENS, bias=False)
         self.gain: nn.Parameter | None = nn.Parameter(torch.tensor([1.5]))
@@ -78,7 +90,7 @@ class Net(nn.Module):
         if tied == "head":
             self.head.weight = self.embed.weight
         if tied == "mlp":
-            mlp = self.blocks["1"].mlp
+            mlp = self.blocks["0"].mlp
             mlp.down.weight = mlp.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +101,8 @@ class Net(nn.Module):
         return x if self.head is None else self.head(self.norm(x)) * self.gain
 
     def leave_out_side(self, leave_out: bool) -> None:
-        for block in self.blocks.values():
-            block.use_side = not leave_out
+        if "0" in self.blocks:
+            self.blocks["0"].use_side = not leave_out
 
     def keep_stage(self, stage: int) -> Net:
         """Keep what one of two stages of a pipeline has, under its name in the whole model."""

@@ -86,6 +86,11 @@ class Scenario:
         return self.precision == "float32" and self.options.get("hook") not in ("fp16", "power")
 
     @property
+    def needs_gradients(self) -> bool:
+        """Whether the truth is of the ranks' own gradients, for they are not those of the dense model."""
+        return not self.exact or self.fault == "nan"
+
+    @property
     def tolerance(self) -> float:
         """Relative error of a norm. Over many steps some gradients come near zero, where float32 has fewer digits."""
         return 1e-5 if self.steps < 10 else 5e-5
@@ -117,10 +122,12 @@ class Scenario:
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         if self.optimizer == "vradamw":
             return gv.optim.VRAdamW(parameters, lr=0.01)
-        return torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01)
+        # Many DTensors at once, as on a GPU: one by one their dispatcher takes longer than all else of a step.
+        foreach = True if self.way in ("fsdp", "hsdp") and not self.options.get("offload") else None
+        return torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01, foreach=foreach)
 
 
-WINDOW = {"steps": 24, "micro": 1, "settings": {"window_steps": 20}}
+WINDOW = {"steps": 22, "micro": 1, "settings": {"window_steps": 20}}
 
 DDP_TWISTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -138,11 +145,11 @@ DDP_TWISTS: dict[str, dict[str, Any]] = {
     "autocast": {"precision": "autocast"},
     "scaler": {"scaler": True},
     "scaler and clipping": {"scaler": True, "clip": 0.3},
-    "overflow": {"scaler": True, "fault": "inf", "steps": 5},
+    "overflow": {"scaler": True, "fault": "inf", "steps": 4},
     "clipping": {"clip": 0.3},
     "tied": {"tied": "head"},
     "not a number": {"fault": "nan", "steps": 6, "optimizer": "sgd"},
-    "carried": {"fault": "carried", "optimizer": "sgd", "steps": 5},
+    "carried": {"fault": "carried", "optimizer": "sgd", "steps": 4},
     "unequal micro-batches": {"sizes": "micro", "tell": "micro"},
     "unequal ranks": {"sizes": "ranks"},
     "unequal micro-batches of equal weight": {
@@ -203,41 +210,28 @@ PIPELINE_TWISTS: dict[str, dict[str, Any]] = {
     "not told": {"tell": "no"},
 }
 
+# A twist is run in all ways in which it takes a path of its own through our code or torch's, and in one of those in
+# which it does not: ranks cost time, four of them twice that of two.
 MATRIX: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
     ("ddp", 2): DDP_TWISTS,
-    ("ddp", 4): _some(DDP_TWISTS, "plain", "unused on one", "unequal ranks", "clipping"),
+    ("ddp", 4): _some(DDP_TWISTS, "plain", "unused on one", "unequal ranks"),
     ("compiled", 2): _some(DDP_TWISTS, "plain"),
     ("by_hand", 2): {
-        **_some(DDP_TWISTS, "plain", "clipping", "unequal ranks", "tied"),
+        **_some(DDP_TWISTS, "plain", "one micro-batch", "clipping", "unequal ranks", "tied"),
         "unused on one": {"side": "second"},
         "none on one": {"side": "second", "keep_none": True},
     },
     ("zero", 2): _some(DDP_TWISTS, "plain", "clipping"),
     ("zero_by_hand", 2): _some(DDP_TWISTS, "plain"),
     ("fsdp", 2): FSDP_TWISTS,
-    ("fsdp", 4): _some(FSDP_TWISTS, "plain", "one micro-batch", "columns", "clipping", "tied"),
-    ("hsdp", 4): _some(
-        FSDP_TWISTS,
-        "plain",
-        "one micro-batch",
-        "mixed precision",
-        "autocast",
-        "scaler",
-        "clipping",
-        "unused on all",
-        "tied",
-        "unequal ranks",
-        "not a number",
-    ),
+    ("fsdp", 4): _some(FSDP_TWISTS, "plain"),
+    ("hsdp", 4): _some(FSDP_TWISTS, "plain", "one micro-batch", "clipping"),
     ("tp", 2): TP_TWISTS,
-    ("tp", 4): _some(TP_TWISTS, "plain", "clipping"),
-    ("tp_sequence", 2): TP_TWISTS,
-    ("tp_by_hand", 4): _some(TP_TWISTS, "plain", "one micro-batch"),
-    ("fsdp_tp", 4): {
-        **_some(TP_TWISTS, "plain", "autocast", "clipping", "unused on all", "tied"),
-        **_some(FSDP_TWISTS, "one micro-batch", "mixed precision", "unequal ranks"),
-    },
-    ("fsdp_tp_sequence", 4): _some(TP_TWISTS, "plain", "one micro-batch", "clipping"),
+    ("tp", 4): _some(TP_TWISTS, "plain"),
+    ("tp_sequence", 2): _some(TP_TWISTS, "plain", "one micro-batch", "clipping", "not a number"),
+    ("tp_by_hand", 4): _some(TP_TWISTS, "plain"),
+    ("fsdp_tp", 4): _some(FSDP_TWISTS, "plain", "one micro-batch", "mixed precision", "tied", "unequal ranks"),
+    ("fsdp_tp_sequence", 4): _some(TP_TWISTS, "plain"),
     ("pipeline", 2): PIPELINE_TWISTS,
     ("pipeline_by_hand", 4): _some(PIPELINE_TWISTS, "plain"),
     ("pipeline_fsdp", 4): {"plain": {"accumulate_locally": True}},
@@ -250,7 +244,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 ALSO_BARE: tuple[str, ...] = (
-    *(name for name in SCENARIOS if name.endswith(": plain")),
+    *(f"{way} on {world}: plain" for way, world in MATRIX if world == 2 or (way, 2) not in MATRIX),
     "ddp on 2: small buckets and views",
     "ddp on 2: scaler and clipping",
     "ddp on 2: unused on one",
@@ -263,13 +257,12 @@ ALSO_BARE: tuple[str, ...] = (
 """Trained without being watched too, to the same bits."""
 
 COUNTED = ("ddp on 2: plain", "fsdp on 2: plain", "tp on 2: plain", "pipeline on 2: plain", "fsdp_tp on 4: plain")
-"""Trained with nothing but monitoring beside it, its collectives counted."""
+"""Its collectives are counted."""
 
 JOBS: dict[int, list[str]] = {
     world: [
         *(name for name in SCENARIOS if SCENARIOS[name].world == world),
         *(f"{name} / not watched" for name in ALSO_BARE if SCENARIOS[name].world == world),
-        *(f"{name} / watched only" for name in COUNTED if SCENARIOS[name].world == world),
     ]
     for world in (2, 4)
 }

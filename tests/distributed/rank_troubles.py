@@ -258,7 +258,7 @@ def _audited(rank: int, folder: Path, name: str, **how: Any) -> dict[str, Any]:
 def one_flipped_bit(rank: int, folder: Path) -> dict[str, Any]:
     def flip(step: int, model: nn.Module) -> None:
         if step == 1 and rank == 2:
-            weight = model.module.blocks["1"].mlp.up.weight.data
+            weight = model.module.blocks["0"].mlp.up.weight.data
             weight.view(torch.int32)[3, 5] ^= 1
 
     return _audited(rank, folder, "flipped", after=flip)

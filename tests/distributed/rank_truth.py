@@ -19,7 +19,7 @@ import torch
 from rank_nets import HEADS, WIDTH, Net, batch, loss_of, new_net
 from rank_pieces import put_together
 from rank_scenarios import Scenario
-from scipy import stats
+from scipy import special
 
 Vector = np.ndarray
 Table = dict[str, float]
@@ -55,7 +55,7 @@ def signal_and_noise(parts: Vector, sizes: Vector, weights: Vector) -> tuple[flo
 
 @cache
 def student_t(degrees: int) -> float:
-    return float(stats.t.ppf(0.975, degrees))
+    return float(special.stdtrit(degrees, 0.975))
 
 
 class Step:

@@ -98,7 +98,7 @@ class Seen:
 
 
 def train(way: Way, monitor: gv.Monitor | None, record: dict[str, Any] | None) -> None:
-    """The ordinary loop. What the truth needs is gathered beside it, where there is a record to keep it in."""
+    """The ordinary loop. What the truth needs is kept beside it, where there is a record, without any collective."""
     scenario = way.scenario
     if scenario.tell == "micro" and monitor is not None:
         way.on_micro = lambda loss, size: monitor.observe(loss, batch_size=size)
@@ -107,7 +107,7 @@ def train(way: Way, monitor: gv.Monitor | None, record: dict[str, Any] | None) -
     for step in range(scenario.steps):
         losses = way.backward(step)
         if record is not None:
-            record["grads"].append(way.gradients())
+            record["grads"].append(way.gradients() if scenario.needs_gradients else {})
             record["scale"].append(way.scaler.get_scale())
             record["losses"].append([float(loss) for loss in losses])
         if monitor is not None and scenario.tell != "micro":
@@ -147,9 +147,6 @@ def run(name: str, rank: int, folder: Path, seen: Seen) -> dict[str, Any]:
         train(way, None, None)
         return {"final": local_bits(way), "calls": seen.take()}
     record: dict[str, Any] = {key: [] for key in ("weights", "grads", "scale", "losses", "moments")}
-    if bare == "recorded":
-        train(way, None, record)
-        return record
     readings: list[Reading] = []
     path = folder / "runs" / name.replace(" ", "_").replace(":", "").replace(",", "")
     monitor = gv.watch(
@@ -160,15 +157,12 @@ def run(name: str, rank: int, folder: Path, seen: Seen) -> dict[str, Any]:
         batch_size=float(scenario.total(way.data_index)) if scenario.tell == "watch" else None,
         on_reading=readings.append,
     )
-    if bare == "watched only":
-        seen.take()
-        train(way, monitor, None)
-        calls = seen.take()
-        monitor.close()
-        return {"final": local_bits(way), "calls": calls, "calls_at_close": seen.take()}
+    seen.take()
     train(way, monitor, record)
+    record["calls"] = seen.take()
     monitor.close()
     record |= {
+        "calls_at_close": seen.take(),
         "readings": [plain(reading) for reading in readings],
         "latest": dict(monitor.latest),
         "findings": [(f.id, f.title, f.severity, json.dumps(f.to_json()["evidence"])) for f in monitor.findings],

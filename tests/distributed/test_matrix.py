@@ -22,11 +22,7 @@ SHARDED = {
     "head.weight",
     *(f"blocks.{i}.attn.{part}" for i in (0, 1) for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight")),
     *(f"blocks.{i}.attn.{part}" for i in (0, 1) for part in ("v_proj.weight", "v_proj.bias", "proj.weight")),
-    *(
-        f"blocks.{i}.{part}"
-        for i in (0, 1)
-        for part in ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "side.weight")
-    ),
+    *(f"blocks.0.{part}" for part in ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "side.weight")),
 }
 """Tensors that tensor parallelism cuts."""
 
@@ -264,7 +260,7 @@ def test_factors_of_a_variance_reduced_optimizer(name: str, metric: str, results
     found, truth = Seen(results, name).tables(metric), results.truth(name).factors(FACTORS[metric])
     for table in (*found, *truth):
         del table["gain"]  # of one element, whose factor is 1 but for rounding
-    hold(found, truth, absolute(1e-4 if metric == "vrgd/mean" else 1.1 / 1137), metric)
+    hold(found, truth, absolute(1e-4 if metric == "vrgd/mean" else 1e-6), metric)
 
 
 @names(lambda scenario: scenario.steps >= 20)
@@ -272,7 +268,7 @@ def test_window_of_steps(name: str, results: Results) -> None:
     truth = results.truth(name)
     tables = [Seen(results, name).tables(key, "window", ("tensors",)) for key in ("gsnr", "gsnr_low", "gsnr_high")]
     steps = [step for step, table in enumerate(tables[0]) if table]
-    assert steps == [19, 21, 23]
+    assert steps == [19, 21]
     for step in steps:
         known = {tensor for tensor, value in tables[0][step].items() if not math.isnan(value)}
         assert known == {"embed.weight", "head.weight"}

@@ -56,7 +56,7 @@ def test_training_is_the_same_to_the_last_bit(name: str, results: Results) -> No
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_one_collective_a_shipment_off_the_training_thread(name: str, results: Results) -> None:
-    for answer in results.of(f"{name} / watched only"):
+    for answer in results.of(name):
         calls = {key: answer["calls"]["other"].get(key, 0) + answer["calls_at_close"]["other"].get(key, 0)
                  for key in {**answer["calls"]["other"], **answer["calls_at_close"]["other"]}}  # fmt: skip
         sums, largest = calls.pop("all_reduce:SUM", 0), calls.pop("all_reduce:MAX", 0)
@@ -69,6 +69,5 @@ def test_one_collective_a_shipment_off_the_training_thread(name: str, results: R
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_no_collective_on_the_training_thread(name: str, results: Results) -> None:
-    watched, bare = results.of(f"{name} / watched only"), results.of(f"{name} / not watched")
-    for one, other in zip(watched, bare, strict=True):
+    for one, other in zip(results.of(name), results.of(f"{name} / not watched"), strict=True):
         assert one["calls"]["main"] == other["calls"]["main"]

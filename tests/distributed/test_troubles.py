@@ -117,9 +117,9 @@ def test_one_flipped_bit_on_one_rank(results: Results) -> None:
             assert reading["values"]["ranks/checksum_mismatch"] == 1
             assert reading["ranks"]["ranks/replica"] == [0, 0, 1, 0]
             named = {name for name, count in zip(found[0]["names"], mismatch, strict=True) if count > 0}
-            assert named == {"blocks.1.mlp.up.weight"}
+            assert named == {"blocks.0.mlp.up.weight"}
     told = [finding for finding in found[0]["findings"] if finding[0] == "replica_mismatch"]
-    assert [(finding[1], finding[2]) for finding in told] == [(2, ("blocks.1.mlp.up.weight",))]
+    assert [(finding[1], finding[2]) for finding in told] == [(2, ("blocks.0.mlp.up.weight",))]
 
 
 def test_two_ranks_with_the_same_samples(results: Results) -> None:
