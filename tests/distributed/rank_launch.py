@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,17 +49,6 @@ class Fork:
 
     def poll(self) -> int | None:
         return self._process.exitcode
-
-
-def start(command: Sequence[object], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """A Python process that writes to a log."""
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
 
 
 def end(

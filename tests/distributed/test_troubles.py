@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from rank_compare import same
-from rank_launch import end, start
+from rank_launch import end
 from rank_mortal import DEATH, STEPS
 from rank_results import Results
-from warm_process import WarmProcess
 
 import gradvitals as gv
 
@@ -161,17 +164,24 @@ def test_ranks_that_make_different_numbers_of_steps(results: Results) -> None:
     assert found[0]["steps"][:9] == list(range(9))
 
 
+def start(command: Sequence[object], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """A Python process that writes to a log."""
+    python = warm_python.executable()
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [python, *map(str, command)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": python, **environment},
+        )
+
+
 @pytest.mark.parametrize("how", ["killed", "crash"])
 def test_a_rank_that_dies_leaves_a_readable_run(how: str, tmp_path: Path) -> None:
     begun = time.monotonic()
-    processes: list[Any] = []
-    for rank in range(2):
-        log = tmp_path / f"log{rank}"
-        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-        if how == "crash":  # Python itself ends rank 0
-            processes.append(start([MORTAL, how, tmp_path], log, **environment))
-        else:
-            processes.append(WarmProcess(MORTAL, how, tmp_path, log=log, environment=environment))
+    processes = [
+        start([MORTAL, how, tmp_path], tmp_path / f"log{rank}", RANK=str(rank), WORLD_SIZE="2") for rank in range(2)
+    ]
     end(processes, time.monotonic() + 90, grace=75)
     assert time.monotonic() - begun < 80, "rank 0 does not wait for the dead"
     assert processes[1].poll() == 9
@@ -193,7 +203,7 @@ def test_a_rank_that_dies_leaves_a_readable_run(how: str, tmp_path: Path) -> Non
 def test_an_elastic_restart_continues_the_run(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone",
                MORTAL, "elastic", tmp_path]  # fmt: skip
-    process = start(command, tmp_path / "log", GLOO_SOCKET_IFNAME="lo")
+    process = start(command, tmp_path / "log")
     end([process], time.monotonic() + 100)
     log = (tmp_path / "log").read_text()
     assert process.returncode == 0, log
