@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,11 @@ from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
 pytestmark = pytest.mark.browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+Opened = Callable[..., tuple[Any, list[str]]]
 LAYERS = ("embed", '<img src=x onerror="window.hacked=1">', "L" * 10_000, "head")
 FINDING = Finding(
     id="explosion", severity="critical", title="the norm <b>rose</b>", tensors=LAYERS, first_step=150, causes=("a",)
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 def readings(step: int) -> list[Reading]:
@@ -65,21 +53,42 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def opened(browser: Any, file: Path, **options: Any) -> tuple[Any, list[str]]:
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Iterator[Any]:
+    """One page for all: opening a file anew takes a fraction of what starting a page does."""
+    page = browser.new_page()
+    yield page
+    page.context.close()
+
+
+@pytest.fixture
+def opened(tab: Any, file: Path) -> Iterator[Opened]:
     """The page, and everything that went wrong on it or wanted out."""
-    page = browser.new_page(**options)
     wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text))
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
-    page.goto(file.as_uri())
-    return page, wrong
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: wrong.append(message.text),
+        "pageerror": lambda error: wrong.append(str(error)),
+        "request": lambda request: wrong.append(request.url) if request.url.startswith("http") else None,
+    }
+    for event, hear in listeners.items():
+        tab.on(event, hear)
+
+    def open_(width: int = 1280, color_scheme: str = "light") -> tuple[Any, list[str]]:
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(color_scheme=color_scheme)
+        tab.mouse.move(0, 0)
+        tab.goto(file.as_uri())
+        return tab, wrong
+
+    yield open_
+    for event, hear in listeners.items():
+        tab.remove_listener(event, hear)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_opens_from_a_file_at_any_width(browser: Any, file: Path, width: int, scheme: str) -> None:
-    page, wrong = opened(browser, file, viewport={"width": width, "height": 900}, color_scheme=scheme)
+def test_it_opens_from_a_file_at_any_width(opened: Opened, width: int, scheme: str) -> None:
+    page, wrong = opened(width, scheme)
     assert wrong == []
     assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
     assert page.evaluate("window.hacked") is None
@@ -89,11 +98,10 @@ def test_it_opens_from_a_file_at_any_width(browser: Any, file: Path, width: int,
     sizes = page.eval_on_selector_all(".plot svg, img.heat", "all => all.map(one => one.getBoundingClientRect().width)")
     assert len(sizes) >= 5
     assert min(sizes) > 200
-    page.close()
 
 
-def test_all_curves_share_one_axis_and_a_flag_leads_to_its_finding(browser: Any, file: Path) -> None:
-    page, wrong = opened(browser, file, viewport={"width": 1280, "height": 900})
+def test_all_curves_share_one_axis_and_a_flag_leads_to_its_finding(opened: Opened) -> None:
+    page, wrong = opened()
     boxes = page.eval_on_selector_all(
         ".plot svg, img.heat",
         "all => all.map(one => [one.getBoundingClientRect().x, one.getBoundingClientRect().width])",
@@ -105,11 +113,10 @@ def test_all_curves_share_one_axis_and_a_flag_leads_to_its_finding(browser: Any,
     flag.click()
     assert page.evaluate("document.querySelector(':target').innerText").count("the norm <b>rose</b>") == 1
     assert wrong == []
-    page.close()
 
 
-def test_the_pointer_reads_curves_and_cells(browser: Any, file: Path) -> None:
-    page, wrong = opened(browser, file, viewport={"width": 1280, "height": 900})
+def test_the_pointer_reads_curves_and_cells(opened: Opened) -> None:
+    page, wrong = opened()
     norm = page.locator(".lane.curve", has_text="Gradient norm")
     plot = norm.locator("svg")
     plot.scroll_into_view_if_needed()
@@ -127,7 +134,6 @@ def test_the_pointer_reads_curves_and_cells(browser: Any, file: Path) -> None:
     assert words.startswith("head, step 50: ")
     assert float(words.rsplit(" ", 1)[1]) == pytest.approx(4.0, rel=0.03)
     assert wrong == []
-    page.close()
 
 
 def test_without_script_it_is_whole(browser: Any, file: Path) -> None:
