@@ -55,6 +55,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what has been imported by now stays: a collection, of which tests ask many, need not look at it
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # to be taken apart in order, which some of it asks for
+
+
 @pytest.fixture(scope="module")
 def spawned_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """Runs ``work(rank, folder)`` in processes of their own, once for all workers of xdist; returns what each saved.
