@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import torch
 from gradvitals import open_run
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.lab import overhead, shapes
+from gradvitals.lab import overhead, shapes, stretch
 from gradvitals.lab.no_sync import check_no_sync
 from gradvitals.lab.overhead import VARIANTS, format_overhead, run_overhead
 from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monitored
+from gradvitals.measure.budget import Budget
+from gradvitals.measure.clock import Lap
 
 CPU = torch.device("cpu")
 TINY = {
@@ -75,9 +78,18 @@ def test_the_small_shapes_have_about_a_million_parameters(name: str) -> None:
     assert 0.9e6 < shapes.SHAPES[name](torch.device("meta")).num_parameters < 1.1e6
 
 
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor has fewer steps to find its cadence in."""
+    monkeypatch.setattr(stretch, "THINNING_STEPS", 100)
+
+
+@pytest.mark.usefixtures("short_search")
 def test_every_variant_is_timed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
-    monkeypatch.setitem(overhead.MONITORED, "default", Config(tensor_every=5, quiet=True))
+    for variant, config in overhead.MONITORED.items():
+        monkeypatch.setitem(overhead.MONITORED, variant, replace(config, window_steps=20))
+    monkeypatch.setitem(overhead.MONITORED, "default", Config(tensor_every=5, window_steps=20, quiet=True))
     lines: list[str] = []
     result = run_overhead(device="cpu", shapes=["mlp"], steps=1, rounds=1, progress=lines.append)
 
@@ -132,9 +144,9 @@ def test_timed_stretches_hold_their_share_of_every_kind_of_reading(every: int, t
     training, watched = TINY["mlp"](CPU), WatchedRun(tmp_path / "run")
     timed: list[int] = []
     for number in range(config.detail_factor):
-        stretch = time_monitored(config, training, every, watched)
-        assert stretch.wall_seconds > 0
-        assert stretch.flush_seconds is not None
+        timing = time_monitored(config, training, every, watched)
+        assert timing.wall_seconds > 0
+        assert timing.flush_seconds is not None
         with open_run(watched.path) as run:
             steps = run.series("loss")[0]
         if number == 0:
@@ -164,16 +176,25 @@ def test_a_run_goes_on_with_what_it_knows_and_has_set_everything_up_before_it_is
     assert since[0] > before[-1]
 
 
-def test_on_a_cpu_the_cadence_is_found_before_anything_is_timed(tmp_path: Path) -> None:
+def test_on_a_cpu_the_cadence_is_found_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def charge(budget: Budget, lap: Lap, own_seconds: float, *, full: bool) -> None:
+        """Steps of 1 ms, and what reading them takes by a clock that no other program holds up."""
+        cost = 2e-3 if full else 2e-4
+        budget.add(full=full, wall_seconds=1e-3 * lap.steps, cost_seconds=cost, steps=lap.steps)
+
+    monkeypatch.setattr(stretch, "THINNING_STEPS", 300)
+    monkeypatch.setattr(Budget, "charge", charge)
     training, watched = TINY["mlp"](CPU), WatchedRun(tmp_path / "run")
     time_monitored(Config(quiet=True, window_steps=20), training, 50, watched)
-    assert watched.step_every > 1  # steps of a fraction of a millisecond
-    assert watched.every >= 50
     known = (watched.every, watched.step_every)
+    assert known == (150, 20)  # 1.8 ms more in 150 steps, 0.2 ms in 20: together within 3 % of the time
     time_monitored(Config(quiet=True, window_steps=20), training, 50, watched)
     assert (watched.every, watched.step_every) == known
 
 
+@pytest.mark.usefixtures("short_search")
 def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no reading today")
