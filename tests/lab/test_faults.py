@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from gradvitals.cli import main
 from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.faults import fault as fault_module
-from gradvitals.lab.faults import pictures
+from gradvitals.lab.faults import pictures, tasks
 from gradvitals.lab.faults.controls import CONTROLS
 from gradvitals.lab.faults.detectors import _episodes, diagnose, judge
 from gradvitals.lab.faults.optimizer_faults import FROZEN
@@ -37,7 +39,7 @@ from gradvitals.lab.faults.score import (
     right_place,
     tally,
 )
-from gradvitals.lab.faults.tasks import RECIPES, prepare, with_changes
+from gradvitals.lab.faults.tasks import RECIPES, Task, prepare, with_changes
 from gradvitals.lab.faults.zoo import FAULTS
 from gradvitals.types import Layout, Reading
 
@@ -295,13 +297,27 @@ def test_a_task_learns(task: str) -> None:
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:5])
 
 
+@pytest.fixture
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a few steps are trained, or none."""
+    monkeypatch.setattr(tasks, "NUM_PICTURES", {"mlp": 640, "cnn": 640})
+
+
+@pytest.fixture(scope="module")
+def twin_of() -> Callable[[Task], Recording]:
+    """The healthy twin of all faults of a task, trained once."""
+    return cache(lambda task: record("twin", with_changes(RECIPES[task], steps=8), 0))
+
+
+@pytest.mark.usefixtures("few_pictures")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_bites_from_its_step_on_and_not_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_bites_from_its_step_on_and_not_before(
+    name: str, twin_of: Callable[[Task], Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fault_module, "MIDDLE", 4)
     fault = FAULTS[name]
     task = fault.tasks[0]
-    recipe = with_changes(RECIPES[task], steps=8)
-    ours, twin = record(name, recipe, 0, fault), record("twin", recipe, 0)
+    ours, twin = record(name, with_changes(RECIPES[task], steps=8), 0, fault), twin_of(task)
     planted = fault.planted(0)
     assert ours.planted == planted == (4 if fault.later else 0)
 
@@ -314,6 +330,7 @@ def test_a_fault_bites_from_its_step_on_and_not_before(name: str, monkeypatch: p
     assert any(left.shape != right.shape or not np.allclose(left, right) for left, right in pairs[planted:])
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_a_fault_names_real_layers() -> None:
     for fault in FAULTS.values():
         for task, places in fault.place.items():
@@ -322,6 +339,7 @@ def test_a_fault_names_real_layers() -> None:
                 assert isinstance(model.get_submodule(place), nn.Module)
 
 
+@pytest.mark.usefixtures("few_pictures")
 @pytest.mark.parametrize("task", FROZEN)
 @pytest.mark.parametrize("name", ["frozen_left_out", "frozen_lr_0", "frozen_detached"])
 def test_a_frozen_layer_does_not_move_and_the_others_do(name: str, task: str) -> None:
