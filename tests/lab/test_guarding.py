@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from gradvitals.lab import shapes
 from gradvitals.lab.guarding import VARIANTS, format_guarding, run_guarding
 
 
 @pytest.mark.slow
-def test_every_variant_is_timed_beside_bare_steps() -> None:
+def test_every_variant_is_timed_beside_bare_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "mlp", partial(shapes.mlp, micro_batch_size=8, width=64))
     result = run_guarding("cpu", ["mlp"], steps=12, rounds=1)
     (shape,) = result["shapes"]
     assert set(shape["variants"]) == set(VARIANTS)
