@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,19 +19,20 @@ if find_spec("triton") is None:
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Where the kernels run."""
     if torch.cuda.is_available():
-        return torch.device("cuda")
-    from interpreted_faster import look_once_a_launch
+        yield torch.device("cuda")
+        return
+    from interpreted_faster import interpreted_faster
 
     monkeypatch.setattr(kernels._State, "interpreted", True)
-    look_once_a_launch(monkeypatch)
-    return torch.device("cpu")
+    with interpreted_faster():
+        yield torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def nothing_given_up() -> None:
+def nothing_given_up() -> Iterator[None]:
     """A kernel that fails must fail its test, not be replaced by torch."""
     yield
     assert not kernels._State.broken
