@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+STEPS, BAD, FOUND = 24, 15, 9
+"""Steps to make, the one with something that must not be trusted, and one with a finding."""
+
 
 def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     from guarded import Net, batch
@@ -25,31 +28,36 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     config = gv.Config(quiet=True)
     monitor = gv.watch(model, optimizer, run=folder / scenario, config=config)
-    back = gv.act.RollBack(every=10, settle=5, on=("loss_rising",))
+    back = gv.act.RollBack(every=8, settle=4, on=("loss_rising",))
     scaler = torch.amp.GradScaler("cpu", enabled=scenario.startswith("scaler"))
     guard = gv.Guard(
-        monitor, mode="act", scheduler=scheduler, rollback=back, scaler=scaler if scaler.is_enabled() else None
+        monitor,
+        mode="act",
+        scheduler=scheduler,
+        skip=gv.act.Skip(first_steps=10),
+        rollback=back,
+        scaler=scaler if scaler.is_enabled() else None,
     )
-    for index in range(60):
+    for index in range(STEPS):
         inputs, targets = batch(2 * index + rank)
         loss = (model(inputs) - targets).square().mean()
-        if scenario in ("nan_gradient", "scaler") and index == 35 and rank == 1:
+        if scenario in ("nan_gradient", "scaler") and index == BAD and rank == 1:
             loss = loss * float("nan")
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        if scenario == "scaler_on_one" and index == 35 and rank == 1:
+        if scenario == "scaler_on_one" and index == BAD and rank == 1:
             next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
         told = loss.detach()
-        if scenario == "loss_on_one" and rank == 0 and index == 35:
+        if scenario == "loss_on_one" and rank == 0 and index == BAD:
             told = told * 1e6
-        if scenario == "nan_loss" and rank == 1 and index == 35:
+        if scenario == "nan_loss" and rank == 1 and index == BAD:
             told = told * float("nan")
         if scenario != "told_by_one" or rank == 0:
-            monitor.observe(told * (1e6 if scenario == "told_by_one" and index == 35 else 1))
-        if scenario == "finding_on_one" and rank == 0 and index == 33:
+            monitor.observe(told * (1e6 if scenario == "told_by_one" and index == BAD else 1))
+        if scenario == "finding_on_one" and rank == 0 and index == FOUND:
             assert monitor.judge is not None
-            found = Finding(id="loss_rising", severity="critical", title="made up", first_step=33)
-            monitor.judge.opened.append((33, found))
+            found = Finding(id="loss_rising", severity="critical", title="made up", first_step=FOUND)
+            monitor.judge.opened.append((FOUND, found))
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()

@@ -25,15 +25,15 @@ import gradvitals as gv
 from gradvitals.act import duty
 from gradvitals.measure.ranks.shards import local
 
-WORLD, STEPS = 4, 40
-SPIKE, BUMP, BROKEN = 30, 32, 34
+WORLD, STEPS = 4, 20
+SPIKE, BUMP, BROKEN = 14, 16, 18
 """Steps with a gradient that is to be left out, clipped, and NaN on one rank alone."""
 KINDS = {"ddp": 4, "fsdp": 4, "hsdp": 4, "tp": 1, "fsdp_tp": 2, "pipeline": 2, "fsdp, whole": 4}
 """Arrangements of four ranks, and how many parts of the batch they see. The last clips all tensors by one factor."""
 
 
 MOVED = "fsdp to fsdp_tp"
-"""A run that is given up after 26 steps, and gone on with in another arrangement."""
+"""A run that is given up after 13 steps, and gone on with in another arrangement."""
 
 
 class Meshes:
@@ -131,9 +131,11 @@ def train(
     optimizer = torch.optim.AdamW(run.net.parameters(), lr=0.02, foreach=False)
     config = gv.Config(quiet=True, pipeline_stage=run.rank // 2 if kind == "pipeline" else None)
     monitor = gv.watch(run.net, optimizer, run=folder / kind.replace(", ", "_"), config=config)
-    clip = gv.act.Clip(method="outlier" if "whole" in kind else "tensor", first_steps=12, ratio=1.2, z=1)
-    back = gv.act.RollBack(every=10, settle=5)
-    skip = gv.act.Skip(z=3)
+    clip = gv.act.Clip(
+        method="outlier" if "whole" in kind else "tensor", first_steps=6, ratio=1.2, z=1, tensor_ratio=1.7
+    )
+    back = gv.act.RollBack(every=5, settle=2)
+    skip = gv.act.Skip(z=3, first_steps=12)
     guard = gv.Guard(monitor, mode="act", clip=clip, skip=skip, rollback=back, folder=snapshots)
     begun = guard.resume() if snapshots is not None else 0
     duty.look, dist.all_reduce = look, counted
@@ -173,7 +175,7 @@ def main(rank: int, folder: Path, kinds: list[str]) -> None:
     for kind in kinds or [*KINDS, MOVED]:
         try:
             if kind == MOVED:
-                train("fsdp", meshes, folder / "before", until=26, snapshots=folder / "snapshots")
+                train("fsdp", meshes, folder / "before", until=13, snapshots=folder / "snapshots")
                 results[kind] = train("fsdp_tp", meshes, folder / "after", snapshots=folder / "snapshots")
             else:
                 results[kind] = train(kind, meshes, folder)

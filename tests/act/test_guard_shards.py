@@ -84,4 +84,4 @@ def test_all_ranks_do_what_one_process_does(ranks: Any, alone: Any, name: str) -
 
 def test_the_run_that_moved_went_on_from_its_snapshot(ranks: Any, alone: Any) -> None:
     results, _ = both(ranks, alone, MOVED)
-    assert [result["begun"] for result in results] == [20] * WORLD
+    assert [result["begun"] for result in results] == [10] * WORLD
