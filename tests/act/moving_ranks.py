@@ -25,7 +25,7 @@ from gradvitals.act.snap_place import Place
 from gradvitals.act.subject import Subject
 from gradvitals.measure.moments import stepping
 
-WORLD, BEFORE, AFTER = 4, 5, 3
+WORLD, BEFORE, AFTER = 4, 3, 2
 SIZES = {"alone": 1, "hsdp": 4, "fsdp_tp": 4, "pipe": 2, "same_names": 2, "tp": 2}
 
 MOVES = [

@@ -423,6 +423,29 @@ MISTAKES = {
 }
 
 
+class Groups:
+    """Shared by all that do not fail: each has threads that wake a hundred times a second."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Any] = {}
+
+    def attempt(self, work: Callable[[Any], dict[str, Any] | None], ranks: int = WORLD) -> dict[str, Any]:
+        """What came of work that the first ranks do in a group."""
+        found: dict[str, Any] | None = None
+        if ranks not in self._of:
+            self._of[ranks] = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=5))
+        try:
+            if dist.get_rank() < ranks:
+                found = work(self._of[ranks])
+        except Exception as error:
+            found = {"kind": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
+        failed = torch.tensor(float("error" in (found or {})))
+        dist.all_reduce(failed)
+        if failed:  # on any rank: what is left in it would spoil what comes next
+            del self._of[ranks]
+        return found or {}
+
+
 def run_all(rank: int, folder: str) -> None:
     """Everything above on one of the ranks; results go into a file."""
     torch.set_num_threads(1)
@@ -430,28 +453,13 @@ def run_all(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=20)
     )
-    results: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        # A group of its own, so that one that fails does not spoil the next.
-        group = dist.new_group(list(range(scenario.ranks)), timeout=timedelta(seconds=5))
-        if rank < scenario.ranks:
-            try:
-                results[name] = run(scenario, rank, group)
-            except Exception:
-                results[name] = {"error": traceback.format_exc()}
-    for name, handover in HANDOVERS.items():
-        group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=5))
-        try:
-            results[name] = handover(rank, group)
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-    for name, mistake in MISTAKES.items():
-        group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=5))
-        try:
-            mistake(rank, group)
-            results[name] = {}
-        except Exception as error:
-            results[name] = {"kind": type(error).__name__, "error": str(error)}
+    groups = Groups()
+    results = {
+        name: groups.attempt(lambda group, scenario=scenario: run(scenario, rank, group), scenario.ranks)
+        for name, scenario in SCENARIOS.items()
+    }
+    for name, job in {**HANDOVERS, **MISTAKES}.items():
+        results[name] = groups.attempt(lambda group, job=job: job(rank, group))
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

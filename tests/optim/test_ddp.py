@@ -33,7 +33,7 @@ def test_ranks_are_the_same_as_micro_batches(name: str, results: list[dict[str, 
     scenario = SCENARIOS[name]
     found = [results[rank][name] for rank in range(scenario.ranks)]
     for each in found:
-        assert "error" not in each, each["error"]
+        assert "error" not in each, each["trace"]
         assert set(each["num_parts"]) == {scenario.num_parts}
     expected, start = in_one_process(scenario), [p.detach() for p in new_model(scenario).parameters()]
     moved = max((wanted - before).abs().max() for wanted, before in zip(expected, start, strict=True))
@@ -80,7 +80,7 @@ def test_a_model_outlives_its_optimizer(results: list[dict[str, Any]]) -> None:
     """Plain descent on it afterwards is what it is on a model that no optimizer was told about."""
     for rank in range(WORLD):
         found = results[rank]["then_plain"]
-        assert "error" not in found, found["error"]
+        assert "error" not in found, found["trace"]
         for got, wanted in zip(found["weights"], found["expected"], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
@@ -89,7 +89,7 @@ def test_another_optimizer_on_the_same_model(results: list[dict[str, Any]]) -> N
     expected = then_another_in_one_process()
     for rank in range(WORLD):
         found = results[rank]["then_another"]
-        assert "error" not in found, found["error"]
+        assert "error" not in found, found["trace"]
         assert found["num_parts"] == [8] * STEPS
         for got, wanted in zip(found["weights"], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
