@@ -44,7 +44,7 @@ def _finding(db: sqlite3.Connection, key: str, **changed: object) -> None:
 
 def _long_findings(db: sqlite3.Connection) -> None:
     for key in ("a", "b"):
-        _finding(db, key, title=key * (50 * MB))
+        _finding(db, key, title=key * (20 * MB))
 
 
 def _many_findings(db: sqlite3.Connection) -> None:
@@ -61,7 +61,7 @@ def _nested_findings(db: sqlite3.Connection) -> None:
 
 def _long_meta(db: sqlite3.Connection) -> None:
     for key in ("facts", "more"):
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps({"x": "m" * (50 * MB)})))
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps({"x": "m" * (20 * MB)})))
 
 
 def _nested_meta(db: sqlite3.Connection) -> None:
