@@ -28,7 +28,7 @@ from gradvitals.lab.vrgd.trial import Trial
 from gradvitals.optim.reduced import VarianceReduced
 
 CPU = torch.device("cpu")
-NUM_STEPS = 8
+NUM_STEPS = 6
 K = 6
 
 
