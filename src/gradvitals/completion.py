@@ -189,7 +189,8 @@ class Completion:
             if rarer and not (beyond and self._beyond_told):
                 self._beyond_told, self._told = beyond, wanted
                 costs = {"spent": spent, "fixed": budget.fixed, "budget": budget.share}
-                self._report(notices.readings_thinned(raw.step, **costs, before=before, after=wanted))
+                heard = "loss" in reading.values or "clip/max_norm" in reading.values
+                self._report(notices.readings_thinned(raw.step, **costs, before=before, after=wanted, heard=heard))
         if self._config.overhead_budget is None:
             return reading
         return replace(reading, values={**reading.values, "monitor/overhead": spent})

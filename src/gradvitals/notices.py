@@ -24,8 +24,23 @@ def source_unavailable(source: str, reason: str, step: int) -> Finding:
     )
 
 
+def is_said(finding: Finding, before: Sequence[Finding]) -> bool:
+    """Whether a notice is said while training goes on: all but notes, and the first time that steps are passed over."""
+    if finding.severity != "info":
+        return True
+    steps = [one for one in (finding, *before) if one.id == "readings_thinned" and one.evidence["steps_after"] > 1]
+    return steps[:1] == [finding] and len(steps) == 1
+
+
 def readings_thinned(
-    step: int, *, spent: float, fixed: float, budget: float, before: tuple[int, int], after: tuple[int, int]
+    step: int,
+    *,
+    spent: float,
+    fixed: float,
+    budget: float,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    heard: bool = True,
 ) -> Finding:
     """Monitoring cost more than its budget.
 
@@ -36,16 +51,20 @@ def readings_thinned(
         budget: What was allowed.
         before: Steps from one per-tensor reading to the next, so far, and from one that is read at all to the next.
         after: The same from here on.
+        heard: Whether the loop tells its loss, or clips, so that something is known of steps that are passed over.
     """
     (_, steps_before), (every, step_every) = before, after
     title = f"per-tensor readings now come every {every} steps to stay within the overhead budget"
     cure = "raise overhead_budget, or choose fewer metrics"
     if step_every > 1:
+        others = "those whose loss or norm stands out are read all the same"
         title = (
             f"one step in {step_every} is read from here on, and single tensors every {every} steps, to take no more "
-            f"than {100 * budget:.2g} % of the time; steps whose loss or norm stands out are read all the same"
+            f"than {100 * budget:.2g} % of the time; {others if heard else 'nothing is known of the others'}"
         )
         cure = "to have every step read, set overhead_budget to 1"
+        if not heard:
+            cure = f"call monitor.observe(loss) after backward: of the other steps, {others}; {cure}"
     elif fixed > budget and steps_before == 1:
         title = (
             f"what is read at every step takes {100 * fixed:.2g} % of it, over the overhead budget of "

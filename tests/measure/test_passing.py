@@ -473,3 +473,27 @@ def test_where_much_stands_out_not_all_that_follows_is_read(tmp_path: Path) -> N
     assert set(often) <= read
     awake = set(range(often[0], often[0] + AWAKE_STEPS + 1))
     assert read == {*due(range(GROWN, GROWN + 400)), *often, *awake}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_run_that_ends_in_steps_that_are_passed_over_knows_how_many_it_made(
+    tmp_path: Path, micro_batches: int
+) -> None:
+    whole, _ = train(tmp_path / "whole", 1, steps=61, micro_batches=micro_batches)
+    thin, _ = train(tmp_path / "thin", EVERY, steps=61, micro_batches=micro_batches)
+    last = GROWN + 60
+    assert last not in due([last])
+    with gv.open_run(thin.run_path) as run:
+        assert run.last_step == last
+        assert int(run.series("grad/norm")[0][-1]) == GROWN + 56
+    if micro_batches == 1:
+        assert series(thin, "loss")[last] == pytest.approx(series(whole, "loss")[last])
+    else:  # what each of them weighs is not known
+        assert last not in series(thin, "loss")
+
+
+def test_a_run_whose_last_step_was_read_ends_with_it(tmp_path: Path) -> None:
+    thin, _ = train(tmp_path / "thin", EVERY, steps=57)
+    with gv.open_run(thin.run_path) as run:
+        assert run.last_step == GROWN + 56
+        assert sum(reading.step == GROWN + 56 and reading.source is None for reading in run.readings()) == 1

@@ -174,6 +174,10 @@ def test_whose_budget_is_what() -> None:
     on_a_gpu = budget_for(gv.Config(overhead_budget=0.01), alone=True, on_host=False)
     assert on_a_gpu is not None
     assert (on_a_gpu.share, on_a_gpu.thins_steps, on_a_gpu.free_seconds) == (0.01, False, 0.0)
+    less, more = (budget_for(gv.Config(overhead_budget=share), alone=True, on_host=True) for share in (0.01, 0.2))
+    assert less is not None
+    assert more is not None
+    assert (less.free_seconds, more.free_seconds) == (0.0, plain.free_seconds)  # who allows more does not get less
 
 
 def test_clock_gives_the_time_of_what_was_passed_over_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +211,7 @@ def test_clock_counts_nested_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.lap().cost_seconds() == 0.0
 
 
-def train(path: Path, config: gv.Config, steps: int, *, optimizers: int = 1) -> gv.Monitor:
+def train(path: Path, config: gv.Config, steps: int, *, optimizers: int = 1, observed: bool = False) -> gv.Monitor:
     torch.manual_seed(0)
     model = mlp()
     parts = [list(model.parameters())[n::optimizers] for n in range(optimizers)]
@@ -215,7 +219,10 @@ def train(path: Path, config: gv.Config, steps: int, *, optimizers: int = 1) -> 
     data = Data()
     with gv.watch(model, steppers, run=path, config=config) as monitor:
         for _ in range(steps):
-            regression(model, data.batch(4)).backward()
+            loss = regression(model, data.batch(4))
+            loss.backward()
+            if observed:
+                monitor.observe(loss)
             for optimizer in steppers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -271,6 +278,19 @@ def test_a_monitor_whose_steps_are_too_short_passes_some_over_and_says_so(
         assert [s for s in steps if s < since] == list(range(since))
         assert [s for s in steps if s >= since] == [s for s in range(since, 60) if s % 5 == 0 or s % 4 == 0]
         assert run.matrix("grad/norm")[0].tolist() == [0, 1, 2, *range(4, 60, 4)]
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_passing_over_is_said_once_and_what_is_known_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], observed: bool
+) -> None:
+    fake_costs(monkeypatch, full=0.06, fixed=0.04)
+    config = gv.Config(tensor_every=4, overhead_budget=0.02)
+    train(tmp_path / "run", config, 60, observed=observed)
+    said = [line for line in capsys.readouterr().err.splitlines() if "is read from here on" in line]
+    assert len(said) == 1
+    assert ("loss or norm stands out" in said[0]) == observed
+    assert ("nothing is known of the others" in said[0]) != observed
 
 
 def test_a_budget_that_no_cadence_obeys_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

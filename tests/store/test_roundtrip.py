@@ -115,6 +115,8 @@ def test_any_name_will_do(tmp_path, make_layout, name):
         writer.write(Reading(step=0, time=0.0, tensors={"grad/norm": np.array([1.0, 2.0])}))
     with open_run(tmp_path) as run:
         assert run.tensors[1].name == name
+        (info,) = (info for info in run.tensors if info.name == name)
+        assert run.series("grad/norm", tensor=info)[1].tolist() == [2.0]
         assert run.series("grad/norm", tensor=name)[1].tolist() == [2.0]
         with pytest.raises(UnknownNameError):
             run.series("grad/norm", tensor=name + "?")

@@ -146,8 +146,12 @@ def budget_for(config: Config, *, alone: bool, on_host: bool) -> Budget | None:
     """
     share = config.overhead_budget
     thins_steps = alone and on_host
+    if share is not None and share >= 1:
+        return None
     if share is not None:
-        return Budget(share, config.tensor_every, thins_steps=thins_steps) if share < 1 else None
+        # Who allows more than the default is not to get less from the start.
+        free = FREE_SECONDS if thins_steps and share >= DEFAULT_SHARE else 0.0
+        return Budget(share, config.tensor_every, thins_steps=thins_steps, free_seconds=free)
     if not thins_steps:
         return None
     return Budget(

@@ -7,6 +7,7 @@ by, cost nothing to have, and are looked at in every step before the optimizer m
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradvitals.measure.station import Station
+from gradvitals.types import Reading
 
 if TYPE_CHECKING:
     from gradvitals.measure.tap import Tap
@@ -84,6 +86,8 @@ class Passing:
         """From which step on those that follow one that stands out may be read too."""
         self._told: list[tuple[float | None, float | None]] = []
         """Losses that the loop has told in the step in progress, and the samples behind each."""
+        self._told_last: list[tuple[float | None, float | None]] = []
+        """The same of the step before, where it was passed over."""
 
     @property
     def allowed(self) -> bool:
@@ -117,6 +121,7 @@ class Passing:
     def count_step(self, station: Station) -> bool:
         """The optimizer has made a step that is passed over. Returns whether there is more to do than to count it."""
         self._tap.step += 1
+        self._told, self._told_last = self._told_last, self._told
         self._told.clear()
         station.sentinel.note_left()
         return self._next_read - self._tap.step < LOOKS
@@ -166,6 +171,15 @@ class Passing:
             tap.draft.observed.note(loss, size, passes)
         tap.observes = len(self._told)
         self._told.clear()
+
+    def last_step(self) -> list[Reading]:
+        """What is known of the last step of a run, where it was passed over: that it was made, and its loss."""
+        step = self._tap.step - 1
+        if not self.asleep or step < self._asleep_since:
+            return []
+        told = [loss for loss, _ in self._told_last if loss is not None]
+        # Of several micro-batches it would have to be known what each of them weighs.
+        return [Reading(step=step, time=time.time(), values={"loss": told[0]} if len(told) == 1 else {})]
 
     def forget(self) -> None:
         """The run goes on from another step."""

@@ -170,7 +170,7 @@ class Run(Drawn):
         self,
         metric: str,
         *,
-        tensor: str | None = None,
+        tensor: str | TensorInfo | None = None,
         layer: str | None = None,
         head: str | None = None,
         rank: int | None = None,
@@ -181,7 +181,7 @@ class Run(Drawn):
 
         Args:
             metric: Its id, such as ``grad/norm``.
-            tensor: Name of a tensor.
+            tensor: One of `tensors`, or its name.
             layer: Name of a layer.
             head: Name of an attention head.
             rank: Number of a process of a distributed run.
@@ -368,8 +368,11 @@ class Run(Drawn):
         return aligned
 
 
-def _named_row(tensor: str | None, layer: str | None, head: str | None, rank: int | None = None) -> tuple[Kind, str]:
+def _named_row(
+    tensor: str | TensorInfo | None, layer: str | None, head: str | None, rank: int | None = None
+) -> tuple[Kind, str]:
     process = None if rank is None else f"#{rank}"
+    tensor = tensor.name if isinstance(tensor, TensorInfo) else tensor
     named: list[tuple[Kind, str | None]] = [("tensors", tensor), ("layers", layer), ("heads", head), ("ranks", process)]
     given = [(kind, name) for kind, name in named if name is not None]
     if len(given) > 1:
