@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from gradvitals.types import SOURCES, Reading, Source
@@ -53,6 +54,11 @@ class Average:
     def established(self) -> bool:
         """Whether the signal is beyond doubt: four standard errors, as many averages are looked at in a run."""
         return 2 * self.low > self.value > 0
+
+    @property
+    def most(self) -> float:
+        """The upper end, with a value below 0 read as 0: what brought it there, the interval knows nothing of."""
+        return self.high - min(self.value, 0.0)
 
     @property
     def per_step(self) -> float:
@@ -105,19 +111,20 @@ class Averages:
     odd: list[int] = field(default_factory=list)
     """Steps of the last readings that were of another size."""
     begins: int = 0
-    """Step of the first reading at this size."""
+    """Step of the first reading at this size, or that counts again."""
 
     @property
     def at_one_point(self) -> bool:
         """Whether the samples of a reading were all taken with the same weights."""
         return self.source in ("microbatch", "ranks")
 
-    def take(self, reading: Reading, general: Reading) -> Average | None:
+    def take(self, reading: Reading, general: Reading, true_from: int = 0) -> Average | None:
         """Remember what the best source of a step says. None where it is not of the source or size that is followed.
 
         Args:
             reading: The reading of the source.
             general: The reading of the same step that has no source.
+            true_from: Step before which readings of this source are false.
         """
         if reading.source in (None, "window", "examples"):  # the last two do not stand for the whole model
             return None
@@ -125,6 +132,8 @@ class Averages:
             return None
         if reading.source != self.source:
             self.source, self.steps, self.kept, self.sizes, self.odd = reading.source, [], [], [], []
+            self.begins = 0
+        self.begins = max(self.begins, true_from)
         value, low, high = (reading.values.get(name, math.nan) for name in ("gsnr", "gsnr_low", "gsnr_high"))
         size, whole = (math.nan if found is None else found for found in (reading.batch_size, general.batch_size))
         if not OUTLIER_RATIO <= general.values.get("grad/spike_ratio", math.nan) < math.inf:
@@ -148,6 +157,27 @@ class Averages:
         """The newest average of readings that are all from before a step."""
         found = next((kept for kept in reversed(self.kept) if kept[0] < step), None)
         return None if found is None else Average(*found)  # type: ignore[arg-type]
+
+    def below_since(self, level: float) -> int:
+        """Step of the first of the newest averages whose intervals are all below a level."""
+        below = takewhile(lambda kept: kept[5] < level, reversed(self.kept))
+        return int(min((kept[0] for kept in below), default=self.steps[-1]))
+
+
+@dataclass
+class Streak:
+    """Readings in a row at which something was so."""
+
+    count: int = 0
+    since: int = -1
+    """Step of the first of them; -1 where there is none."""
+
+    def see(self, is_so: bool, step: int, begins: int) -> None:
+        """Take in the next reading; none goes on from what was so before averages began anew."""
+        if not is_so or self.since < begins:
+            self.count, self.since = 0, -1
+        if is_so:
+            self.count, self.since = self.count + 1, self.since if self.count else step
 
 
 def alike(a: float, b: float) -> bool:

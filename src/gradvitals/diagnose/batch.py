@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradvitals.diagnose.averages import Streak
 from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
 from gradvitals.diagnose.signal import lr_rises
@@ -165,17 +166,18 @@ class EstimatorUnreliable(Rule):
     few: int = 6
     """Micro-batches below which the ratio of single coordinates has no finite variance."""
 
-    since: int = field(default=-1, init=False)
-    """Since when it is so; -1 where it is not."""
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires when three averages that share no reading are all so wide."""
         average = step.average
-        if average is None or average.count < self.readings or math.isnan(average.high):
+        if average is None or math.isnan(average.high):
             return None
         wide = average.low <= 0 or average.high > self.decade * average.low
-        self.since = _begun(self.since, wide, step.number)
-        if self.since < 0 or 2 * average.begins - step.number <= self.since:
+        young = average.count < self.readings  # a young one that is narrow ends it all the same
+        if not (wide and young):
+            self.streak.see(wide, step.number, step.history.averages.begins)
+        if young or not wide or 2 * average.begins - step.number <= self.streak.since:
             return None
         count = round(average.per_step)
         half = (average.high - average.low) / 2
@@ -189,7 +191,7 @@ class EstimatorUnreliable(Rule):
             severity="info",
             seen=seen,
             expected={"high": self.decade * max(average.low, 0.0)},
-            since=self.since,
+            since=self.streak.since,
             causes=("few",) if count < self.few else ("weak",),
             cures=("split",) if count > 1 else ("accumulate",),
         )

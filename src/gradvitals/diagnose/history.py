@@ -86,6 +86,8 @@ class History:
     """What is usual for the change of every tensor in one step, `update/rms`; the whole model comes first."""
     averages: Averages = field(default_factory=Averages)
     """The GSNR of the whole model, from the best source that the run has."""
+    adam_true_from: int = 0
+    """The first step at which no huge gradient is in Adam's averages any more."""
     parts: Parts = field(default_factory=Parts)
     """Whether micro-batches, or workers, are samples of one thing."""
     numbers: list[int] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.averages import Average, alike
+from gradvitals.diagnose.averages import Average, Streak, alike
 from gradvitals.diagnose.clipping import clips_already
 from gradvitals.diagnose.explain import number
 from gradvitals.diagnose.history import median_of
@@ -312,7 +312,7 @@ class DecayDue(Rule):
 
     best: dict[str, float] = field(default_factory=dict, init=False)
     """The highest lower end so far, and where."""
-    seen_for: int = field(default=0, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires at readings where all three come together."""
@@ -328,15 +328,15 @@ class DecayDue(Rule):
         fell, error = fall(losses)
         level = fell < max(2 * error, 0.01 * abs(float(losses.mean())))
         had_signal = self.best["low"] > 0  # an estimate below zero is none, and cannot fade
-        faded = had_signal and self.best["step"] < average.begins and average.high * self.factor < self.best["low"]
-        self.seen_for = self.seen_for + 1 if steady and level and faded else 0
-        if self.seen_for < self.in_a_row:
+        faded = had_signal and self.best["step"] < average.begins and average.most * self.factor < self.best["low"]
+        self.streak.see(steady and level and faded, step.number, step.history.averages.begins)
+        if self.streak.count < self.in_a_row:
             return None
         lr = step.value("lr")
-        seen = dict[str, Any](gsnr=average.value, high=average.high, best=self.best["low"], lr=lr)
+        seen = dict[str, Any](gsnr=average.value, high=average.most, best=self.best["low"], lr=lr)
         seen |= {"at": int(self.best["step"]), "loss": float(losses.mean()), "lr_proposed": lr / 3}
         seen |= {"steps": len(losses), "batch_size": average.batch_size}
-        return Sign(severity="info", seen=seen, expected={"gsnr": self.best["low"]}, since=average.begins)
+        return Sign(severity="info", seen=seen, expected={"gsnr": self.best["low"]}, since=self.streak.since)
 
     def _note_best(self, average: Average) -> None:
         if self.best and not alike(self.best["batch_size"], average.batch_size):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.averages import Average, Streak
 from gradvitals.diagnose.history import median, median_of
 from gradvitals.diagnose.loss import fall, losses_since
 from gradvitals.diagnose.rule import Rule, Sign, register
@@ -197,7 +197,7 @@ class SuddenGsnrDrop(Rule):
     in_a_row: int = 3
     """Readings at which it must be so."""
 
-    seen_for: int = field(default=0, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires when an average lies far below the one before it that shares no reading with it."""
@@ -205,24 +205,26 @@ class SuddenGsnrDrop(Rule):
         before = None if now is None else averages.before(now.begins)
         if now is None or before is None or min(now.count, before.count) < self.readings:
             return None
-        power = self._power(before, averages.before(before.begins))
-        usual = (before.middle / now.middle) ** power
-        dropped = before.established and now.high * self.factor < before.low * usual
-        self.seen_for = self.seen_for + 1 if dropped and not self._warming_up(step, before.begins) else 0
-        if self.seen_for < self.in_a_row:
+        usual = self._usual(now, before, averages.before(before.begins))
+        dropped = before.established and now.most * self.factor < before.low * usual
+        self.streak.see(dropped and not self._warming_up(step, before.begins), step.number, averages.begins)
+        if self.streak.count < self.in_a_row:
             return None
-        lr = step.value("lr")
-        seen = dict[str, Any](gsnr=now.value, high=now.high, before=before.value, low_before=before.low)
-        seen |= {"from_step": before.step, "batch_size": now.batch_size, "source": averages.source}
+        lr, since = step.value("lr"), averages.below_since(before.low)
+        seen = dict[str, Any](gsnr=now.value, high=now.most, before=before.value, low_before=before.low)
+        seen |= {"from_step": since, "batch_size": now.batch_size, "source": averages.source}
         seen |= {"lr": lr, "lr_proposed": lr / 3}
         expected = {"gsnr": before.value * usual}
-        return Sign(severity="warning", seen=seen, expected=expected, since=now.begins)
+        return Sign(severity="warning", seen=seen, expected=expected, since=since)
 
-    def _power(self, before: Average, earlier: Average | None) -> float:
-        """A slow decline goes with the length of the run, or as it went before."""
-        if earlier is None or not earlier.value > before.value > 0 or earlier.middle <= 0:
-            return self.decline
-        return max(self.decline, math.log(earlier.value / before.value) / math.log(before.middle / earlier.middle))
+    def _usual(self, now: Average, before: Average, earlier: Average | None) -> float:
+        """What a decline leaves of it, as a share: with the length of the run, or going on as it went before."""
+        power, line = self.decline, 1.0
+        if earlier is not None and earlier.value > before.value > 0 and earlier.middle > 0:
+            fell, apart = earlier.value / before.value, before.middle - earlier.middle
+            power = max(power, math.log(fell) / math.log(before.middle / earlier.middle))
+            line = 1 - (fell - 1) * (now.middle - before.middle) / apart
+        return float(min((before.middle / now.middle) ** power, line))
 
     def _warming_up(self, step: Step, begin: int) -> bool:
         """Whether the learning rate rose in the time that is compared."""
@@ -320,7 +322,7 @@ class HighEffortLowProgress(Rule):
 
     best: float = field(default=math.inf, init=False)
     """Lowest mean loss of any such span."""
-    seen_for: int = field(default=0, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def look(self, step: Step) -> Sign | None:
         """Fires at readings where all three come together."""
@@ -336,8 +338,9 @@ class HighEffortLowProgress(Rule):
         high = average.high * average.per_step
         low_signal = average.low <= 0 and high < self.most
         worse = loss - self.best > max(self.worse * abs(self.best), 3 * error)
-        self.seen_for = self.seen_for + 1 if now > self.ratio * usual and low_signal and worse else 0
-        if self.seen_for < self.in_a_row:
+        is_so = now > self.ratio * usual and low_signal and worse
+        self.streak.see(is_so, step.number, step.history.averages.begins)
+        if self.streak.count < self.in_a_row:
             return None
         lr = step.value("lr")
         seen = dict[str, Any](norm=now, usual_norm=usual, ratio=now / usual, loss=loss, best_loss=self.best)
@@ -346,7 +349,7 @@ class HighEffortLowProgress(Rule):
             severity="warning",
             seen=seen | {"lr": lr, "lr_proposed": lr / 3},
             expected={"norm": usual, "gsnr": f"{self.most:g} or more", "loss": self.best},
-            since=average.begins,
+            since=self.streak.since,
         )
 
 

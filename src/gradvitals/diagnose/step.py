@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.diagnose.adam_memory import forgotten_at
 from gradvitals.diagnose.averages import Average, Averages
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.history import History
@@ -115,8 +116,16 @@ class Step:
 
     @cached_property
     def average(self) -> Average | None:
-        """The GSNR of the whole model, where this step has news of it. In the history as soon as it is asked for."""
-        return None if self.gsnr is None else self.history.averages.take(self.gsnr, self.general)
+        """The GSNR of the whole model, where this step has news of it. In the history as soon as it is asked for.
+
+        That of Adam's moments is none as long as a huge gradient is in them.
+        """
+        history, forgotten = self.history, forgotten_at(self.number, self.general.values, self.facts.betas)
+        history.adam_true_from = max(history.adam_true_from, forgotten)
+        if self.gsnr is None:
+            return None
+        true_from = history.adam_true_from if self.gsnr.source == "adam" else 0
+        return history.averages.take(self.gsnr, self.general, true_from)
 
     @cached_property
     def norm_judged(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""How long one huge gradient makes the GSNR of Adam's moments false: as long as it is in either average."""
+"""What is said of a run in whose Adam's averages one huge gradient still is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.diagnose.adam_memory import BETAS, HUGE, steps_kept
 from gradvitals.show.text import number
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
 
-HUGE = 5.0
-"""Times its moving average from which the norm of a step is no ordinary one."""
-FIRST_SHARE = 0.1
-"""Size that what is left of it has in the first average, in ordinary gradients, when it no longer counts."""
-SECOND_SHARE = 0.5
-"""The same for its square in the second average, in ordinary squares."""
-BETAS = (0.9, 0.999)
 WINDOW = 20
 """Readings in a GSNR, unless the run says otherwise."""
 
@@ -46,19 +40,6 @@ def doubt_of_adam(run: Run) -> str:
         f"the gradient of step {int(steps[at]):,}, {number(float(ratios[at]))} times the usual, is still in Adam's "
         f"averages: the GSNR from them is false until about step {until:,}"
     )
-
-
-def steps_kept(ratio: float, betas: Sequence[float]) -> float:
-    """Steps after which a gradient of so many times the usual norm no longer counts in either average.
-
-    The first holds (1 - b1) b1^t of it, the second (1 - b2) b2^t of its square.
-
-    >>> round(steps_kept(100.0, (0.9, 0.999))), round(steps_kept(1.0, (0.9, 0.999)))
-    (2995, 0)
-    """
-    first = math.log((1 - betas[0]) * ratio / FIRST_SHARE) / -math.log(betas[0])
-    second = math.log((1 - betas[1]) * ratio**2 / SECOND_SHARE) / -math.log(betas[1])
-    return max(0.0, first, second)
 
 
 def _taken_in(run: Run) -> tuple[NDArray[np.int64], FloatArray]:

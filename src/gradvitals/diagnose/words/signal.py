@@ -65,7 +65,7 @@ WORDS: dict[str, Words] = {
         name="Signal lost",
         pattern=(
             "The GSNR of one source at one batch size drops far below the interval it had, faster than by a "
-            "decline with the length of the run and not while the learning rate is rising."
+            "decline with the length of the run or as it fell before, and not while the learning rate is rising."
         ),
         title=(
             "the GSNR at a batch of {batch_size} dropped from {before} before step {from_step} to {gsnr}, {high} "
