@@ -59,7 +59,7 @@ def test_few_readings_are_not_enough_however_far_apart_they_are(tmp_path: Path) 
     write(tmp_path, range(0, 1000, 50))
     with open_run(tmp_path) as run:
         checkup = examine(run)
-    assert checkup.verdict.line.startswith("Nothing wrong yet, but it is early: 951 steps, of which 20 were read.")
+    assert checkup.verdict.line.startswith("Nothing wrong yet, but it is early: 951 steps (20 read).")
     reasons = {rule: item.reason for item in checkup.not_judged for rule in item.ids}
     assert reasons["loss_plateau"] == "too early: it needs more than 100 steps"
 

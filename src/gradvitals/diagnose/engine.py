@@ -122,7 +122,7 @@ class Diagnosis:
                 try:
                     sign = None if rule.expects_fall and in_turn else rule.look(step)
                     if sign is not None or rule.id in self._open:
-                        changed += self._note(rule, sign, step.number)
+                        changed += self._note(rule, sign, step)
                 except Exception as error:
                     self.rules.remove(rule)
                     changed += [self._close(rule.id)] if rule.id in self._open else []
@@ -135,15 +135,15 @@ class Diagnosis:
             return changed
         return traced(self.findings, changed, {name: entry.last_seen for name, entry in self._open.items()})
 
-    def _note(self, rule: Rule, sign: Sign | None, step: int) -> list[Finding]:
+    def _note(self, rule: Rule, sign: Sign | None, step: Step) -> list[Finding]:
         entry = self._open.get(rule.id)
         if sign is not None and entry is None and sign.active:
             return [self._begin(rule, sign, step)]
         if sign is not None and entry is not None:
-            return self._go_on(rule, entry, sign, step)
+            return self._go_on(rule, entry, sign, step.number)
         if entry is not None:
             entry.silent += 1
-            if step - entry.last_seen > rule.closes_after and entry.silent >= SILENT_LOOKS:
+            if step.number - entry.last_seen > rule.closes_after and entry.silent >= SILENT_LOOKS:
                 return [self._close(rule.id)]
         return []
 
@@ -162,11 +162,14 @@ class Diagnosis:
         self.findings[entry.place] = finding
         return finding
 
-    def _begin(self, rule: Rule, sign: Sign, step: int) -> Finding:
-        first = step if sign.since is None else min(step, sign.since)
-        blank = Finding(id=rule.id, severity=sign.severity, title="", first_step=first, found_step=step, rank=sign.rank)
+    def _begin(self, rule: Rule, sign: Sign, step: Step) -> Finding:
+        now = step.number
+        first = now if sign.since is None else min(now, sign.since)
+        blank = Finding(id=rule.id, severity=sign.severity, title="", first_step=first, found_step=now, rank=sign.rank)
+        if first == now and step.unread:
+            blank = replace(blank, evidence={"unread": step.unread})
         finding = _worded(blank, sign, rule.words)
-        self._open[rule.id] = _Open(place=len(self.findings), last_seen=step, told=0, silent=0, sign=sign)
+        self._open[rule.id] = _Open(place=len(self.findings), last_seen=now, told=0, silent=0, sign=sign)
         self.findings.append(finding)
         return finding
 
@@ -229,13 +232,14 @@ class Diagnosis:
 
 def _worded(finding: Finding, sign: Sign, own: Words | None) -> Finding:
     """A finding with its words and evidence; it never becomes less severe than it was."""
-    words = explain(own or WORDS.get(finding.id), sign, finding.first_step)
+    kept = {"unread": finding.evidence["unread"]} if "unread" in finding.evidence else {}
+    words = explain(own or WORDS.get(finding.id), sign, finding.first_step, **kept)
     return replace(
         finding,
         severity=max(finding.severity, sign.severity, key=SEVERITIES.index),
         title=words.title,
         tensors=sign.tensors,
-        evidence={"seen": plain(dict(sign.seen)), "expected": plain(dict(sign.expected))},
+        evidence={"seen": plain(dict(sign.seen)), "expected": plain(dict(sign.expected)), **kept},
         causes=words.causes,
         cures=words.cures,
     )

@@ -16,7 +16,8 @@ class Words:
     """What there is to say about one pattern. Names in braces are filled in with the numbers that were seen.
 
     ``{first}`` is the first tensor named, ``{where}`` says how many there are, ``{step}`` is the step, and
-    ``{expected_name}`` is what the number of that name was expected to be.
+    ``{expected_name}`` is what the number of that name was expected to be. ``{unread}`` says which steps
+    before it were not read, and ``{safe}`` is the first of them: what is from before it is known to be good.
     """
 
     name: str
@@ -48,12 +49,13 @@ NAMED_NUMBER = re.compile(r" (?:to a (?:batch|norm) of|instead of|back from|of|f
 """A phrase that only tells a number."""
 
 
-def explain(words: Words | None, sign: Sign, step: int) -> Explained:
+def explain(words: Words | None, sign: Sign, step: int, unread: int = 0) -> Explained:
     """Fill in the words with what was seen, likeliest causes and best cures first."""
     if words is None:
         return Explained(sign.title or "a pattern without a description")
     blanks = _Blanks({name: number(value) for name, value in sign.seen.items()})
     blanks |= {f"expected_{name}": number(value) for name, value in sign.expected.items()}
+    blanks |= {"unread": before_it(unread), "safe": number(step - unread)}
     blanks |= {"step": str(step), "first": sign.tensors[0] if sign.tensors else "the model"}
     blanks["where"] = where(sign.tensors)
     blanks.asked = set()
@@ -92,6 +94,15 @@ def where(tensors: tuple[str, ...]) -> str:
     if not tensors:
         return "the whole model"
     return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+
+
+def before_it(unread: int) -> str:
+    """Which steps before another were not read, to go on with "not read".
+
+    >>> before_it(1), before_it(49)
+    ('the step before it was', 'the 49 steps before it were')
+    """
+    return "the step before it was" if unread == 1 else f"the {unread:,} steps before it were"
 
 
 def number(value: Any) -> str:

@@ -109,7 +109,7 @@ class Explosion(Rule):
         severity = self._severity(step, sign)
         self.harmless &= severity == "info"
         causes = sign.causes or self._causes()
-        seen = {**sign.seen, "began": self.since}
+        seen = {**sign.seen, **self.seen, "began": self.since}  # at its worst
         return replace(sign, severity=severity, seen=seen, since=self.since, causes=causes, cures=self._cures(causes))
 
     def _cures(self, causes: tuple[str, ...]) -> tuple[str, ...]:
@@ -338,8 +338,11 @@ class Vanishing(Rule):
         if not gone:
             layer = step.layout.layers[below - 1]
             what = f"the gradient dies at {layer}: layers before it get {weakest:.1g} of the largest layer's"
-        seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "loss": loss, "what": what}
+        seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "what": what}
+        seen |= {} if math.isnan(loss) else {"loss": loss}
         seen |= {"layer": "every layer" if gone else layer, "at": step.ago(self.low_for - 1)}
+        expected = {"norm": self.highest, "share": f"over {self.scale:g}"}
+        expected |= {"loss": self.fallen * start} if "loss" in seen else {}
         lr, decay = step.value("lr"), step.facts.weight_decay or 0.0
         seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
         half = step.facts.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
@@ -348,7 +351,7 @@ class Vanishing(Rule):
         return Sign(
             severity="info" if loss < self.fallen * start else "warning",
             seen=seen,
-            expected={"norm": self.highest, "share": f"over {self.scale:g}", "loss": self.fallen * start},
+            expected=expected,
             tensors=tuple(names[:NAMED]),
             since=step.ago(self.low_for - 1),
             causes=(cause,),

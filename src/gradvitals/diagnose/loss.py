@@ -95,7 +95,9 @@ class LossNonfinite(Rule):
         seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
         cures = (cause,) if cause != "forward" else ("check_batch" if step.was_made else "left_out",)
-        return Sign(severity="critical", seen=seen, expected={"loss": "a finite number"}, causes=(cause,), cures=cures)
+        causes = ("earlier", cause) if step.unread and cures == ("check_batch",) else (cause,)
+        cures = ("earlier",) if "earlier" in causes else cures
+        return Sign(severity="critical", seen=seen, expected={"loss": "a finite number"}, causes=causes, cures=cures)
 
 
 @register

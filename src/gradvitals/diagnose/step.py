@@ -62,6 +62,12 @@ class Step:
         """The optimizer step, counted from 0."""
         return self.general.step
 
+    @property
+    def unread(self) -> int:
+        """Steps just before this one that were passed over."""
+        steps = self.history.numbers
+        return max(self.number - steps[-1] - 1, 0) if steps else 0
+
     def ago(self, readings: int, every: int = 1) -> int:
         """The step of the reading so many before this one, of those whose step is a multiple of `every`.
 

@@ -64,17 +64,17 @@ class DeadTensor(Rule):
         if not len(dead):
             return None
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
-        lasted = int(self.zero_for[dead[0]])
+        since = step.ago(int(self.zero_for[dead[0]]) - 1)
         without = bool(missing[dead].all())
         cause = ("cut_off" if without else "died") if self.alive[dead[0]] else ("unused" if without else "zero")
         half = step.facts.autocast == "float16" or step.layout.tensors[int(dead[0])].dtype == "float16"
         cause = "rounded" if half and not without else cause
         return Sign(
             severity="warning",
-            seen={"steps": lasted, "tensors": len(dead), "at": step.ago(lasted - 1)},
+            seen={"steps": step.number - since + 1, "tensors": len(dead), "at": since},
             expected={"steps": 0},
             tensors=step.names(dead[:NAMED]),
-            since=step.ago(lasted - 1),
+            since=since,
             causes=(cause,),
             cures=(cause,),
         )
@@ -395,6 +395,6 @@ class UpdateSpike(Rule):
             expected={"ratio": f"under {limit:g}", "gradient_z": f"under {self.gradient_z:g}"},
             # Where it is everywhere there is no use in naming all.
             tensors=() if whole and len(hot) > 0.5 * len(known) else step.names(hot[:NAMED]),
-            causes=(cause,),
+            causes=("unread", cause) if step.unread and cause == "momentum" else (cause,),
             cures=(cause,),
         )

@@ -225,7 +225,8 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     steps = read = last_step + 1
     if counted is not None:
         numbers = run.times(counted)[0]
-        steps, read = steps_spanned(run, numbers), len(numbers)
+        made = numbers if len(numbers) and numbers[-1] == last_step else np.append(numbers, last_step)
+        steps, read = steps_spanned(run, made), len(numbers)
     verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
     if is_cut_off(run) and stop_of(verdict.findings) is None:  # else it is known why
         verdict = judge((*findings, run_cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
@@ -241,7 +242,10 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
 def _finite_until(verdict: Verdict) -> int | None:
     """The last step before loss or gradients stopped being finite for good; None where they did not."""
     lost = [item.finding for item in verdict.findings if item.finding.id in NOT_FINITE and item.clear is None]
-    return min((finding.first_step - 1 for finding in lost if finding.severity == "critical"), default=None)
+    known = (
+        finding.first_step - 1 - finding.evidence.get("unread", 0) for finding in lost if finding.severity == "critical"
+    )
+    return min(known, default=None)
 
 
 def _read_every_step(run: Run) -> str | None:

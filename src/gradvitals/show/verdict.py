@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from gradvitals.diagnose.explain import before_it
 from gradvitals.diagnose.roots import root_of
 from gradvitals.diagnose.words import WORDS
 from gradvitals.show.notice_words import NOTICE_WORDS
@@ -194,7 +195,7 @@ def _rank(severity: Severity) -> int:
 
 
 def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, read: int, live: bool) -> str:
-    counted = f"{_plural(steps, 'step')}{' so far' if live else ''}"
+    counted = f"{_plural(steps, 'step')}{f' ({read:,} read)' if read < steps else ''}{' so far' if live else ''}"
     stop = stop_of(weighed)
     others = [item for item in weighed if item is not stop]
     if stop is not None and stop.finding.severity != "info":
@@ -204,8 +205,7 @@ def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, read: int, li
     if others:
         return f"{SAID[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
     if read < EARLY_STEPS:
-        of_which = f", of which {read:,} were read" if read < steps else ""
-        return f"Nothing wrong yet, but it is early: {counted}{of_which}.{by_hand}"
+        return f"Nothing wrong yet, but it is early: {counted}.{by_hand}"
     return f"Healthy: {counted}, nothing found.{by_hand}"
 
 
@@ -263,9 +263,15 @@ def when(item: Weighed, *, live: bool) -> str:
     if item.finding.id == STOPPED and item.clear is None:
         return f"at step {first:,}, where the run ended"
     if last is None:
-        return f"since step {first:,}" + ("" if live else ", still open at the end")
+        return f"since step {first:,}{_unread(item)}" + ("" if live else ", still open at the end")
     steps = f"step {first:,} only" if last <= first else f"steps {first:,} to {last:,}"
-    return f"{steps}, over for {_plural(item.clear or 0, 'step')}"
+    return f"{steps}{_unread(item)}, over for {_plural(item.clear or 0, 'step')}"
+
+
+def _unread(item: Weighed) -> str:
+    """What may be earlier than it was seen."""
+    unread = item.finding.evidence.get("unread")
+    return f" ({before_it(unread)} not read)" if isinstance(unread, int) and unread > 0 else ""
 
 
 def _plural(count: int, noun: str) -> str:

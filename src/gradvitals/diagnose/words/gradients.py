@@ -8,19 +8,20 @@ WORDS: dict[str, Words] = {
     "nonfinite": Words(
         name="Gradient not finite",
         pattern="NaN or Inf in a gradient. The first tensor in the order of backward is named.",
-        title="NaN or Inf in the gradient of {affected}, first in {first}, at step {at}",
+        title="NaN or Inf in the gradient of {affected}{first_in} at step {at}",
         causes={
             "scaler": "GradScaler looks for its scale, at {steps} steps so far: it skips what overflows, as it should",
             "diverged": "the loss had risen to {loss} before: most often the learning rate is too high",
             "forward": "the loss is {loss}: the forward pass fails, and backward only passes it on",
             "backward": (
-                "the loss is {loss} and what comes after {first} is finite: backward fails in {first}, as at a square "
-                "root or a norm of zero, or a sum too large for its type"
+                "what comes after {first} is finite{known_loss}: backward fails in {first}, as at a square root or a "
+                "norm of zero, or a sum too large for its type"
             ),
             "float16": "weights in float16 break: it ends at 65,504, and an eps of {eps} in Adam is zero in it",
+            "earlier": "{unread} not read, and may have left weights that are not finite",
             "batch": (
-                "the loss is {loss} and no gradient is finite: backward fails at the loss itself, or the batch holds "
-                "NaN or infinite values"
+                "no gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
+                "infinite values"
             ),
         },
         cures={
@@ -29,7 +30,8 @@ WORDS: dict[str, Words] = {
             "diverged": "go back to before the loss rose, and lower the learning rate of {lr}",
             "skipping": "stop: GradScaler has skipped {steps} steps in a row, and no scale helps against a NaN",
             "backward": "run step {at} again under torch.autograd.detect_anomaly() and look at {first}",
-            "forward": "go back to a checkpoint from before step {at} and check its batch with torch.isfinite",
+            "earlier": "go back to before step {safe}, and check the batch of step {at} with torch.isfinite",
+            "forward": "go back to a checkpoint from before step {safe}; check the batch of step {at}: torch.isfinite",
             "float16": "keep weights and the optimizer's state in float32 and compute in autocast; from step {at} on",
             "batch": "check the batch of step {at} with torch.isfinite, and the loss for a log or a root of zero",
             "skip": "leave out steps whose gradient is not finite: clip_grad_norm_(error_if_nonfinite=True) raises",

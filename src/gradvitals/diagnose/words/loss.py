@@ -11,13 +11,15 @@ WORDS: dict[str, Words] = {
         title="the loss is {loss} at step {at}; it was {last_loss} before",
         causes={
             "weights": "weights are not finite since step {broken}, so every forward pass fails from then on",
+            "earlier": "{unread} not read, and may have left weights that are not finite",
             "diverged": "the gradient had grown to {ratio}× its usual norm: training diverged until numbers ran out",
             "forward": "the forward pass overflows: a division by zero, the log of zero, a sum too large for its type",
             "data": "the batch itself holds NaN or infinite values",
         },
         cures={
             "weights": "go back to a checkpoint from before step {broken}; what is trained after it is lost",
-            "diverged": "go back to before step {at} and lower the learning rate from {lr} to {lr_proposed}",
+            "earlier": "go back to before step {safe}, and check the batch of step {at} with torch.isfinite",
+            "diverged": "go back to before step {safe} and lower the learning rate from {lr} to {lr_proposed}",
             "check_batch": "check the batch of step {at} with torch.isfinite, and go on from a checkpoint before it",
             "left_out": "check the batch of step {at} with torch.isfinite; its step was left out, training goes on",
             "anomaly": "run the step again under torch.autograd.detect_anomaly() to find the operation",

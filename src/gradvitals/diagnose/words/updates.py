@@ -80,10 +80,11 @@ WORDS: dict[str, Words] = {
             ),
             "lingers": "the gradient of step {exploded} was far too large, and is still in the optimizer's momentum",
             "lr": "the learning rate rose from {lr_before} to {lr}",
+            "unread": "{unread} not read, and may have had a gradient that was not as usual",
             "outside": "something else changed the weights: a checkpoint was loaded, or an average swapped in",
         },
         cures={
-            "momentum": "go back to before step {at} and reset the optimizer's state (momentum and second moments)",
+            "momentum": "go back to before step {safe} and reset the optimizer's state (momentum and second moments)",
             "lingers": "leave the batch of step {exploded} out, or clip to a norm that would have cut its gradient",
             "lr": "take the learning rate back from {lr} to {lr_before}, or raise it over some hundred steps",
             "beta2": "lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",

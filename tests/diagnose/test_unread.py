@@ -1,0 +1,82 @@
+"""What shows after steps that were not read may have begun in one of them: findings say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from by_hand import Run, healthy_run, only
+
+from gradvitals.diagnose.explain import before_it
+from gradvitals.show.checkup import _finite_until
+from gradvitals.show.verdict import judge, when
+from gradvitals.types import Finding
+
+BROKEN = 150
+"""The reading from which on nothing is finite."""
+
+
+def broken(tensors: slice = slice(None), *, loss: bool = True) -> Run:
+    run = healthy_run()
+    run.tensors["grad/nonfinite"][BROKEN, tensors] = 1.0
+    run.tensors["grad/norm"][BROKEN, tensors] = np.nan
+    run.values["grad/norm"][BROKEN] = np.nan
+    run.values["grad/nonfinite"][BROKEN] = 1.0
+    if not loss:
+        del run.values["loss"]
+    return run
+
+
+def found(run: Run, apart: int, rule: str) -> Finding:
+    diagnosis = run.diagnosis(rule)
+    for step in run.readings():
+        diagnosis.read([replace(reading, step=apart * reading.step) for reading in step])
+    return only(diagnosis.findings)
+
+
+@pytest.mark.parametrize("apart", [2, 50])
+def test_a_gradient_that_is_nowhere_finite_may_come_from_a_step_that_was_not_read(apart: int) -> None:
+    finding = found(broken(), apart, "nonfinite")
+    assert finding.first_step == apart * BROKEN
+    assert finding.evidence["unread"] == apart - 1
+    assert "first in" not in finding.title
+    assert finding.causes[0].startswith(f"{before_it(apart - 1)} not read")
+    assert f"before step {apart * (BROKEN - 1) + 1:,}," in finding.cures[0]
+
+
+def test_where_every_step_is_read_it_is_said_where_it_began() -> None:
+    finding = found(broken(), 1, "nonfinite")
+    assert "unread" not in finding.evidence
+    assert f"first in {finding.tensors[0]}, at step {BROKEN}" in finding.title
+    assert "not read" not in " ".join(finding.causes)
+
+
+def test_where_some_tensors_are_finite_the_step_itself_has_broken_the_others() -> None:
+    finding = found(broken(slice(0, 2)), 50, "nonfinite")
+    assert f"first in {finding.tensors[0]}," in finding.title
+    assert "not read" not in " ".join(finding.causes)
+
+
+def test_a_loss_that_nobody_told_is_not_spoken_of() -> None:
+    finding = found(broken(loss=False), 1, "nonfinite")
+    assert "loss" not in finding.evidence["seen"]
+    assert finding.causes[0].startswith("no gradient is finite: backward fails")
+    assert "and the loss is" in found(broken(), 1, "nonfinite").causes[0]
+
+
+def test_a_loss_that_is_not_finite_after_steps_that_were_not_read() -> None:
+    run = healthy_run()
+    run.values["loss"][BROKEN:] = np.nan
+    finding = found(run, 20, "loss_nonfinite")
+    assert finding.causes[0].startswith("the 19 steps before it were not read, and may have left weights")
+    assert finding.cures[0].startswith(f"go back to before step {20 * (BROKEN - 1) + 1:,}, and check the batch")
+    assert "check the batch of step 150" in found(run, 1, "loss_nonfinite").cures[0]
+
+
+def test_what_is_fine_is_fine_up_to_the_last_step_that_was_read() -> None:
+    run = broken()
+    open_end = replace(found(run, 50, "nonfinite"), last_step=None)
+    verdict = judge([open_end], last_step=50 * BROKEN, steps=50 * BROKEN + 1, read=BROKEN + 1)
+    assert _finite_until(verdict) == 50 * (BROKEN - 1)
+    assert "(the 49 steps before it were not read)" in when(verdict.findings[0], live=False)
