@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.adam_memory import forgotten_at
+from gradvitals.diagnose.adam_memory import HUGE, forgotten_at
 from gradvitals.diagnose.averages import Average, Averages
 from gradvitals.diagnose.facts import Facts
 from gradvitals.diagnose.history import History
@@ -126,8 +126,10 @@ class Step:
 
         That of Adam's moments is none as long as a huge gradient is in them.
         """
-        history, forgotten = self.history, forgotten_at(self.number, self.general.values, self.facts.betas)
-        history.adam_true_from = max(history.adam_true_from, forgotten)
+        history = self.history
+        if self.value("grad/spike_ratio") >= HUGE:
+            forgotten = forgotten_at(self.number, self.general.values, self.facts.betas)
+            history.adam_true_from = max(history.adam_true_from, forgotten)
         if self.gsnr is None:
             return None
         true_from = history.adam_true_from if self.gsnr.source == "adam" else 0
