@@ -39,6 +39,8 @@ class Step:
     """Tensors that are not to be trained, by their index."""
     general: Reading = field(init=False)
     """Loss, norms, weights and updates."""
+    number: int = field(init=False)
+    """The optimizer step, counted from 0."""
     losses: dict[float, Floats] = field(init=False, default_factory=dict)
     """What `losses_since` has found, by where it begins: several rules ask for the same."""
 
@@ -46,6 +48,7 @@ class Step:
         self._by_source = {reading.source: reading for reading in self.readings}
         first = self.readings[0]
         self.general = self._by_source.get(None) or Reading(step=first.step, time=first.time)
+        self.number = self.general.step
 
     @property
     def was_made(self) -> bool:
@@ -56,11 +59,6 @@ class Step:
     def is_full(self) -> bool:
         """Whether more was read than what every step has."""
         return len(self.readings) > 1 or "weight/norm" in self.general.values
-
-    @property
-    def number(self) -> int:
-        """The optimizer step, counted from 0."""
-        return self.general.step
 
     @property
     def unread(self) -> int:
