@@ -22,12 +22,11 @@ setup: $(READY)  ## make .venv with the tested versions
 demo: $(READY)  ## train a small model for under a minute and watch its vital signs
 	$(BIN)/gradvitals demo
 
-# Each worker begins with a third of the tests in their order and takes from the others what is left: most modules meet
-# one worker alone, which imports and sets up what they need once. Three keep two cores busy: many tests wait, for
-# processes, browsers and disks. Tests start many processes; what the first of them compiles, the others read, also
-# where the environment says to leave no bytecode behind.
+# Each worker begins with half of the tests in their order and takes from the other what is left: most modules meet one
+# worker alone, which imports and sets up what they need once. Two keep two cores busy: many tests start processes of
+# their own. What the first of them compiles, the others read, also where the environment says to leave no bytecode.
 test: $(READY)  ## run all tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)  ## check style, types and layers
 	$(BIN)/ruff check .

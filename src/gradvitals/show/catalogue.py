@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -268,6 +269,7 @@ def _severities(rule: type[Rule]) -> tuple[Severity, ...]:
     return tuple(severity for severity in SEVERITIES if severity in named)
 
 
+@cache
 def _body(cls: type) -> list[ast.stmt]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
