@@ -265,7 +265,8 @@ def _severities(rule: type[Rule]) -> tuple[Severity, ...]:
     named: set[object] = set()
     for base in rule.__mro__:
         if issubclass(base, Rule) and base is not Rule:
-            named |= {node.value for part in _body(base) for node in ast.walk(part) if isinstance(node, ast.Constant)}
+            body = _body(base)  # type: ignore[arg-type]  # a class has a hash, whatever its instances have
+            named |= {node.value for part in body for node in ast.walk(part) if isinstance(node, ast.Constant)}
     return tuple(severity for severity in SEVERITIES if severity in named)
 
 
