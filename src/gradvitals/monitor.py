@@ -243,7 +243,7 @@ class Monitor:
             self._parting.tell(error, self._notices[-1])
         self._tap.close()
         if self._writer is not None:
-            self._writer.put(self._tap.passing.last_step)
+            self._writer.put(partial(self._feed.see, partial(list, self._tap.passing.last_step())))
             if self._judge is not None:
                 self._writer.put(partial(self._feed.see, self._judge.finish))  # after the last step has been judged
             self._feed.end_with(self._writer)  # before it closes: it keeps what there is to say about a sink
@@ -356,9 +356,9 @@ class Monitor:
             finding = replace(finding, rank=self.ranks.rank)
             if finding.severity != "info" and self._completion.exchange is not None:
                 self._completion.exchange.troubles += 1  # for the rank that keeps the run
-        if notices.is_said(finding, self._notices):
-            say(str(finding), self.config.quiet or not aloud)
         self._notices.append(finding)
+        if notices.is_said(self._notices):
+            say(str(finding), self.config.quiet or not aloud)
         if self._aside is not None and threading.current_thread().name == THREAD_NAME:
             self._aside.append(finding)
             return

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from by_hand import Run, healthy_run, only
 
 from gradvitals.diagnose.explain import before_it
+from gradvitals.show.again import diagnose_again
 from gradvitals.show.checkup import _finite_until
-from gradvitals.show.verdict import judge, when
-from gradvitals.types import Finding
+from gradvitals.show.verdict import judge, unread_before, when
+from gradvitals.store import RunWriter, open_run
+from gradvitals.types import Finding, Reading
 
 BROKEN = 150
 """The reading from which on nothing is finite."""
@@ -80,3 +83,26 @@ def test_what_is_fine_is_fine_up_to_the_last_step_that_was_read() -> None:
     verdict = judge([open_end], last_step=50 * BROKEN, steps=50 * BROKEN + 1, read=BROKEN + 1)
     assert _finite_until(verdict) == 50 * (BROKEN - 1)
     assert "(the 49 steps before it were not read)" in when(verdict.findings[0], live=False)
+
+
+@pytest.mark.parametrize("unread", ["x", None, -3, 1e9, [4], {}])
+def test_a_number_that_is_none_is_left_aside(unread: object) -> None:
+    finding = found(broken(), 50, "nonfinite")
+    assert unread_before(finding) == 49
+    assert unread_before(replace(finding, evidence={"unread": unread})) == 0
+
+
+def test_a_last_step_that_was_not_read_closes_nothing_when_a_run_is_judged_again(tmp_path: Path) -> None:
+    run = healthy_run(steps=200)
+    run.values["loss"][-2:] = np.nan
+    last = 50 * 199
+    with RunWriter(tmp_path / "run", meta={}) as writer:
+        writer.write(run.layout)
+        for step in run.readings():
+            for reading in step:
+                writer.write(replace(reading, step=50 * reading.step))
+        writer.write(Reading(step=last + 49, time=1e6))
+    with open_run(tmp_path / "run") as kept:
+        assert kept.last_step == last + 49
+        (finding,) = (one for one in diagnose_again(kept).findings if one.id == "loss_nonfinite")
+        assert (finding.first_step, finding.last_step) == (last - 50, None)

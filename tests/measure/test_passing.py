@@ -475,13 +475,14 @@ def test_where_much_stands_out_not_all_that_follows_is_read(tmp_path: Path) -> N
     assert read == {*due(range(GROWN, GROWN + 400)), *often, *awake}
 
 
+@pytest.mark.parametrize("steps", [61, 63, 64])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_run_that_ends_in_steps_that_are_passed_over_knows_how_many_it_made(
-    tmp_path: Path, micro_batches: int
+    tmp_path: Path, micro_batches: int, steps: int
 ) -> None:
-    whole, _ = train(tmp_path / "whole", 1, steps=61, micro_batches=micro_batches)
-    thin, _ = train(tmp_path / "thin", EVERY, steps=61, micro_batches=micro_batches)
-    last = GROWN + 60
+    whole, _ = train(tmp_path / "whole", 1, steps=steps, micro_batches=micro_batches)
+    thin, _ = train(tmp_path / "thin", EVERY, steps=steps, micro_batches=micro_batches)
+    last = GROWN + steps - 1
     assert last not in due([last])
     with gv.open_run(thin.run_path) as run:
         assert run.last_step == last

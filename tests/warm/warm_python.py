@@ -2,8 +2,9 @@
 
 Importing torch and what its first optimizer imports takes every new process seconds. What is started here is a fork of
 one process that has imported it, and otherwise as ``python`` would start it: a process of its own, with the arguments,
-folder, environment and streams it was given, that hears its signals and goes through all of Python's own end. Where it
-matters that nothing has been imported yet, or what a traceback looks like, tests start ``sys.executable``.
+folder, environment and streams it was given, that hears its signals and goes through all of Python's own end. What
+Python and torch read from the environment when they begin has been read; torch has one thread. Where that matters, or
+that nothing has been imported yet, tests start ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ HERE = Path(__file__).parent
 def executable() -> str:
     """Path of the program. All workers of one run of the tests share the process that it has forked."""
     owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    home = Path(tempfile.gettempdir()) / f"warm_python.{owner}"
+    began = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19]  # numbers of processes come again
+    home = Path(tempfile.gettempdir()) / f"warm_python.{owner}.{began}"
     program, address = home / "python", home / "socket"
     try:
         home.mkdir()

@@ -52,7 +52,10 @@ def guard(client: socket.socket) -> NoReturn:
     size = int.from_bytes(start[:8], "big")
     request = start[8:]
     while len(request) < size:
-        request += client.recv(1 << 16)
+        more = client.recv(1 << 16)
+        if not more:
+            os._exit(1)
+        request += more
     process = os.fork()
     if process == 0:
         client.close()

@@ -132,25 +132,26 @@ class Averages:
             return None
         if reading.source != self.source:
             self.source, self.steps, self.kept, self.sizes, self.odd = reading.source, [], [], [], []
-            self.begins = 0
+            self.begins = reading.step
         self.begins = max(self.begins, true_from)
         value, low, high = (reading.values.get(name, math.nan) for name in ("gsnr", "gsnr_low", "gsnr_high"))
         size, whole = (math.nan if found is None else found for found in (reading.batch_size, general.batch_size))
         if not OUTLIER_RATIO <= general.values.get("grad/spike_ratio", math.nan) < math.inf:
             self.steps.append(reading.step)
+            del self.steps[:-KEPT]
         if self.sizes and not all(map(alike, self.sizes, (size, whole))):
             self.odd.append(reading.step)
             if len(self.odd) < ODD_SIZES:
                 return None
             # Until they have left the average, readings at the old size are still in it.
-            self.kept, self.begins = [], self.odd[0]
+            self.kept, self.begins = [], max(self.odd[0], true_from)
         self.sizes, self.odd = [size, whole], []
         recent = [number for number in self.steps[-self.window :] if number >= reading.step / 2]
         if not recent or recent[0] < self.begins:
             return None
         numbers = (reading.step, recent[0], len(recent), value, low, high, size, whole)
         self.kept.append(list(numbers))
-        del self.steps[:-KEPT], self.kept[:-KEPT]
+        del self.kept[:-KEPT]
         return Average(*numbers)
 
     def before(self, step: float) -> Average | None:

@@ -87,7 +87,9 @@ class Passing:
         self._told: list[tuple[float | None, float | None]] = []
         """Losses that the loop has told in the step in progress, and the samples behind each."""
         self._told_last: list[tuple[float | None, float | None]] = []
-        """The same of the step before, where it was passed over."""
+        """The same of the last step that was passed over."""
+        self._passed = -1
+        """Which that is."""
 
     @property
     def allowed(self) -> bool:
@@ -120,6 +122,7 @@ class Passing:
 
     def count_step(self, station: Station) -> bool:
         """The optimizer has made a step that is passed over. Returns whether there is more to do than to count it."""
+        self._passed = self._tap.step
         self._tap.step += 1
         self._told, self._told_last = self._told_last, self._told
         self._told.clear()
@@ -174,15 +177,15 @@ class Passing:
 
     def last_step(self) -> list[Reading]:
         """What is known of the last step of a run, where it was passed over: that it was made, and its loss."""
-        step = self._tap.step - 1
-        if not self.asleep or step < self._asleep_since:
+        if self._passed != self._tap.step - 1:
             return []
         told = [loss for loss, _ in self._told_last if loss is not None]
         # Of several micro-batches it would have to be known what each of them weighs.
-        return [Reading(step=step, time=time.time(), values={"loss": told[0]} if len(told) == 1 else {})]
+        return [Reading(step=self._passed, time=time.time(), values={"loss": told[0]} if len(told) == 1 else {})]
 
     def forget(self) -> None:
         """The run goes on from another step."""
+        self._passed = -1
         if self.asleep:
             self.asleep = False
             self._told.clear()

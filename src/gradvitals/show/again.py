@@ -39,8 +39,12 @@ def diagnose_again(run: Run, on_step: OnStep | None = None) -> Again:
     facts = Facts.from_json(meta.get("facts") or {})
     diagnosis = Diagnosis(facts=facts, settings=usable_settings(recorded_settings(meta)), on_error=on_error)
     diagnosis.describe(run.layout)
-    for step, readings in groupby(run.readings(), key=_step):
-        diagnosis.read(list(readings))
+    has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
+    for step, grouped in groupby(run.readings(), key=_step):
+        readings = list(grouped)
+        if step == last_step and has_norms and not any("grad/norm" in reading.values for reading in readings):
+            continue  # it was passed over, and is there for its number and its loss: nobody has judged it
+        diagnosis.read(readings)
         if on_step is not None:
             on_step(step)
     if not run.is_live:

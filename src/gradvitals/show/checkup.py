@@ -17,7 +17,7 @@ from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was
 from gradvitals.show.below_zero import about_findings
 from gradvitals.show.doubts import JUDGED_BY_NOISE, TOO_EARLY, doubts_of, layers_untold
 from gradvitals.show.ending import Restart, State, about_restarts, is_cut_off, restarts, run_cut_off, state_of
-from gradvitals.show.verdict import Verdict, about_itself, judge, name_of, stop_of
+from gradvitals.show.verdict import Verdict, about_itself, judge, name_of, stop_of, unread_before
 from gradvitals.store.frames import KINDS
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding
@@ -242,9 +242,7 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
 def _finite_until(verdict: Verdict) -> int | None:
     """The last step before loss or gradients stopped being finite for good; None where they did not."""
     lost = [item.finding for item in verdict.findings if item.finding.id in NOT_FINITE and item.clear is None]
-    known = (
-        finding.first_step - 1 - finding.evidence.get("unread", 0) for finding in lost if finding.severity == "critical"
-    )
+    known = (finding.first_step - 1 - unread_before(finding) for finding in lost if finding.severity == "critical")
     return min(known, default=None)
 
 

@@ -76,7 +76,7 @@ def span_of(run: Run) -> Span | None:
     if counted is None:
         return None
     steps, _ = run.times(counted)
-    return Span(int(steps[0]), int(steps[-1])) if steps.size else None
+    return Span(int(steps[0]), max(int(steps[-1]), run.last_step or 0)) if steps.size else None
 
 
 def read_curves(run: Run, span: Span, columns: int = COLUMNS) -> Iterator[Curve]:

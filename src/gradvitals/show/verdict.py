@@ -270,8 +270,14 @@ def when(item: Weighed, *, live: bool) -> str:
 
 def _unread(item: Weighed) -> str:
     """What may be earlier than it was seen."""
-    unread = item.finding.evidence.get("unread")
-    return f" ({before_it(unread)} not read)" if isinstance(unread, int) and unread > 0 else ""
+    unread = unread_before(item.finding)
+    return f" ({before_it(unread)} not read)" if unread else ""
+
+
+def unread_before(finding: Finding) -> int:
+    """Steps just before a finding that were not read, as far as its evidence says."""
+    unread = finding.evidence.get("unread")
+    return unread if isinstance(unread, int) and 0 < unread <= finding.first_step else 0
 
 
 def _plural(count: int, noun: str) -> str:
