@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from operator import is_
 from typing import TYPE_CHECKING
@@ -13,14 +14,21 @@ from torch import Tensor
 from gradvitals.measure.ranks.shards import local
 
 if TYPE_CHECKING:
+    from gradvitals.measure.station import Station
     from gradvitals.measure.tap import Tap
 
 
 class Ear:
-    """Listens to `interpose` and has the Tap read where the moment has come."""
+    """Listens to `interpose` and has the Tap read where the moment has come.
+
+    Any thread may clip, of any model. Backward changes `.grad` without Python's lock, so that to look at it from
+    another thread than the one that trains is a race that ends in a crash: only that one's norms are listened to.
+    """
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
+        self._thread = threading.get_ident()
+        """The one that trains: where it was watched, until another clips its gradients."""
         self._order: list[int] = []
         """The rows of the gradients that came last."""
 
@@ -31,7 +39,8 @@ class Ear:
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         """The loop clips a step that is passed over; one whose norm stands out is read."""
-        self._tap.attempt("clip", self._on_norm, grads, total)
+        if threading.get_ident() == self._thread:
+            self._tap.attempt("clip", self._on_norm, grads, total)
 
     def _on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         tap = self._tap
@@ -44,7 +53,7 @@ class Ear:
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
-        if not self._tap.muted and not self.asleep:
+        if not self._tap.muted and not self.asleep and threading.get_ident() == self._thread:
             self._tap.attempt("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
@@ -77,13 +86,17 @@ class Ear:
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
-        if not self._tap.muted and not self.asleep:
-            self._tap.attempt("clip", self._on_clip, parameters, max_norm)
-
-    def _on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        if self._tap.muted or self.asleep:
+            return
         clipped = {id(parameter) for parameter in parameters}
-        for station in self._tap.stations:
-            if station.stepped or clipped.isdisjoint(map(id, station.parameters)):
+        ours = [one for one in self._tap.stations if not clipped.isdisjoint(map(id, one.parameters))]
+        if ours:
+            self._thread = threading.get_ident()
+            self._tap.attempt("clip", self._on_clip, ours, max_norm)
+
+    def _on_clip(self, stations: Sequence[Station], max_norm: float | None) -> None:
+        for station in stations:
+            if station.stepped:
                 continue
             if station.is_stale(self._tap.observes):
                 self._tap.read(station)
@@ -103,9 +116,9 @@ class Ear:
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
-        self._tap.attempt("read", self._tap.passing.wake)
         for station in self._tap.stations:
             if station.optimizer is optimizer:
+                self._tap.attempt("read", self._tap.passing.wake)
                 station.scaler = scaler
                 self._tap.attempt("read", self._tap.reach, station)
                 station.in_scaler_step = True
