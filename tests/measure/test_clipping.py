@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,59 +241,10 @@ def test_norms_of_another_threads_clip_are_not_taken_for_ours(tmp_path: Path) ->
         clipping.join()
 
 
-def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run).start()
-    return result
-
-
-@pytest.mark.parametrize("asleep", [False, True])
-def test_another_threads_clip_does_not_look_at_our_gradients(tmp_path: Path, asleep: bool) -> None:
-    """Backward exchanges them without Python's lock: to look at them meanwhile ends the process, now and then."""
-    looked: set[int] = set()
-
-    class Spied(nn.Parameter):
-        @property
-        def grad(self) -> torch.Tensor | None:
-            looked.add(threading.get_ident())
-            return torch.Tensor.grad.__get__(self)
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            torch.Tensor.grad.__set__(self, value)
-
-    model = mlp()
-    for module in model:
-        for name, parameter in list(module.named_parameters()):
-            setattr(module, name, Spied(parameter.detach()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        regression(model, Data().batch(4)).backward()
-        by_name(model.parameters())
-        optimizer.step()
-        monitor.tap.passing.asleep = asleep
-        looked.clear()
-        others = mlp()  # as many as ours
-        regression(others, Data().batch(4)).backward()
-        in_a_thread(lambda: by_name(others.parameters())).result(60)
-        assert not looked
-        by_name(model.parameters())
-        assert looked == {threading.get_ident()}
-        monitor.tap.passing.asleep = False
-    assert_no_errors(monitor)
-
-
 def test_two_threads_each_train_a_model(tmp_path: Path) -> None:
     rigs = [make(tmp_path / str(number), clip=by_name, observe="micro") for number in range(2)]
-    for training in [in_a_thread(functools.partial(rig.steps, 20)) for rig in rigs]:
-        training.result(60)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda rig: rig.steps(20), rigs))
     for rig in rigs:
         rig.check()
         assert rig.stages() == ["raw"] * 20
@@ -302,7 +252,8 @@ def test_two_threads_each_train_a_model(tmp_path: Path) -> None:
 
 def test_training_goes_on_in_another_thread(tmp_path: Path) -> None:
     rig = make(tmp_path, clip=by_name, observe="never").steps(3)
-    in_a_thread(lambda: rig.steps(3)).result(60)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(rig.steps, 3).result()
     rig.steps(3).check()
     assert rig.stages() == ["raw"] * 9
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,13 @@ from torch import Tensor
 from gradvitals.judge import say
 from gradvitals.measure import interpose
 from gradvitals.monitor import Monitor
+
+
+class _Here(threading.local):
+    """What is going on in this thread."""
+
+    depth = 0
+    """Backward passes, one in the other."""
 
 
 class Backwards:
@@ -29,7 +37,7 @@ class Backwards:
         self.ear = Ear()
         self._before = before
         self._after = after
-        self._depth = 0
+        self._here = _Here()
         self._listens = False
         self._undo: Callable[[], None] = lambda: None
 
@@ -39,14 +47,14 @@ class Backwards:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or not self._listens or _is_recorded():
+            if self._here.depth or not self._listens or _is_recorded():
                 return original(tensors, grad_tensors, *args, **kwargs)
-            self._depth += 1
+            self._here.depth += 1
             try:
                 self._tell(self._before)
                 result = original(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._depth -= 1
+                self._here.depth -= 1
             self._tell(lambda: self._after(self._loss(tensors, grad_tensors)))
             return result
 

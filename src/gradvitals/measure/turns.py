@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class Turns:
         stepping = self._side(optimizer)
         if stepping is None:
             return
+        stepping.thread = threading.get_ident()
         visitor, thrown_away = stepping.take_turn()
         if visitor is not None:
             pair = frozenset((visitor.number, stepping.number))
@@ -63,7 +65,8 @@ class Turns:
                 stepping.note_turn(pair)
         self.is_game = any([side.plays and side.pair not in self._joint for side in self._sides])
         for side in self._sides:
-            if side.parameter() is not stepping.parameter():
+            # Nobody takes turns with another thread, and to look at gradients that it computes would be a race.
+            if side.thread == stepping.thread and side.parameter() is not stepping.parameter():
                 side.note_visit(stepping)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,6 +100,7 @@ class _Side:
         self.number = id(optimizer)
         self.optimizer = weakref.ref(optimizer)
         self.parameter = weakref.ref(parameter)
+        self.thread = threading.get_ident()
         self.pair: frozenset[int] = frozenset()
         """With whom it made its last turn."""
         self._steps = self._turns = self._last_turn = 0

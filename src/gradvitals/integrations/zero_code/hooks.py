@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,14 @@ from gradvitals.judge import say
 from gradvitals.measure.turns import STEPS
 
 
+class _Here(threading.local):
+    """What is going on in this thread."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.optim.Optimizer] = []
+        """The optimizers that are stepping, one inside the other."""
+
+
 class Hooks:
     """Listens for a Watcher, from `install` to `remove`."""
 
@@ -27,7 +36,7 @@ class Hooks:
         self._watcher = watcher
         self._active = True
         self._undo: list[Callable[[], object]] = []
-        self._steps: list[torch.optim.Optimizer] = []  # the optimizers that are stepping, one inside the other
+        self._here = _Here()
         self._backwards = Backwards(
             lambda: self._tell(watcher.before_backward), lambda loss: self._tell(watcher.after_backward, loss)
         )
@@ -76,15 +85,15 @@ class Hooks:
         return __init__
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._steps:  # its last step ended in an error that the script has caught
-            self._steps.clear()
-        if not self._steps:
+        if optimizer in self._here.steps:  # its last step ended in an error that the script has caught
+            self._here.steps.clear()
+        if not self._here.steps:
             self._tell(self._watcher.before_step, optimizer)
-        self._steps.append(optimizer)
+        self._here.steps.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        while self._steps:  # a step inside it that ended in an error was not told to be over
-            if self._steps.pop() is optimizer:
+        while self._here.steps:  # a step inside it that ended in an error was not told to be over
+            if self._here.steps.pop() is optimizer:
                 break
-        if not self._steps:
+        if not self._here.steps:
             self._tell(self._watcher.after_step, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,21 @@ class Watched:
         found: The model and its optimizers.
         watch: Begins to watch them, in a folder where a run is to be continued.
         resume: That folder, where this model, or the same with other optimizers, was watched before.
+        thread: The one that is taken to train it, until another does.
     """
 
-    def __init__(self, found: Found, watch: Callable[[Found, Path | None], Monitor], resume: Path | None) -> None:
+    def __init__(
+        self,
+        found: Found,
+        watch: Callable[[Found, Path | None], Monitor],
+        resume: Path | None,
+        thread: threading.Thread,
+    ) -> None:
         self.found = found
         self.monitor = watch(found, resume)
         self.parameters = list(self.monitor.tap.rows.parameters)
+        self.thread = thread
+        """The one that trains it. Backward changes gradients without Python's lock: no other may look at them."""
         self.last_backward = 0
         """The number of the last backward pass that reached it, over all models."""
         self._samples = SampleCount(found.model, self._on_samples)
@@ -65,6 +75,12 @@ class Watched:
         for loss in self._losses:
             observe_part(self.monitor, loss)
         self._losses = []
+
+    def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
+        """A step shows that another thread trains it, which has heard these losses since its last."""
+        self.thread = thread
+        for loss in losses:
+            observe_part(self.monitor, loss)
 
     def after_step(self) -> None:
         """One of its optimizers has stepped."""

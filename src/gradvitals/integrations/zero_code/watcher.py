@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -30,6 +31,14 @@ IDLE_BACKWARDS = 200
 """A model that this many backward passes have not reached is let go, so that it does not fill the memory."""
 
 
+class _Here(threading.local):
+    """What is going on in this thread."""
+
+    def __init__(self) -> None:
+        self.losses: deque[Tensor] = deque(maxlen=64)
+        """Since the last step, for a model that is found in it."""
+
+
 class Watcher:
     """Told by `hooks` what the script does. Nothing of it may raise; `hooks` sees to that."""
 
@@ -45,12 +54,14 @@ class Watcher:
         self._num_begun = 0
         self._names: set[str] = set()
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._makers: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
+        """The thread in which each was made."""
         self._left: list[weakref.ref[torch.optim.Optimizer]] = []
         """Optimizers that are not watched: superseded, or too many."""
         self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
         """Optimizers whose model was let go, and the run to continue if they step again."""
         self._looked = False
-        self._losses: deque[Tensor] = deque(maxlen=64)  # since the last step, for a model that is found in it
+        self._here = _Here()
         self._backwards = 0
         self.speaks = int(os.environ.get("RANK", "0")) == 0
         self.watches_itself = False
@@ -61,6 +72,7 @@ class Watcher:
     def on_made(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
+        self._makers[optimizer] = threading.current_thread()
 
     def before_backward(self) -> None:
         """The first backward pass shows that training begins: models and optimizers are there by now."""
@@ -70,25 +82,35 @@ class Watcher:
                 if not found.is_ambiguous and not sharded_modules(found.model):  # else when an optimizer steps
                     self._begin(found)
         self._backwards += 1
-        for watched in self.watched:
-            watched.before_backward(alone=len(self.watched) == 1)
+        here = self._watched_here()
+        for watched in here:
+            watched.before_backward(alone=len(here) == 1)
 
     def after_backward(self, loss: Tensor | None) -> None:
         """A backward pass is over."""
         if loss is not None:
-            self._losses.append(loss)
-        for watched in list(self.watched):
-            if watched.after_backward(loss, alone=len(self.watched) == 1):
+            self._here.losses.append(loss)
+        here = self._watched_here()
+        for watched in here:
+            if watched.after_backward(loss, alone=len(here) == 1):
                 watched.last_backward = self._backwards
-            elif self._backwards - watched.last_backward > IDLE_BACKWARDS:
+        for watched in list(self.watched):
+            is_here = watched in here or not watched.thread.is_alive()
+            if is_here and self._backwards - watched.last_backward > IDLE_BACKWARDS:
                 self._let_go(watched)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, by itself and not inside another one's step."""
-        watched = self._watched_by(optimizer) or self._meet(optimizer)
+        here = threading.current_thread()
+        watched = self._watched_by(optimizer)
+        if watched is None:
+            self._makers[optimizer] = here  # or at least at home here
+            watched = self._meet(optimizer)
+        elif watched.thread is not here:
+            watched.move(here, self._here.losses)
         if watched is not None:
             watched.before_step()
-        self._losses.clear()
+        self._here.losses.clear()
         self.ear.clipped = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -101,6 +123,10 @@ class Watcher:
         """The script is over."""
         for watched in self.watched:
             self._end(watched, error)
+
+    def _watched_here(self) -> list[Watched]:
+        """Those that this thread trains."""
+        return [watched for watched in self.watched if watched.thread is threading.current_thread()]
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -161,9 +187,10 @@ class Watcher:
                 if resume is None:
                     variables = dict(vars(sys.modules["__main__"]))
                     found = replace(found, name=distinct_name(found, self._names, variables))
-                watched = Watched(found, self._watch, resume)
+                home = self._makers.get(found.optimizers[0], threading.current_thread())
+                watched = Watched(found, self._watch, resume, home)
                 watched.last_backward = self._backwards
-                watched.catch_up(self._losses, self.ear)
+                watched.catch_up(self._here.losses, self.ear)
             except Exception as error:
                 self._say(f"{found.name} is not watched: {error}")
             else:
