@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradvitals import open_run
+from gradvitals.cli.bench import OVERHEAD_VARIANTS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab import overhead, shapes, stretch
@@ -204,7 +205,44 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
         time_monitored(Config(quiet=True), TINY["mlp"](CPU), 25, WatchedRun(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("wrong", [{"shapes": ["gpt-5"]}, {"device": "meta"}, {"rounds": 0}])
+def test_variants_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
+    order: list[str] = []
+
+    def fake(variant: str, training: shapes.Training, steps: int, runs: object) -> Stretch:
+        order.append(variant)
+        seconds = 1 + 0.01 * len(order) if variant == "histograms" else 1.0
+        return Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=None)
+
+    monkeypatch.setattr(overhead, "_time_variant", fake)
+    result = run_overhead(device="cpu", shapes=["mlp"], variants=["histograms", "bare"], rounds=9)
+    assert set(order) == {"histograms", "bare"}
+    assert json.loads(json.dumps(result)) == result
+    found = result["shapes"][0]["variants"]
+    assert list(found) == ["histograms", "bare"]
+    # Of nine, one on each side: 2 * (1 + 9) / 2**9 = 3.9 % of medians lie outside of the second and the eighth.
+    ordered = sorted(found["histograms"]["ratios"])
+    assert found["histograms"]["ratio_interval"] == [ordered[1], ordered[7]]
+    assert overhead.percent(ordered[1]) in format_overhead(result)
+
+
+def test_the_interval_of_a_median_holds_it() -> None:
+    random = np.random.default_rng(0)
+    for rounds in (6, 9, 40):
+        found = [overhead.median_interval(list(draw)) for draw in random.lognormal(size=(4000, rounds))]
+        holds = np.mean([low <= 1.0 <= high for low, high in found])
+        assert 0.945 <= holds <= 0.99
+    assert overhead.median_interval([1.0] * 5) is None
+    assert overhead.median_interval([]) is None
+
+
+def test_variants_on_the_command_line_are_those_that_there_are() -> None:
+    assert OVERHEAD_VARIANTS == VARIANTS
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"shapes": ["gpt-5"]}, {"variants": ["default", "fast"]}, {"device": "meta"}, {"rounds": 0}]
+)
 def test_what_cannot_be_timed_is_said(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="expected"):
         run_overhead(**{"device": "cpu", **wrong})

@@ -10,6 +10,14 @@ from gradvitals.cli.bench_ranks import ranks
 from gradvitals.cli.output import json_option, print_json
 
 SHAPES = ("mlp", "cnn", "transformer", "gpt-124m", "gpt-1.3b")
+OVERHEAD_VARIANTS = (
+    "default",
+    "norms+gsnr every step",
+    "everything every step",
+    "norm loop",
+    "histograms",
+    "bare",
+)
 PROBE_SHAPES = SHAPES[:4]
 
 STORE_LABELS = {
@@ -64,15 +72,30 @@ def bench() -> None:
     multiple=True,
     help="Model to time; may be given several times. [default: all that suit the device]",
 )
+@click.option(
+    "--variant",
+    "variants",
+    type=click.Choice(OVERHEAD_VARIANTS),
+    multiple=True,
+    help="What to time; may be given several times. [default: all]",
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Timed steps of each kind in a round.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Rounds of bare and monitored steps in turn.")
 @json_option
-def overhead(device: str, shapes: tuple[str, ...], steps: int | None, rounds: int | None, as_json: bool) -> None:
+def overhead(
+    device: str,
+    shapes: tuple[str, ...],
+    variants: tuple[str, ...],
+    steps: int | None,
+    rounds: int | None,
+    as_json: bool,
+) -> None:
     """Time monitored steps against bare steps of the same model, in one run.
 
     \b
     Example:
       gradvitals bench overhead
+      gradvitals bench overhead --variant default --variant bare --rounds 40
       gradvitals bench overhead --device cuda --shape gpt-124m --json
     """
     from gradvitals.lab.overhead import format_overhead, run_overhead
@@ -80,6 +103,7 @@ def overhead(device: str, shapes: tuple[str, ...], steps: int | None, rounds: in
     result = run_overhead(
         device=device,
         shapes=shapes or None,
+        variants=variants or None,
         steps=steps,
         rounds=rounds,
         progress=lambda line: click.echo(line, err=True),

@@ -108,6 +108,7 @@ class Ratios:
 def run_overhead(
     device: str = "auto",
     shapes: Sequence[str] | None = None,
+    variants: Sequence[str] | None = None,
     steps: int | None = None,
     rounds: int | None = None,
     progress: Callable[[str], object] | None = None,
@@ -117,13 +118,14 @@ def run_overhead(
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
         shapes: Names out of `SHAPES`; None takes those that suit the device.
+        variants: Names out of `VARIANTS`; None takes all. Few of them leave time for many rounds.
         steps: Timed steps of a stretch with the default settings, rounded up to a multiple of its slowest cadence.
         rounds: How often each variant is timed. The order rotates from round to round.
         progress: Called with a line of text now and then.
 
     Returns:
         Plain values, ready for JSON: the machine, and for every shape its size, the time of a bare step and for every
-        variant the median `ratio` to bare with its quartiles.
+        variant the median `ratio` to bare with its quartiles, and the interval that holds it in 95 of 100 cases.
     """
     place = _device(device)
     default = MONITORED["default"]
@@ -136,7 +138,10 @@ def run_overhead(
     unknown = [name for name in names if name not in SHAPES]
     if unknown:
         raise ValueError(f"there is no shape {unknown[0]!r}; expected one of {', '.join(SHAPES)}")
-    results = [_time_shape(name, place, steps, rounds, progress or (lambda line: None)) for name in names]
+    chosen = variants or VARIANTS
+    if not set(chosen) <= set(VARIANTS):
+        raise ValueError(f"variants are {', '.join(chosen)}; expected some of {', '.join(VARIANTS)}")
+    results = [_time_shape(name, chosen, place, steps, rounds, progress or (lambda line: None)) for name in names]
     return {
         "device": place.type,
         "machine": machine_name(place),
@@ -163,14 +168,19 @@ def _device(device: str) -> torch.device:
 
 
 def _time_shape(
-    name: str, device: torch.device, steps: int, rounds: int, tell: Callable[[str], object]
+    name: str,
+    variants: Sequence[str],
+    device: torch.device,
+    steps: int,
+    rounds: int,
+    tell: Callable[[str], object],
 ) -> dict[str, Any]:
     tell(f"{name}: building and warming up")
     torch.manual_seed(0)
     training = SHAPES[name](device)
     for _ in range(WARM_UP_STEPS):
         training.step()
-    ratios = {variant: Ratios() for variant in VARIANTS}
+    ratios = {variant: Ratios() for variant in variants}
     short = max(1, steps // SHORT)
     pieces = MONITORED["default"].detail_factor
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -179,15 +189,15 @@ def _time_shape(
         runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
         bare = [_time_variant("bare", training, short, runs)]
         for number in range(rounds):
-            turn = number % len(VARIANTS)
-            for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
+            turn = number % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
                 ratios[variant].rounds.append([])
                 for length in [steps // pieces] * pieces if variant == "default" else [short]:
                     stretch = _time_variant(variant, training, length, runs)
                     bare.append(_time_variant("bare", training, short, runs))
                     ratios[variant].rounds[-1].append((stretch, (bare[-2], bare[-1])))
-            so_far = statistics.median(ratios["default"].of(_wall))
-            tell(f"{name}: round {number + 1} of {rounds}, default at {percent(so_far)} so far")
+            so_far = percent(statistics.median(ratios[variants[0]].of(_wall)))
+            tell(f"{name}: round {number + 1} of {rounds}, {variants[0]} at {so_far} so far")
     return {
         "shape": name,
         "parameters": training.num_parameters,
@@ -208,11 +218,26 @@ def _summary(ratios: Ratios) -> dict[str, Any]:
         "ratio": middle,
         "ratio_low": low,
         "ratio_high": high,
+        "ratio_interval": median_interval(wall),
         "cpu_ratio": statistics.median(ratios.of(lambda stretch: stretch.cpu_seconds)),
         "extra_device_bytes": ratios.extra_bytes(),
         "flush_ms": 1000 * statistics.median(flushes) if flushes else None,
         "ratios": wall,
     }
+
+
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """Where the median of what these were drawn from lies, in 95 of 100 cases or more; None for fewer than six.
+
+    The k-th smallest of n values is over the median where fewer than k of them are under it, each with probability 1/2.
+
+    >>> median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])  # 2 * (1/2)**6 = 3 % lie outside
+    [1.0, 6.0]
+    """
+    ordered, outside, rank = sorted(values), 0.0, 0
+    while (outside := outside + 2 * math.comb(len(ordered), rank) * 0.5 ** len(ordered)) <= 0.05:
+        rank += 1
+    return [ordered[rank - 1], ordered[-rank]] if rank else None
 
 
 def _wall(stretch: Stretch) -> float:
@@ -260,14 +285,15 @@ def format_overhead(result: dict[str, Any]) -> str:
             "",
         ]
         last = "CPU time" if result["device"] == "cpu" else "extra memory"
-        rows = [("variant", "step time", "quartiles", "ms a step", last)]
+        rows = [("variant", "step time", "quartiles", "95 % of the median", "ms a step", last)]
         for variant, found in shape["variants"].items():
             extra_bytes = found["extra_device_bytes"]
             rows.append(
                 (
                     "bare, again" if variant == "bare" else variant,
                     percent(found["ratio"]),
-                    f"[{percent(found['ratio_low'])}, {percent(found['ratio_high'])}]",
+                    _span([found["ratio_low"], found["ratio_high"]]),
+                    _span(found["ratio_interval"]),
                     f"{(found['ratio'] - 1) * shape['bare_ms']:+.3f}",
                     percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
                 )
@@ -277,6 +303,10 @@ def format_overhead(result: dict[str, Any]) -> str:
         if step_every > 1:
             lines += ["", f"default: one step in {step_every} was read, and single tensors every {every} steps"]
     return "\n".join(lines)
+
+
+def _span(ends: list[float] | None) -> str:
+    return "too few rounds" if ends is None else f"[{percent(ends[0])}, {percent(ends[1])}]"
 
 
 def percent(ratio: float) -> str:
