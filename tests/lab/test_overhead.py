@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,12 +20,14 @@ from gradvitals import open_run
 from gradvitals.cli.bench import OVERHEAD_VARIANTS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.lab import overhead, shapes, stretch
+from gradvitals.lab import in_turns, overhead, shapes, stretch
 from gradvitals.lab.no_sync import check_no_sync
-from gradvitals.lab.overhead import VARIANTS, format_overhead, run_overhead
+from gradvitals.lab.overhead import format_overhead, run_overhead
 from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monitored
-from gradvitals.measure.budget import Budget
+from gradvitals.lab.variants import MONITORED, VARIANTS
+from gradvitals.measure.budget import Budget, Cadence
 from gradvitals.measure.clock import Lap
+from gradvitals.measure.tap import Tap
 
 CPU = torch.device("cpu")
 TINY = {
@@ -86,19 +92,18 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_every_variant_is_timed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_are_timed_in_processes_that_take_turns_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
-    for variant, config in overhead.MONITORED.items():
-        monkeypatch.setitem(overhead.MONITORED, variant, replace(config, window_steps=20))
-    monkeypatch.setitem(overhead.MONITORED, "default", Config(tensor_every=5, window_steps=20, quiet=True))
+    monkeypatch.setitem(MONITORED, "default", Config(tensor_every=5, window_steps=20, quiet=True))
     lines: list[str] = []
-    result = run_overhead(device="cpu", shapes=["mlp"], steps=1, rounds=1, progress=lines.append)
+    chosen = ("default", "histograms", "bare")
+    result = run_overhead(device="cpu", shapes=["mlp"], variants=chosen, steps=1, rounds=1, progress=lines.append)
 
     assert json.loads(json.dumps(result)) == result
     assert result["steps"] == 20  # one cycle of the costly metrics
     (shape,) = result["shapes"]
     assert (shape["shape"], shape["tensors"], shape["micro_batches"]) == ("mlp", 10, 2)
-    assert set(shape["variants"]) == set(VARIANTS)
+    assert tuple(shape["variants"]) == chosen
     assert shape["bare_ms"] > 0
     for found in shape["variants"].values():
         assert 0 < found["ratio_low"] <= found["ratio"] <= found["ratio_high"] < math.inf
@@ -109,8 +114,112 @@ def test_every_variant_is_timed_and_shown(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("round 1 of 1" in line for line in lines)
 
 
-def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
+class FakeRunner:
+    """Takes as many seconds for a step as it was told; the machine slows down all the time."""
+
+    turns: ClassVar[list[str]] = []
+
+    def __init__(self, task: in_turns.Task, name: str) -> None:
+        self.task, self.name = task, name
+        self.cadence = Cadence(150, 50) if task.config is not None else None
+
+    def __enter__(self) -> FakeRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.turns.append(f"end of {self.name}")
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        self.turns.append(self.name)
+        assert steps == in_turns.TURN_STEPS
+        seconds = steps * (1.5 if self.name == "histograms" else 1.0) * (1 + 1e-4 * len(self.turns))
+        return seconds, 2 * seconds
+
+    def finish(self) -> None:
+        self.turns.append(f"all well with {self.name}")
+
+
+def test_turns_go_round_until_everything_was_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_turns, "Runner", FakeRunner)
+    monkeypatch.setattr(FakeRunner, "turns", [])
+    found = in_turns.time_round("mlp", ["default", "histograms", "bare"], steps=200)
+    turns, ends = FakeRunner.turns[:-8], FakeRunner.turns[-8:]
+    one = ["bare steps", "default", "histograms", "bare"]
+    assert turns[:8] == [*one, *one[1:], one[0]]
+    assert [turns.count(name) for name in one] == [600 / in_turns.TURN_STEPS] * 4
+    assert sorted(ends) == sorted(f"{word} {name}" for name in one for word in ("all well with", "end of"))
+    assert found.base.wall_seconds == pytest.approx(1.0, rel=0.03)
+    assert found.variants["histograms"].wall_seconds / found.base.wall_seconds == pytest.approx(1.5, rel=1e-4)
+    assert found.variants["default"].cpu_seconds / found.base.cpu_seconds == pytest.approx(1.0, rel=1e-4)
+    assert found.cadences == {"default": Cadence(150, 50)}
+
+
+def quick(task: in_turns.Task | None = None, **changed: Any) -> in_turns.Task:
+    task = task or in_turns.Task(build=TINY["mlp"], config=None, by_hand=None, thinning_steps=0)
+    return replace(task, **changed)
+
+
+def test_a_process_is_stopped_when_it_is_not_its_turn() -> None:
+    def state(runner: in_turns.Runner) -> str:
+        return Path(f"/proc/{runner._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+    with in_turns.Runner(quick(), "bare steps") as runner:
+        wait_until(lambda: state(runner) == "T")
+        wall, cpu = runner.turn(3)
+        assert wall > 0
+        assert cpu > 0
+        wait_until(lambda: state(runner) == "T")
+        runner.finish()
+    assert not runner._process.is_alive()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def breaks(device: torch.device) -> shapes.Training:
+    raise RuntimeError("no model today")
+
+
+def ends(device: torch.device) -> shapes.Training:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("build", "words"), [(breaks, "no model today"), (ends, "timed bare steps ended with 3")])
+def test_a_process_that_fails_is_told(build: Callable[..., Any], words: str) -> None:
+    with pytest.raises(GradvitalsError, match=words), in_turns.Runner(quick(build=build), "bare steps"):
+        pass
+
+
+def breaks_later(device: torch.device) -> shapes.Training:
+    """A model whose monitor fails in some step."""
+    Tap.read = _fail  # type: ignore[method-assign]
+    return TINY["mlp"](device)
+
+
+def _fail(*args: object) -> None:
+    raise RuntimeError("no reading today")
+
+
+def test_the_time_of_a_monitor_that_gave_up_is_not_taken() -> None:
+    task = quick(build=breaks_later, config=Config(quiet=True, window_steps=20))
+    with in_turns.Runner(task, "default") as runner:
+        runner.turn(3)
+        with pytest.raises(GradvitalsError, match="no reading today"):
+            runner.finish()
+
+
+def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one() -> None:
+    before = dict(os.environ)
+    with in_turns._environment(in_turns.KEEPS_MEMORY):
+        assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+    assert dict(os.environ) == before
+
+
+def fake_stretches(monkeypatch: pytest.MonkeyPatch, variants: Sequence[str], rounds: int) -> tuple[Any, Any, Any]:
     order: list[str] = []
     lengths: list[int] = []
 
@@ -122,8 +231,14 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
         return Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=1000 + 7 * (variant == "default"))
 
     monkeypatch.setattr(overhead, "_time_variant", fake)
-    shape = run_overhead(device="cpu", shapes=["mlp"], rounds=3)["shapes"][0]
+    monkeypatch.setattr(overhead, "time_monitored", lambda *args: None)
+    measured = overhead.Measured({variant: overhead.Ratios() for variant in variants}, lambda line: None)
+    overhead.time_in_stretches(measured, TINY["mlp"](CPU), 200, rounds)
+    return order, lengths, {variant: overhead._summary(found) for variant, found in measured.ratios.items()}
 
+
+def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, lengths, found = fake_stretches(monkeypatch, VARIANTS, rounds=3)
     pieces = ["default"] * 4  # one full reading each, and together one of the costly metrics
     others = [variant for variant in VARIANTS if variant != "default"]
     assert order[0::2] == ["bare"] * (len(pieces + others) * 3 + 1)
@@ -132,7 +247,6 @@ def test_variants_take_turns_and_each_has_a_bare_stretch_on_both_sides(monkeypat
     assert timed[9:18] == [*others, *pieces]
     assert lengths[1:9:2] == [50] * 4
     assert set(lengths[9:19]) == {25}
-    found = shape["variants"]
     assert found["histograms"]["ratio"] == pytest.approx(1.5)
     assert found["default"]["ratios"] == pytest.approx([1.0] * 3)
     assert found["bare"]["ratio_high"] - found["bare"]["ratio_low"] == pytest.approx(0.0)
@@ -206,24 +320,21 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_variants_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "mlp", TINY["mlp"])
-    order: list[str] = []
+    rounds = iter(range(9))
 
-    def fake(variant: str, training: shapes.Training, steps: int, runs: object) -> Stretch:
-        order.append(variant)
-        seconds = 1 + 0.01 * len(order) if variant == "histograms" else 1.0
-        return Stretch(wall_seconds=seconds, cpu_seconds=seconds, peak_bytes=None)
+    def fake(shape: str, variants: Sequence[str], steps: int) -> in_turns.Round:
+        base = Stretch(wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=None)
+        slower = replace(base, wall_seconds=1.5 + 0.01 * next(rounds))
+        return in_turns.Round(base=base, variants={"histograms": slower, "bare": base}, cadences={})
 
-    monkeypatch.setattr(overhead, "_time_variant", fake)
+    monkeypatch.setattr(overhead, "time_round", fake)
     result = run_overhead(device="cpu", shapes=["mlp"], variants=["histograms", "bare"], rounds=9)
-    assert set(order) == {"histograms", "bare"}
     assert json.loads(json.dumps(result)) == result
     found = result["shapes"][0]["variants"]
     assert list(found) == ["histograms", "bare"]
     # Of nine, one on each side: 2 * (1 + 9) / 2**9 = 3.9 % of medians lie outside of the second and the eighth.
-    ordered = sorted(found["histograms"]["ratios"])
-    assert found["histograms"]["ratio_interval"] == [ordered[1], ordered[7]]
-    assert overhead.percent(ordered[1]) in format_overhead(result)
+    assert found["histograms"]["ratio_interval"] == pytest.approx([1.51, 1.57])
+    assert "[+51.00 %, +57.00 %]" in format_overhead(result)
 
 
 def test_the_interval_of_a_median_holds_it() -> None:

@@ -21,9 +21,10 @@ from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.device import pick_device
 from gradvitals.lab.markdown import markdown_table
-from gradvitals.lab.overhead import WARM_UP_STEPS, Ratios, machine_name, percent
+from gradvitals.lab.overhead import Ratios, machine_name, percent
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Training
 from gradvitals.lab.stretch import Stretch, grown_step, time_steps
+from gradvitals.lab.variants import WARM_UP_STEPS
 from gradvitals.watching import watch
 
 SETTLE_STEPS = 12

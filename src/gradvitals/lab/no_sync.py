@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from gradvitals.errors import GradvitalsError
-from gradvitals.lab.overhead import MONITORED, WARM_UP_STEPS
 from gradvitals.lab.shapes import transformer
+from gradvitals.lab.variants import MONITORED, WARM_UP_STEPS
 from gradvitals.watching import watch
 
 

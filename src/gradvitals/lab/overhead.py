@@ -1,12 +1,13 @@
-"""What monitoring costs: monitored and bare steps of one model, in turn, in one process.
+"""What monitoring costs: monitored and bare steps of one model, in turn.
 
-A shared machine drifts by more than monitoring costs, so no two runs can be compared. Here every stretch of steps
-lies between two stretches of bare steps, and only its ratio to their mean is kept: drift cancels. A bare stretch
-between bare stretches goes through the same motions, and its ratio shows what the method itself cannot see.
+A shared machine drifts by more than monitoring costs, so no two runs can be compared. On a CPU processes take turns
+(`in_turns`). Beside a GPU, where a stretch of steps takes the same time as the next, all is done in one process: every
+stretch lies between two stretches of bare steps, and only its ratio to their mean is kept, so that drift cancels. What
+is bare goes through the same motions once more, and its ratio shows what the method itself cannot see.
 
-With the default settings a round is as long as their slowest cadence, and so holds its share of every kind of
-reading: it is cut into stretches of one full reading each, with bare steps between them. The shorter a stretch, the
-less of a machine's drift is in its ratio.
+With the default settings a round of stretches is as long as their slowest cadence, and so holds its share of every
+kind of reading: it is cut into stretches of one full reading each, with bare steps between them. The shorter a stretch,
+the less of a machine's drift is in its ratio.
 """
 
 from __future__ import annotations
@@ -26,49 +27,20 @@ import torch
 from torch import Tensor
 
 from gradvitals.config import Config
+from gradvitals.lab.in_turns import time_round
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Observe, Training
 from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monitored, time_steps
+from gradvitals.lab.variants import BY_HAND, MONITORED, VARIANTS, WARM_UP_STEPS
+from gradvitals.measure.budget import Cadence
 
-DEFAULT_ROUNDS = {"cpu": 8, "cuda": 4}
-WARM_UP_STEPS = 10
-"""Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
+DEFAULT_ROUNDS = {"cpu": 6, "cuda": 4}
 
 SHORT = 8
 """Bare stretches, and those whose steps are all alike, are this many times shorter than a round of the default."""
 
-NUM_BINS = 64
-
-MONITORED: dict[str, Config] = {
-    "default": Config(quiet=True),
-    "norms+gsnr every step": Config(tensor_every=1, metrics=("grad/norm", "gsnr"), quiet=True),
-    "everything every step": Config(tensor_every=1, quiet=True),
-}
-"""Variants that attach a monitor."""
-
-
 EVERY_KIND = Config(tensor_every=2, detail_every=4, quiet=True)
 """Takes every kind of reading within a few steps, so that everything is compiled before anything is timed."""
-
-
-def norm_loop(training: Training) -> None:
-    """What many loops do today: ask for the norm of each gradient, one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm().item()
-
-
-def histograms(training: Training) -> None:
-    """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
-
-
-BY_HAND: dict[str, Callable[[Training], None]] = {"norm loop": norm_loop, "histograms": histograms}
-"""Variants that people write themselves."""
-
-VARIANTS = (*MONITORED, *BY_HAND, "bare")
 
 
 Piece = tuple[Stretch, tuple[Stretch, Stretch]]
@@ -178,36 +150,74 @@ def _time_shape(
     tell(f"{name}: building and warming up")
     torch.manual_seed(0)
     training = SHAPES[name](device)
-    for _ in range(WARM_UP_STEPS):
-        training.step()
-    ratios = {variant: Ratios() for variant in variants}
-    short = max(1, steps // SHORT)
-    pieces = MONITORED["default"].detail_factor
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for config in (EVERY_KIND, *MONITORED.values()) if device.type == "cuda" else ():
-            time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
-        runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
-        bare = [_time_variant("bare", training, short, runs)]
-        for number in range(rounds):
-            turn = number % len(variants)
-            for variant in (*variants[turn:], *variants[:turn]):
-                ratios[variant].rounds.append([])
-                for length in [steps // pieces] * pieces if variant == "default" else [short]:
-                    stretch = _time_variant(variant, training, length, runs)
-                    bare.append(_time_variant("bare", training, short, runs))
-                    ratios[variant].rounds[-1].append((stretch, (bare[-2], bare[-1])))
-            so_far = percent(statistics.median(ratios[variants[0]].of(_wall)))
-            tell(f"{name}: round {number + 1} of {rounds}, {variants[0]} at {so_far} so far")
+    measured = Measured({variant: Ratios() for variant in variants}, lambda line: tell(f"{name}: {line}"))
+    if device.type == "cpu":
+        time_in_turns(measured, name, steps, rounds)
+    else:
+        time_in_stretches(measured, training, steps, rounds)
     return {
         "shape": name,
         "parameters": training.num_parameters,
         "tensors": training.num_tensors,
         "micro_batches": training.num_micro_batches,
         "batch_size": training.batch_size,
-        "bare_ms": 1000 * statistics.median(map(_wall, bare)),
-        "default_cadence": [runs["default"].every, runs["default"].step_every],
-        "variants": {variant: _summary(found) for variant, found in ratios.items()},
+        "bare_ms": 1000 * statistics.median(map(_wall, measured.bare)),
+        "default_cadence": list(statistics.mode(measured.cadences)) if measured.cadences else None,
+        "variants": {variant: _summary(found) for variant, found in measured.ratios.items()},
     }
+
+
+@dataclass
+class Measured:
+    """What was timed of one shape."""
+
+    ratios: dict[str, Ratios]
+    tell: Callable[[str], object]
+    bare: list[Stretch] = field(default_factory=list)
+    cadences: list[Cadence] = field(default_factory=list)
+    """What was read with the default settings, as each monitor has come to."""
+
+    def end_round(self, number: int, rounds: int) -> None:
+        """Say where it stands."""
+        variant, found = next(iter(self.ratios.items()))
+        so_far = percent(statistics.median(found.of(_wall)))
+        self.tell(f"round {number + 1} of {rounds}, {variant} at {so_far} so far")
+
+
+def time_in_turns(measured: Measured, shape: str, steps: int, rounds: int) -> None:
+    """Time every variant in a process of its own; each round has new ones."""
+    for number in range(rounds):
+        found = time_round(shape, list(measured.ratios), steps)
+        measured.bare.append(found.base)
+        for variant, stretch in found.variants.items():
+            measured.ratios[variant].rounds.append([(stretch, (found.base, found.base))])
+        measured.cadences += [found.cadences["default"]] if "default" in found.cadences else []
+        measured.end_round(number, rounds)
+
+
+def time_in_stretches(measured: Measured, training: Training, steps: int, rounds: int) -> None:
+    """Time every variant in this process, between bare stretches."""
+    variants = list(measured.ratios)
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    short = max(1, steps // SHORT)
+    pieces = MONITORED["default"].detail_factor
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for config in (EVERY_KIND, *MONITORED.values()):
+            time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
+        runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
+        bare = measured.bare
+        bare.append(_time_variant("bare", training, short, runs))
+        for number in range(rounds):
+            turn = number % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
+                stretches: list[Piece] = []
+                for length in [steps // pieces] * pieces if variant == "default" else [short]:
+                    stretch = _time_variant(variant, training, length, runs)
+                    bare.append(_time_variant("bare", training, short, runs))
+                    stretches.append((stretch, (bare[-2], bare[-1])))
+                measured.ratios[variant].rounds.append(stretches)
+            measured.end_round(number, rounds)
 
 
 def _summary(ratios: Ratios) -> dict[str, Any]:
@@ -271,10 +281,11 @@ def format_overhead(result: dict[str, Any]) -> str:
     On a CPU the last column is the change of the processor time of all threads. It counts what ran on an idle core
     too, and hardly feels other programs, so on a busy machine it is the steadier of the two.
     """
-    threads = f", {result['threads']} threads" if result["device"] == "cpu" else ""
+    on_cpu = result["device"] == "cpu"
+    threads, more = (f", {result['threads']} threads", " or more") if on_cpu else ("", "")
     lines = [
         f"{result['machine']}{threads}, torch {result['torch']}, {result['date']}",
-        f"{result['rounds']} rounds of {result['steps']} steps; change of the step's time: median [quartiles]",
+        f"{result['rounds']} rounds of {result['steps']} steps{more}; change of the step's time: median [quartiles]",
     ]
     for shape in result["shapes"]:
         lines += [
@@ -284,7 +295,7 @@ def format_overhead(result: dict[str, Any]) -> str:
             f"{shape['bare_ms']:.2f} ms a bare step",
             "",
         ]
-        last = "CPU time" if result["device"] == "cpu" else "extra memory"
+        last = "CPU time" if on_cpu else "extra memory"
         rows = [("variant", "step time", "quartiles", "95 % of the median", "ms a step", last)]
         for variant, found in shape["variants"].items():
             extra_bytes = found["extra_device_bytes"]
@@ -299,7 +310,7 @@ def format_overhead(result: dict[str, Any]) -> str:
                 )
             )
         lines.append(markdown_table(rows))
-        every, step_every = shape["default_cadence"]
+        every, step_every = shape["default_cadence"] or (0, 1)
         if step_every > 1:
             lines += ["", f"default: one step in {step_every} was read, and single tensors every {every} steps"]
     return "\n".join(lines)

@@ -83,18 +83,24 @@ def time_monitored(config: Config, training: Training, steps: int, run: WatchedR
     """Time some steps of a run that is watched, or as many more as it reads single tensors more rarely by itself."""
     model, optimizer = training.model, training.optimizer
     with watch(model, optimizer, run=run.path, config=config, batch_size=training.batch_size) as monitor:
-        _settle(monitor, training, run)
+        settle(monitor, training, run)
         run.every, run.step_every = monitor.tap.cadence
         stretch = time_steps(training, monitor.observe, steps * run.every // config.tensor_every)
         started = time.perf_counter()
         written = monitor.flush()
         flush_seconds = time.perf_counter() - started
         run.state = monitor.state_dict()
-    # A monitor that has given up on something is cheap: its time would mean nothing.
-    broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
-    if broken or not written:
-        raise GradvitalsError(f"the monitor failed while it was timed: {broken[0] if broken else 'it could not write'}")
+    expect_whole(monitor)
+    if not written:
+        raise GradvitalsError("the monitor failed while it was timed: it could not write")
     return replace(stretch, flush_seconds=flush_seconds)
+
+
+def expect_whole(monitor: Monitor) -> None:
+    """A monitor that has given up on something is cheap, and its time would mean nothing: raise."""
+    broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
+    if broken:
+        raise GradvitalsError(f"the monitor failed while it was timed: {broken[0]}")
 
 
 def grown_step(config: Config, every: int | None = None, since: int = YOUNG_STEPS) -> int:
@@ -103,7 +109,7 @@ def grown_step(config: Config, every: int | None = None, since: int = YOUNG_STEP
     return math.ceil(since / cycle) * cycle
 
 
-def _settle(monitor: Monitor, training: Training, run: WatchedRun) -> None:
+def settle(monitor: Monitor, training: Training, run: WatchedRun, thinning_steps: int | None = None) -> None:
     """Bring a monitor to where it is in the middle of a run.
 
     A young run is read more often, so a new one begins at a step where it is young no more. In the first step all is
@@ -127,7 +133,7 @@ def _settle(monitor: Monitor, training: Training, run: WatchedRun) -> None:
         training.step(monitor.observe)
     if is_new and tap.budget is not None and tap.budget.thins_tensors:
         tap.budget.free_seconds = 0.0
-        for number in range(THINNING_STEPS):
+        for number in range(THINNING_STEPS if thinning_steps is None else thinning_steps):
             training.step(monitor.observe)
             if number % 100 == 99:
                 monitor.flush()  # what they cost is known when they are written
