@@ -16,13 +16,6 @@ from gradvitals.measure import interpose
 from gradvitals.monitor import Monitor
 
 
-class _Here(threading.local):
-    """What is going on in this thread."""
-
-    depth = 0
-    """Backward passes, one in the other."""
-
-
 class Backwards:
     """Tells of every backward pass that is not part of another one, while it listens.
 
@@ -37,7 +30,6 @@ class Backwards:
         self.ear = Ear()
         self._before = before
         self._after = after
-        self._here = _Here()
         self._listens = False
         self._undo: Callable[[], None] = lambda: None
 
@@ -47,14 +39,10 @@ class Backwards:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._here.depth or not self._listens or _is_recorded():
+            if _is_inside() or not self._listens or _is_recorded():
                 return original(tensors, grad_tensors, *args, **kwargs)
-            self._here.depth += 1
-            try:
-                self._tell(self._before)
-                result = original(tensors, grad_tensors, *args, **kwargs)
-            finally:
-                self._here.depth -= 1
+            self._tell(self._before)
+            result = original(tensors, grad_tensors, *args, **kwargs)
             self._tell(lambda: self._after(self._loss(tensors, grad_tensors)))
             return result
 
@@ -94,8 +82,8 @@ class Backwards:
         return loss if scaler is None or scaler._scale is None else loss / scaler._scale.to(loss.device)
 
 
-class Ear:
-    """What is heard through `interpose` besides: scaled losses, lower precision, clipping."""
+class Ear(threading.local):
+    """What is heard through `interpose` besides: scaled losses, lower precision, clipping. To each thread its own."""
 
     def __init__(self) -> None:
         self.scaled: deque[torch.amp.GradScaler] = deque(maxlen=64)
@@ -153,6 +141,11 @@ def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
     """
     monitor.tap.draft.observed.adds_up = True
     monitor.observe(loss)
+
+
+def _is_inside() -> bool:
+    """Whether a backward pass is going on in this thread: beside a GPU, that of a checkpoint runs in one of torch's."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _is_recorded() -> bool:

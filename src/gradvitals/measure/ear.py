@@ -27,8 +27,8 @@ class Ear:
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
-        self._thread = threading.get_ident()
-        """The one that trains: where it was watched, until another clips its gradients."""
+        self.thread: int | None = None
+        """The one that has stepped last, or clipped: until it is known, norms are left to `on_clip`."""
         self._order: list[int] = []
         """The rows of the gradients that came last."""
 
@@ -39,7 +39,7 @@ class Ear:
 
     def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
         """The loop clips a step that is passed over; one whose norm stands out is read."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             self._tap.attempt("clip", self._on_norm, grads, total)
 
     def _on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
@@ -53,7 +53,7 @@ class Ear:
         self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
     ) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
-        if not self._tap.muted and not self.asleep and threading.get_ident() == self._thread:
+        if not self._tap.muted and not self.asleep and threading.get_ident() == self.thread:
             self._tap.attempt("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
@@ -91,7 +91,7 @@ class Ear:
         clipped = {id(parameter) for parameter in parameters}
         ours = [one for one in self._tap.stations if not clipped.isdisjoint(map(id, one.parameters))]
         if ours:
-            self._thread = threading.get_ident()
+            self.thread = threading.get_ident()
             self._tap.attempt("clip", self._on_clip, ours, max_norm)
 
     def _on_clip(self, stations: Sequence[Station], max_norm: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ def hook_steps(tap: Tap, station: Station) -> list[Any]:
     passing = tap.passing
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        tap.ear.thread = get_ident()
         if passing.asleep:
             return None
         closure = closure_of(args, kwargs)

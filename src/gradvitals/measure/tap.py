@@ -101,8 +101,8 @@ class Tap:
         if ranks is not None:
             self._own_gradient = OwnGradient(rows, lambda: self.draft.packet)
         self._turns = Turns(optimizers)
-        self._ear = Ear(self)
-        interpose.attach(self._ear)
+        self.ear = Ear(self)
+        interpose.attach(self.ear)
 
     def _assign_rows(self) -> None:
         for station, rows in zip(self.stations, self.rows.by_optimizer(), strict=True):
@@ -380,7 +380,7 @@ class Tap:
 
     def _let_go(self) -> None:
         """Take away every hook but those of optimizers, which may not go while they are being called."""
-        interpose.detach(self._ear)
+        interpose.detach(self.ear)
         for station in self.stations:
             station.close()
         if self._audit is not None:

@@ -39,8 +39,8 @@ class Watched:
         self.parameters = list(self.monitor.tap.rows.parameters)
         self.thread = thread
         """The one that trains it. Backward changes gradients without Python's lock: no other may look at them."""
-        self.last_backward = 0
-        """The number of the last backward pass that reached it, over all models."""
+        self.idle = 0
+        """Backward passes since the last one that has reached it, of its own thread, or of any once that is gone."""
         self._samples = SampleCount(found.model, self._on_samples)
         self._late = _reduces_by_hand(found.model, self.parameters)
         self._losses: list[Tensor] = []
@@ -72,12 +72,13 @@ class Watched:
 
     def before_step(self) -> None:
         """One of its optimizers is about to step."""
+        self.idle = 0
         for loss in self._losses:
             observe_part(self.monitor, loss)
         self._losses = []
 
     def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
-        """A step shows that another thread trains it, which has heard these losses since its last."""
+        """A step shows that another thread trains it, which has gone backward with these losses since the last."""
         self.thread = thread
         for loss in losses:
             observe_part(self.monitor, loss)

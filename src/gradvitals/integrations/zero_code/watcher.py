@@ -31,14 +31,6 @@ IDLE_BACKWARDS = 200
 """A model that this many backward passes have not reached is let go, so that it does not fill the memory."""
 
 
-class _Here(threading.local):
-    """What is going on in this thread."""
-
-    def __init__(self) -> None:
-        self.losses: deque[Tensor] = deque(maxlen=64)
-        """Since the last step, for a model that is found in it."""
-
-
 class Watcher:
     """Told by `hooks` what the script does. Nothing of it may raise; `hooks` sees to that."""
 
@@ -54,15 +46,16 @@ class Watcher:
         self._num_begun = 0
         self._names: set[str] = set()
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._makers: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
+        self._homes: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
         """The thread in which each was made."""
         self._left: list[weakref.ref[torch.optim.Optimizer]] = []
         """Optimizers that are not watched: superseded, or too many."""
         self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
         """Optimizers whose model was let go, and the run to continue if they step again."""
         self._looked = False
-        self._here = _Here()
-        self._backwards = 0
+        self._losses: weakref.WeakKeyDictionary[threading.Thread, deque[Tensor]] = weakref.WeakKeyDictionary()
+        """Of every thread that has gone backward, those since the last step, for a model that is found in it."""
+        self._finding = threading.RLock()
         self.speaks = int(os.environ.get("RANK", "0")) == 0
         self.watches_itself = False
         """Whether the script has a Monitor of its own making."""
@@ -72,45 +65,52 @@ class Watcher:
     def on_made(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
-        self._makers[optimizer] = threading.current_thread()
+        self._homes[optimizer] = threading.current_thread()
 
     def before_backward(self) -> None:
         """The first backward pass shows that training begins: models and optimizers are there by now."""
         if not self._looked:
-            self._looked = True
-            for found in self._look():
-                if not found.is_ambiguous and not sharded_modules(found.model):  # else when an optimizer steps
-                    self._begin(found)
-        self._backwards += 1
+            with self._finding:
+                self._begin_all()
         here = self._watched_here()
         for watched in here:
             watched.before_backward(alone=len(here) == 1)
 
+    def _begin_all(self) -> None:
+        if self._looked:
+            return  # by another thread, meanwhile
+        self._looked = True
+        for found in self._look():
+            if not found.is_ambiguous and not sharded_modules(found.model):  # else when an optimizer steps
+                self._begin(found)
+
     def after_backward(self, loss: Tensor | None) -> None:
         """A backward pass is over."""
+        losses = self._losses.setdefault(threading.current_thread(), deque(maxlen=64))
         if loss is not None:
-            self._here.losses.append(loss)
+            losses.append(loss)
         here = self._watched_here()
-        for watched in here:
-            if watched.after_backward(loss, alone=len(here) == 1):
-                watched.last_backward = self._backwards
         for watched in list(self.watched):
-            is_here = watched in here or not watched.thread.is_alive()
-            if is_here and self._backwards - watched.last_backward > IDLE_BACKWARDS:
+            if watched in here and watched.after_backward(loss, alone=len(here) == 1):
+                watched.idle = 0
+            elif watched in here or not watched.thread.is_alive():
+                watched.idle += 1
+            if watched.idle > IDLE_BACKWARDS:
                 self._let_go(watched)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, by itself and not inside another one's step."""
-        here = threading.current_thread()
-        watched = self._watched_by(optimizer)
-        if watched is None:
-            self._makers[optimizer] = here  # or at least at home here
-            watched = self._meet(optimizer)
-        elif watched.thread is not here:
-            watched.move(here, self._here.losses)
+        trains = self._gone_backward()
+        with self._finding:
+            watched = self._watched_by(optimizer)
+            if watched is None:
+                watched = self._meet(optimizer, trains)
+            elif watched.thread is not trains:
+                watched.move(trains, self._losses.get(trains, ()))
         if watched is not None:
             watched.before_step()
-        self._here.losses.clear()
+        if trains in self._losses:
+            self._losses[trains].clear()
         self.ear.clipped = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,6 +124,11 @@ class Watcher:
         for watched in self.watched:
             self._end(watched, error)
 
+    def _gone_backward(self) -> threading.Thread:
+        """The thread whose gradients this one steps with: itself, unless it never goes backward, and only one other."""
+        here, others = threading.current_thread(), list(self._losses)
+        return others[0] if here not in others and len(others) == 1 else here
+
     def _watched_here(self) -> list[Watched]:
         """Those that this thread trains."""
         return [watched for watched in self.watched if watched.thread is threading.current_thread()]
@@ -133,7 +138,7 @@ class Watcher:
     def _watched_by(self, optimizer: torch.optim.Optimizer) -> Watched | None:
         return next((one for one in self.watched if any(own is optimizer for own in one.found.optimizers)), None)
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> Watched | None:
+    def _meet(self, optimizer: torch.optim.Optimizer, trains: threading.Thread) -> Watched | None:
         """An optimizer steps that is not watched: it is new, or it was not clear whether it would."""
         if any(left() is optimizer for left in self._left):
             return None
@@ -152,7 +157,7 @@ class Watcher:
                 resume = before.run_path if before.monitor.step else None
                 self._left += [weakref.ref(old) for old in before.found.optimizers if old not in found.optimizers]
                 self._let_go(before)
-        return self._begin(found, resume)
+        return self._begin(found, resume, trains)
 
     def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
         made = [one for made in self._made if (one := made()) is not None]
@@ -176,7 +181,9 @@ class Watcher:
 
     # -- watching -----------------------------------------------------------------------------------------------
 
-    def _begin(self, found: Found, resume: Path | None = None) -> Watched | None:
+    def _begin(
+        self, found: Found, resume: Path | None = None, thread: threading.Thread | None = None
+    ) -> Watched | None:
         """Watch a model; None where it cannot be, which is said."""
         if _has_others():
             self.speaks = dist.get_rank() == 0
@@ -187,10 +194,9 @@ class Watcher:
                 if resume is None:
                     variables = dict(vars(sys.modules["__main__"]))
                     found = replace(found, name=distinct_name(found, self._names, variables))
-                home = self._makers.get(found.optimizers[0], threading.current_thread())
+                home = thread or self._homes.get(found.optimizers[0], threading.current_thread())
                 watched = Watched(found, self._watch, resume, home)
-                watched.last_backward = self._backwards
-                watched.catch_up(self._here.losses, self.ear)
+                watched.catch_up(self._losses.get(home, ()), self.ear)
             except Exception as error:
                 self._say(f"{found.name} is not watched: {error}")
             else:
@@ -225,7 +231,10 @@ class Watcher:
             interpose.attach(self.ear)
 
     def _let_go(self, watched: Watched) -> None:
-        self.watched.remove(watched)
+        with self._finding:
+            if watched not in self.watched:
+                return  # another thread has
+            self.watched.remove(watched)
         self._end(watched, None)
         if watched.monitor.step:
             self._idle += [(weakref.ref(optimizer), watched.run_path) for optimizer in watched.found.optimizers]
