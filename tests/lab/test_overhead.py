@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,31 +142,45 @@ class FakeRunner:
         self.turns.append(f"all well with {self.name}")
 
 
-def test_turns_go_round_until_everything_was_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("steps", "made"), [(200, 600), (601, 1200)])
+def test_turns_go_round_until_everything_was_read(monkeypatch: pytest.MonkeyPatch, steps: int, made: int) -> None:
     monkeypatch.setattr(in_turns, "Runner", FakeRunner)
     monkeypatch.setattr(FakeRunner, "turns", [])
-    found = in_turns.time_round("mlp", ["default", "histograms", "bare"], steps=200)
+    found = in_turns.time_round("mlp", ["default", "histograms", "bare"], steps=steps)
     turns, ends = FakeRunner.turns[:-8], FakeRunner.turns[-8:]
-    one = ["bare steps", "default", "histograms", "bare"]
-    assert turns[:8] == [*one, *one[1:], one[0]]
-    assert [turns.count(name) for name in one] == [600 / in_turns.TURN_STEPS] * 4
-    assert sorted(ends) == sorted(f"{word} {name}" for name in one for word in ("all well with", "end of"))
-    assert found.base.wall_seconds == pytest.approx(1.0, rel=0.03)
-    assert found.variants["histograms"].wall_seconds / found.base.wall_seconds == pytest.approx(1.5, rel=1e-4)
-    assert found.variants["default"].cpu_seconds / found.base.cpu_seconds == pytest.approx(1.0, rel=1e-4)
+    everyone = ["bare", "bare steps", "default", "histograms"]
+    rows = [turns[at : at + 4] for at in range(0, len(turns), 4)]
+    assert all(sorted(row) == everyone for row in rows)
+    assert len(rows) == made / in_turns.TURN_STEPS
+    follows = Counter(pairwise(turns))
+    assert max(follows.values()) < 0.2 * len(turns)  # nobody always follows the same one
+    assert sorted(ends) == sorted(f"{word} {name}" for name in everyone for word in ("all well with", "end of"))
+    assert found.base.wall_seconds == pytest.approx(1.0, rel=0.06)
+    assert found.variants["histograms"].wall_seconds / found.base.wall_seconds == pytest.approx(1.5, rel=1e-3)
+    assert found.variants["default"].cpu_seconds / found.base.cpu_seconds == pytest.approx(1.0, rel=1e-3)
     assert found.cadences == {"default": Cadence(150, 50)}
 
 
-def quick(task: in_turns.Task | None = None, **changed: Any) -> in_turns.Task:
-    task = task or in_turns.Task(build=TINY["mlp"], config=None, by_hand=None, thinning_steps=0)
+def test_every_round_has_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_turns, "Runner", FakeRunner)
+    orders = []
+    for seed in (0, 1):
+        monkeypatch.setattr(FakeRunner, "turns", [])
+        in_turns.time_round("mlp", ["default", "bare"], steps=1, seed=seed)
+        orders.append(FakeRunner.turns)
+    assert orders[0] != orders[1]
+
+
+def quick(folder: Path, **changed: Any) -> in_turns.Task:
+    task = in_turns.Task(build=TINY["mlp"], config=None, by_hand=None, thinning_steps=0, threads=1, folder=folder)
     return replace(task, **changed)
 
 
-def test_a_process_is_stopped_when_it_is_not_its_turn() -> None:
+def test_a_process_is_stopped_when_it_is_not_its_turn(tmp_path: Path) -> None:
     def state(runner: in_turns.Runner) -> str:
         return Path(f"/proc/{runner._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
-    with in_turns.Runner(quick(), "bare steps") as runner:
+    with in_turns.Runner(quick(tmp_path), "bare steps") as runner:
         wait_until(lambda: state(runner) == "T")
         wall, cpu = runner.turn(3)
         assert wall > 0
@@ -189,9 +206,17 @@ def ends(device: torch.device) -> shapes.Training:
 
 
 @pytest.mark.parametrize(("build", "words"), [(breaks, "no model today"), (ends, "timed bare steps ended with 3")])
-def test_a_process_that_fails_is_told(build: Callable[..., Any], words: str) -> None:
-    with pytest.raises(GradvitalsError, match=words), in_turns.Runner(quick(build=build), "bare steps"):
+def test_a_process_that_fails_is_told(tmp_path: Path, build: Callable[..., Any], words: str) -> None:
+    with pytest.raises(GradvitalsError, match=words), in_turns.Runner(quick(tmp_path, build=build), "bare steps"):
         pass
+
+
+def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
+    with in_turns.Runner(quick(tmp_path), "bare steps") as runner:
+        runner._process.kill()
+        runner._process.join()
+        with pytest.raises(GradvitalsError, match="timed bare steps ended with -9"):
+            runner._ask(5)
 
 
 def breaks_later(device: torch.device) -> shapes.Training:
@@ -204,18 +229,26 @@ def _fail(*args: object) -> None:
     raise RuntimeError("no reading today")
 
 
-def test_the_time_of_a_monitor_that_gave_up_is_not_taken() -> None:
-    task = quick(build=breaks_later, config=Config(quiet=True, window_steps=20))
+def test_the_time_of_a_monitor_that_gave_up_is_not_taken(tmp_path: Path) -> None:
+    task = quick(tmp_path, build=breaks_later, config=Config(quiet=True, window_steps=20))
     with in_turns.Runner(task, "default") as runner:
         runner.turn(3)
         with pytest.raises(GradvitalsError, match="no reading today"):
             runner.finish()
 
 
-def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one() -> None:
+def tells(device: torch.device) -> shapes.Training:
+    raise RuntimeError(f"{os.environ['MALLOC_MMAP_MAX_']} mmaps, {torch.get_num_threads()} thread")
+
+
+def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one(tmp_path: Path) -> None:
     before = dict(os.environ)
-    with in_turns._environment(in_turns.KEEPS_MEMORY):
-        assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+    context = multiprocessing.get_context("fork")  # one that was forked long ago has the environment of then
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda method: context)
+        task = quick(tmp_path, build=tells)
+        with pytest.raises(GradvitalsError, match="0 mmaps, 1 thread"), in_turns.Runner(task, "bare steps"):
+            pass
     assert dict(os.environ) == before
 
 
@@ -322,7 +355,7 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
 def test_variants_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter(range(9))
 
-    def fake(shape: str, variants: Sequence[str], steps: int) -> in_turns.Round:
+    def fake(shape: str, variants: Sequence[str], steps: int, seed: int) -> in_turns.Round:
         base = Stretch(wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=None)
         slower = replace(base, wall_seconds=1.5 + 0.01 * next(rounds))
         return in_turns.Round(base=base, variants={"histograms": slower, "bare": base}, cadences={})

@@ -90,7 +90,7 @@ def overhead(
     rounds: int | None,
     as_json: bool,
 ) -> None:
-    """Time monitored steps against bare steps of the same model, in one run.
+    """Time monitored steps against bare steps of the same model, in turn.
 
     \b
     Example:

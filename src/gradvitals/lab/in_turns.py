@@ -2,20 +2,25 @@
 
 The speed of a shared machine changes by several percent from one tenth of a second to the next, and from one minute to
 the next by no more: only what follows at once can be compared. So every variant has a process of its own, bare steps
-have another, and each makes a few steps in its turn. While it is not its turn a process is stopped, all its threads
-with it: what its monitor has yet to write is written when it goes on, beside its own training.
+have another, and each makes a few steps in its turn, in an order that changes. While it is not its turn a process is
+stopped, all its threads with it: what its monitor has yet to write is written when it goes on, beside its own training.
+Its clocks go on meanwhile, so that it writes more often in a number of steps than it would alone: the cost is rather
+too high than too low.
 
 Two bare processes differ too, by where their memory happens to lie. Every round begins with new ones; and the C library
 is told to keep its memory, which it else gives back to the system and asks for again at every step, or never, for no
-reason that one could see: that alone can make a third of a step of ten milliseconds.
+reason that one could see: that alone can make a third of a step of ten milliseconds, watched or not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
+import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +47,9 @@ TURN_STEPS = 5
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
 """For glibc; others do not know these names."""
 
+PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -53,6 +61,10 @@ class Task:
     by_hand: Callable[[Training], None] | None
     """What else is done in every step."""
     thinning_steps: int
+    threads: int
+    """Of torch."""
+    folder: Path
+    """Empty, for its run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,54 +79,54 @@ class Round:
 
 
 class Runner:
-    """One process, which is stopped whenever it is not its turn. Leave its context to end it."""
+    """One process, from where its context is entered to where it is left; stopped whenever it is not its turn."""
 
     def __init__(self, task: Task, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, task), daemon=True)
-        with _environment(KEEPS_MEMORY):
-            self._process.start()
-        theirs.close()
+        self._pipe, self._theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(self._theirs, task), daemon=True)
         self.cadence: Cadence | None = None
 
     def __enter__(self) -> Runner:
         try:
-            self.cadence = self._answer()  # it has settled: with others at work it could not find its cadence
+            with _environment(KEEPS_MEMORY):
+                self._process.start()
+            self._theirs.close()  # so that its end is heard
+            self.cadence = self._ask(None)  # it has settled: with others at work it could not find its cadence
+            self._send(signal.SIGSTOP)
         except BaseException:
-            self._process.kill()
+            self.__exit__()
             raise
-        self._send(signal.SIGSTOP)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.join()
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
 
     def turn(self, steps: int) -> tuple[float, float]:
         """Make some steps. Returns the seconds they took, and those of the processor."""
         self._send(signal.SIGCONT)
-        self._pipe.send(steps)
-        answer: tuple[float, float] = self._answer()
+        taken: tuple[float, float] = self._ask(steps)
         self._send(signal.SIGSTOP)
-        return answer
+        return taken
 
     def finish(self) -> None:
         """See whether all went well."""
         self._send(signal.SIGCONT)
-        self._pipe.send(0)
-        self._answer()
+        self._ask(0)
 
     def _send(self, sign: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, sign)
 
-    def _answer(self) -> Any:
-        connection.wait([self._pipe, self._process.sentinel])
+    def _ask(self, steps: int | None) -> Any:
         try:
+            if steps is not None:
+                self._pipe.send(steps)
             answer = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join()
             raise GradvitalsError(f"the process that timed {self._name} ended with {self._process.exitcode}") from None
         if isinstance(answer, Exception):
@@ -122,67 +134,78 @@ class Runner:
         return answer
 
 
-def time_round(shape: str, variants: Sequence[str], steps: int) -> Round:
+def time_round(shape: str, variants: Sequence[str], steps: int, seed: int = 0) -> Round:
     """Start a process for every variant, and one more for bare steps, and let them take turns.
 
     Args:
         shape: A name out of `SHAPES`.
         variants: Names out of `VARIANTS`.
-        steps: Steps of each; more where a monitor takes longer to read everything once.
+        steps: Steps of each, rounded up to what the slowest monitor takes to read everything once, or several times.
+        seed: Of the order in which they are started, and take their turns.
     """
-    names = ("", *variants)
-    with ExitStack() as stack:
-        runners = [stack.enter_context(Runner(_task(shape, name), name or "bare steps")) for name in names]
-        for runner, name in zip(runners, names, strict=True):
-            if name in MONITORED and runner.cadence is not None:
-                steps = max(steps, runner.cadence.every * MONITORED[name].detail_factor)
-        turns = math.ceil(steps / TURN_STEPS)
-        seconds = [[0.0, 0.0] for _ in runners]
-        for number in range(turns):
-            for place in range(len(runners)):
-                whose = (number + place) % len(runners)  # nobody always follows the same one
-                for kind, taken in enumerate(runners[whose].turn(TURN_STEPS)):
-                    seconds[whose][kind] += taken / (turns * TURN_STEPS)
-        for runner in runners:
+    shuffled = random.Random(seed)
+    names = shuffled.sample(("", *variants), len(variants) + 1)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
+        runners = {}
+        for name in names:
+            task = _task(shape, name, Path(tempfile.mkdtemp(dir=folder)))
+            runners[name] = stack.enter_context(Runner(task, name or "bare steps"))
+        cadences = {name: runner.cadence for name, runner in runners.items() if runner.cadence is not None}
+        cycle = max((cadences[name].every * MONITORED[name].detail_factor for name in cadences), default=1)
+        turns = math.ceil(math.ceil(steps / cycle) * cycle / TURN_STEPS)
+        seconds = {name: [0.0, 0.0] for name in names}
+        for _ in range(turns):
+            for name in shuffled.sample(names, len(names)):
+                for kind, taken in enumerate(runners[name].turn(TURN_STEPS)):
+                    seconds[name][kind] += taken / (turns * TURN_STEPS)
+        for runner in runners.values():
             runner.finish()
-    base, *others = [Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=None) for wall, cpu in seconds]
-    cadences = {name: runner.cadence for name, runner in zip(names, runners, strict=True) if runner.cadence is not None}
-    return Round(base=base, variants=dict(zip(variants, others, strict=True)), cadences=cadences)
+    timed = {
+        name: Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=None) for name, (wall, cpu) in seconds.items()
+    }
+    return Round(base=timed[""], variants={name: timed[name] for name in variants}, cadences=cadences)
 
 
-def _task(shape: str, variant: str) -> Task:
+def _task(shape: str, variant: str, folder: Path) -> Task:
     return Task(
         build=SHAPES[shape],
         config=MONITORED.get(variant),
         by_hand=BY_HAND.get(variant),
         thinning_steps=stretch.THINNING_STEPS,
+        threads=torch.get_num_threads(),
+        folder=folder,
     )
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """What a process that is started here finds in its environment, over what this one has."""
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # -- in the process -------------------------------------------------------------------------------------------------
 
 
 def _work(pipe: connection.Connection, task: Task) -> None:
+    if sys.platform == "linux":  # who is stopped does not see that its parent is gone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            _train(pipe, task, Path(folder))
+        _train(pipe, task)
     except Exception as error:
         pipe.send(GradvitalsError(f"{type(error).__name__}: {error}"))
 
 
-def _train(pipe: connection.Connection, task: Task, folder: Path) -> None:
+def _train(pipe: connection.Connection, task: Task) -> None:
+    torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     training = task.build(torch.device("cpu"))
     for _ in range(WARM_UP_STEPS):
@@ -190,7 +213,7 @@ def _train(pipe: connection.Connection, task: Task, folder: Path) -> None:
     monitor, cadence = None, None
     observe: Observe | None = None
     if task.config is not None:
-        monitor = _watch(training, task, folder)
+        monitor = _watch(training, task, task.config)
         observe, cadence = monitor.observe, monitor.tap.cadence
     elif task.by_hand is not None:
         observe = _observe_by_hand(task.by_hand, training)
@@ -206,10 +229,9 @@ def _train(pipe: connection.Connection, task: Task, folder: Path) -> None:
     pipe.send(None)
 
 
-def _watch(training: Training, task: Task, folder: Path) -> Monitor:
-    assert task.config is not None
-    run = folder / "run"
-    monitor = watch(training.model, training.optimizer, run=run, config=task.config, batch_size=training.batch_size)
+def _watch(training: Training, task: Task, config: Config) -> Monitor:
+    run = task.folder / "run"
+    monitor = watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size)
     settle(monitor, training, WatchedRun(run), task.thinning_steps)
     if monitor.tap.budget is not None:
         monitor.tap.budget.free_seconds = math.inf  # the cadence stays: the time of other turns is none of its own

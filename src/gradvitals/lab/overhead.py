@@ -92,7 +92,7 @@ def run_overhead(
         shapes: Names out of `SHAPES`; None takes those that suit the device.
         variants: Names out of `VARIANTS`; None takes all. Few of them leave time for many rounds.
         steps: Timed steps of a stretch with the default settings, rounded up to a multiple of its slowest cadence.
-        rounds: How often each variant is timed. The order rotates from round to round.
+        rounds: How often each variant is timed. The order changes from round to round.
         progress: Called with a line of text now and then.
 
     Returns:
@@ -149,9 +149,10 @@ def _time_shape(
 ) -> dict[str, Any]:
     tell(f"{name}: building and warming up")
     torch.manual_seed(0)
-    training = SHAPES[name](device)
+    in_turns = device.type == "cpu"
+    training = SHAPES[name](torch.device("meta") if in_turns else device)  # where others train, only to be counted
     measured = Measured({variant: Ratios() for variant in variants}, lambda line: tell(f"{name}: {line}"))
-    if device.type == "cpu":
+    if in_turns:
         time_in_turns(measured, name, steps, rounds)
     else:
         time_in_stretches(measured, training, steps, rounds)
@@ -187,7 +188,7 @@ class Measured:
 def time_in_turns(measured: Measured, shape: str, steps: int, rounds: int) -> None:
     """Time every variant in a process of its own; each round has new ones."""
     for number in range(rounds):
-        found = time_round(shape, list(measured.ratios), steps)
+        found = time_round(shape, list(measured.ratios), steps, seed=number)
         measured.bare.append(found.base)
         for variant, stretch in found.variants.items():
             measured.ratios[variant].rounds.append([(stretch, (found.base, found.base))])
@@ -218,6 +219,8 @@ def time_in_stretches(measured: Measured, training: Training, steps: int, rounds
                     stretches.append((stretch, (bare[-2], bare[-1])))
                 measured.ratios[variant].rounds.append(stretches)
             measured.end_round(number, rounds)
+    if "default" in variants:
+        measured.cadences.append(Cadence(runs["default"].every, runs["default"].step_every))
 
 
 def _summary(ratios: Ratios) -> dict[str, Any]:
@@ -296,7 +299,7 @@ def format_overhead(result: dict[str, Any]) -> str:
             "",
         ]
         last = "CPU time" if on_cpu else "extra memory"
-        rows = [("variant", "step time", "quartiles", "95 % of the median", "ms a step", last)]
+        rows = [("variant", "step time", "quartiles", "95 % interval", "ms a step", last)]
         for variant, found in shape["variants"].items():
             extra_bytes = found["extra_device_bytes"]
             rows.append(
