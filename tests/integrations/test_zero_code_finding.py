@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
+from torch.utils.checkpoint import checkpoint
 
 import gradvitals as gv
 from gradvitals.integrations.backward import Backwards
@@ -56,6 +57,17 @@ def train(
 def finished(watcher: Watcher) -> dict[str, gv.Run]:
     watcher.close(None)
     return {name: gv.open_run(path) for path, name in watcher.runs.items()}
+
+
+def test_a_pass_inside_another_is_no_pass_of_its_own(zero_code: Install) -> None:
+    watcher = zero_code()
+    model = Net()
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+    losses = train(checkpointed, [torch.optim.SGD(model.parameters(), 0.1)], 4, micro_batches=2)
+    np.testing.assert_allclose(finished(watcher)["Net"].series("loss")[1], losses, rtol=1e-6)
 
 
 def names(run: gv.Run) -> list[str]:
