@@ -28,7 +28,7 @@ class Ear:
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
         self.thread: int | None = None
-        """The one that has stepped last, or clipped: until it is known, norms are left to `on_clip`."""
+        """The one that has last observed, clipped or stepped: until it is known, norms are left to `on_clip`."""
         self._order: list[int] = []
         """The rows of the gradients that came last."""
 

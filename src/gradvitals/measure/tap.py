@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -89,9 +90,7 @@ class Tap:
         # Ranks add up the same steps, so these must not leave by the clock.
         self.outbox = Outbox(deliver, every=STEPS_TOGETHER if ranks is not None else None)
         several = ranks is not None and ranks.num_sources > 1
-        self.stations = [
-            Station(index, optimizer, config, reduced=several) for index, optimizer in enumerate(optimizers)
-        ]
+        self.stations = [Station(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
         self._assign_rows()
         self._handles: list[Any] = []
         for station in self.stations:
@@ -169,8 +168,7 @@ class Tap:
                 self._own_gradient.follow(self.rows)
             for station in self.stations:
                 station.follow_first(self.rows.arrivals, self.rows)
-        draft.time = time.time()
-        draft.layout, draft.slots = self.rows.layout, self.rows.slots
+        draft.time, draft.layout, draft.slots = time.time(), self.rows.layout, self.rows.slots
         draft.batch_size = draft.observed.batch_size or self.batch_size
         draft.in_turn = self._turns.is_game
         draft.observed.pack(draft.packet)
@@ -239,6 +237,7 @@ class Tap:
 
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, where no clipping is expected to come, read the gradients now."""
+        self.ear.thread = get_ident()
         if self.passing.asleep:
             self.attempt("observe", self._hear, loss, batch_size)
         if not self.muted and not self.passing.asleep:
