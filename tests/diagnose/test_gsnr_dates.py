@@ -11,9 +11,11 @@ from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings
 from gradvitals.diagnose import Facts, Rule
 from gradvitals.diagnose.adam_memory import forgotten_at
 from gradvitals.diagnose.batch import EstimatorUnreliable
+from gradvitals.diagnose.history import History
 from gradvitals.diagnose.schedule import DecayDue
 from gradvitals.diagnose.signal import HighEffortLowProgress, SuddenGsnrDrop
-from gradvitals.types import Reading, Source
+from gradvitals.diagnose.step import Step
+from gradvitals.types import Layout, Reading, Source
 
 CHANGE = 6000
 SPIKE = CHANGE + 7
@@ -147,6 +149,20 @@ def test_nothing_is_judged_by_averages_that_hold_a_huge_gradient(rule: type[Rule
     assert len(diagnose(until(left_out, 7500), rule(), facts=Facts(betas=BETAS))) == 1
     # With so short a memory it is forgotten within a hundred steps.
     assert len(diagnose(until(run, 7500), rule(), facts=Facts(betas=(0.9, 0.9)))) == 1
+
+
+def test_adams_reading_is_there_again_when_a_huge_gradient_is_forgotten() -> None:
+    """By hand: step 3,528, as above."""
+    history = History()
+
+    def adam(number: int, **values: float) -> Reading | None:
+        general, own = Reading(step=number, time=0.0, values=values), Reading(step=number, time=0.0, source="adam")
+        return Step(readings=[general, own], layout=Layout(), facts=Facts(betas=BETAS), history=history).adam
+
+    assert adam(2999) is not None
+    assert adam(3000, **{"grad/spike_ratio": 100.0}) is None  # whichever rule asks first
+    assert adam(3527) is None
+    assert adam(3528) is not None
 
 
 def test_micro_batches_know_nothing_of_adam() -> None:

@@ -100,6 +100,17 @@ def test_batches_with_a_broken_loss_that_the_loop_gave_up_are_a_warning() -> Non
     assert not any("meant" in cure for cure in finding.cures)
 
 
+def test_batches_with_a_broken_gradient_are_a_warning_though_their_loss_was_finite() -> None:
+    run = throwing_away([40, 60])
+    run.values["batches/given_up_norm"] = np.full(200, np.nan)
+    run.values["batches/given_up_norm"][[40, 60]] = [np.inf, 3.0]
+    finding = only(run.findings("batches_given_up"))
+    assert (finding.severity, finding.first_step) == ("warning", 40)
+    assert "norm of their gradient was inf" in finding.causes[0]
+    assert finding.evidence["seen"]["norm"] == np.inf
+    assert "loss" not in finding.evidence["seen"]
+
+
 def test_batches_that_the_loop_gave_up_for_reasons_of_its_own_are_noted() -> None:
     finding = only(throwing_away([40]).findings("batches_given_up"))
     assert finding.severity == "info"

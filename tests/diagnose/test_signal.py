@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -301,6 +302,14 @@ def test_noise_over_signal_is_info_and_said_to_be_ordinary() -> None:
     seen = finding.evidence["seen"]
     assert seen["whole"] == pytest.approx(4 * 0.05, rel=0.3)
     assert f"the median GSNR of a tensor is {seen['median']:.3g}" in finding.title  # the figure that it judges by
+
+
+def test_a_share_of_coordinates_that_adam_has_wrong_is_not_told() -> None:
+    """One huge gradient in its averages makes nearly all coordinates look like noise."""
+    run = make_run(gsnr=lambda step: np.full(6, 0.05), spread=0.02)
+    run[0][0] = replace(run[0][0], values={**run[0][0].values, "grad/spike_ratio": 1e4})
+    [finding] = diagnose(with_shares(run, 0.93), NoisyGradients())
+    assert "most tensors" in finding.title
 
 
 def test_more_signal_than_noise() -> None:

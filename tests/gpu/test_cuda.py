@@ -59,6 +59,26 @@ def test_gpu_reads_what_a_cpu_reads(tmp_path: Path, options: dict[str, bool]) ->
         np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
+def test_a_broken_gradient_that_the_loop_throws_away_is_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for batch in range(60):
+            loss = torch.sqrt(model(torch.randn(4, 4, device="cuda")).square().sum() * (batch != 30))
+            loss.backward()
+            monitor.observe(loss)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if norm.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+    [finding] = [finding for finding in monitor.findings if finding.id == "batches_given_up"]
+    assert (finding.severity, finding.first_step) == ("warning", 30)
+    assert "with a gradient of norm nan" in finding.title
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("batches/given_up_loss")[1].tolist() == [0.0]
+        assert np.isnan(run.series("batches/given_up_norm")[1]).all()
+
+
 def test_fp16_with_a_scaler(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = CharLM(CharLMConfig(vocab_size=50, context=16, d_model=64, n_layer=2, n_head=4)).cuda()

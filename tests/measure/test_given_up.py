@@ -76,6 +76,57 @@ def test_a_batch_that_the_loop_gives_up_is_counted_and_told(loop: Loop, tmp_path
     assert not {"loss_nonfinite", "nonfinite"} & found.keys()  # nothing of it has reached the model
 
 
+@pytest.mark.parametrize("observes", [True, False])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_gradient_that_is_broken_though_its_loss_is_not_is_told_by_its_norm(
+    observes: bool, passes: int, tmp_path: Path
+) -> None:
+    """The square root has no slope at 0; of several passes it is the first that breaks."""
+
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(STEPS + 1):
+            for index in range(passes):
+                whole = torch.sqrt(model(torch.randn(4, 4)).square().sum() * (batch != BAD or index > 0))
+                whole.backward()
+                if observes:
+                    monitor.observe(whole)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert bool(norm.isfinite()) == (batch != BAD)
+            if norm.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    monitor = watched(tmp_path, train)
+    finding = found(monitor)["batches_given_up"]
+    assert (finding.severity, finding.first_step) == ("warning", BAD)
+    assert "with a gradient of norm nan" in finding.title
+    assert "the norm of their gradient was nan" in finding.causes[0]
+    with gv.open_run(monitor.run_path) as run:
+        steps, norms = run.series("batches/given_up_norm")
+        assert steps.tolist() == [BAD]
+        assert np.isnan(norms).all()
+        assert np.isfinite(run.series("grad/norm")[1]).all()
+
+
+def test_the_norm_of_a_whole_gradient_that_was_given_up_is_kept(tmp_path: Path) -> None:
+    thrown: list[float] = []
+
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if batch == BAD:
+                thrown.append(float(norm))
+            else:
+                optimizer.step()
+
+    monitor = watched(tmp_path, train)
+    assert found(monitor)["batches_given_up"].severity == "info"
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("batches/given_up_norm")[1].tolist() == pytest.approx(thrown, rel=1e-6)
+
+
 def test_a_second_gradient_in_every_step_is_no_batch(tmp_path: Path) -> None:
     """As sharpness-aware minimization has it: the first gradient only tells where to take the second."""
     torch.manual_seed(0)

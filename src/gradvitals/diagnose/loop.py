@@ -59,15 +59,17 @@ class BatchesGivenUp(Rule):
     """Steps before it is told: a game, where one side throws away what the other has left, is known by then."""
 
     share: float = 1 / 3
-    """Batches given up over steps, above which it is a method of training (as SAM is), if their losses are finite."""
+    """Batches given up over steps, above which it is a method of training (as SAM is), if all of it is finite."""
 
     begun: int = field(default=-1, init=False)
     """The first step that was seen."""
     total: int = field(default=0, init=False)
     broken: int = field(default=0, init=False)
-    """Those of them whose loss was NaN or Inf. These are always seen; others only at steps that are read."""
-    loss: float | None = field(default=None, init=False)
-    """That of the last one whose loss was NaN or Inf."""
+    """Those of them whose loss or gradient was NaN or Inf. Others are seen only at steps that are read."""
+    loss: float = field(default=0.0, init=False)
+    """That of the last of these; 0 where it was not told."""
+    norm: float = field(default=0.0, init=False)
+    """The norm of its gradient; 0 where it was not read."""
     first: int = field(default=-1, init=False)
     told: bool = field(default=True, init=False)
 
@@ -78,21 +80,23 @@ class BatchesGivenUp(Rule):
         if given_up > 0:
             self.first = step.number if self.told else self.first
             self.total, self.told = self.total + int(given_up), False
-            loss = step.general.values.get("batches/given_up_loss", 0.0)
-            if not math.isfinite(loss):
-                self.loss, self.broken = loss, self.broken + int(given_up)
+            loss, norm = (step.general.values.get(f"batches/given_up_{name}", 0.0) for name in ("loss", "norm"))
+            if not math.isfinite(loss + norm):
+                self.loss, self.norm, self.broken = loss, norm, self.broken + int(given_up)
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None
         self.told = True
         steps, read = step.number - self.begun + 1, step.history.steps_seen + 1
         many = self.broken + (self.total - self.broken) * steps / read > self.share * steps
-        if self.loss is None and many:
+        if many and not self.broken:
             return None
         severity: Severity = "critical" if many else "warning"
-        severity = "info" if self.loss is None else severity
-        kind = "chosen" if self.loss is None else "broken"
-        seen: dict[str, Any] = {"batches": self.total} | ({} if self.loss is None else {"loss": self.loss})
-        seen["whose"] = "" if self.loss is None else f" with a loss of {self.loss}"
+        kind, seen = "broken", dict[str, Any](batches=self.total, loss=self.loss, whose=f" with a loss of {self.loss}")
+        if not self.broken:
+            severity, kind, seen = "info", "chosen", {"batches": self.total, "whose": ""}
+        elif math.isfinite(self.loss):
+            kind, whose = "gradient", f" with a gradient of norm {self.norm}"
+            seen = {"batches": self.total, "norm": self.norm, "whose": whose}
         expected = {"batches": 0}
         return Sign(
             severity=severity, seen=seen, expected=expected, since=self.first, causes=(kind,), cures=("find", kind)

@@ -374,7 +374,7 @@ class NoisyGradients(Rule):
 
     def look(self, step: Step) -> Sign | None:
         """Fires where the median is below, by the interval of the whole or the count of the coordinates."""
-        moments = step.reading("adam")
+        moments = step.adam
         if moments is not None and "gsnr/below_one_fraction" in moments.tensors:
             below = np.asarray(moments.tensors["gsnr/below_one_fraction"])
             sizes = step.layout.sizes[: len(below)]

@@ -119,19 +119,29 @@ class Step:
         return None
 
     @cached_property
+    def adam_true_from(self) -> int:
+        """The first step at which no huge gradient is in Adam's averages. In the history as soon as it is asked for."""
+        history = self.history
+        if self.value("grad/spike_ratio") >= HUGE:
+            forgotten = forgotten_at(self.number, self.general.values, self.facts.betas)
+            history.adam_true_from = max(history.adam_true_from, forgotten)
+        return history.adam_true_from
+
+    @property
+    def adam(self) -> Reading | None:
+        """The reading of Adam's moments, where this step has one and no huge gradient is in them."""
+        return self.reading("adam") if self.number >= self.adam_true_from else None
+
+    @cached_property
     def average(self) -> Average | None:
         """The GSNR of the whole model, where this step has news of it. In the history as soon as it is asked for.
 
         That of Adam's moments is none as long as a huge gradient is in them.
         """
-        history = self.history
-        if self.value("grad/spike_ratio") >= HUGE:
-            forgotten = forgotten_at(self.number, self.general.values, self.facts.betas)
-            history.adam_true_from = max(history.adam_true_from, forgotten)
+        true_from = self.adam_true_from
         if self.gsnr is None:
             return None
-        true_from = history.adam_true_from if self.gsnr.source == "adam" else 0
-        return history.averages.take(self.gsnr, self.general, true_from)
+        return self.history.averages.take(self.gsnr, self.general, true_from if self.gsnr.source == "adam" else 0)
 
     @cached_property
     def norm_judged(self) -> tuple[float, float]:

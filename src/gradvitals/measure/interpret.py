@@ -117,7 +117,8 @@ class Interpreter:
             values["step/in_turn"] = 1.0
         if step.given_up:
             values["batches/given_up"] = float(step.given_up)
-            values |= {} if step.lost_loss is None else {"batches/given_up_loss": step.lost_loss}
+            lost = {"batches/given_up_loss": step.lost_loss, "batches/given_up_norm": step.lost_norm}
+            values |= {name: value for name, value in lost.items() if value is not None}
         if step.max_norm is not None:
             values["clip/max_norm"] = step.max_norm
         if step.under_scaler:

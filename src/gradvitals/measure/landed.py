@@ -112,6 +112,8 @@ class StepSums:
     """Batches whose gradients the loop threw away before this step."""
     lost_loss: float | None = None
     """The loss of the last of them, where told."""
+    lost_norm: float | None = None
+    """The norm of its gradient, where read."""
     rows: dict[str, RowSums] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
     """For each slice of an attention head."""
@@ -223,6 +225,7 @@ class _Landing:
             loss=self.heard.loss,
             given_up=self.heard.given_up,
             lost_loss=self.heard.lost_loss,
+            lost_norm=self.heard.lost_norm,
             lr=float(self.arrived["lr"].values[0]) if "lr" in self.arrived else raw.lr,
             max_norm=raw.max_norm,
             under_scaler=self.under_scaler,

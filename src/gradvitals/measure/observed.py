@@ -86,6 +86,8 @@ class Observed:
     """Batches whose gradients were thrown away before this step."""
     lost: Tensor | float | None = None
     """The loss of the last of them that was told; not finite where one of them was not."""
+    lost_norm: Tensor | float | None = None
+    """The same for the norm of its gradient, where that was read: the loop clips, or tells its loss after backward."""
     _told_no_step: bool = False
 
     @property
@@ -134,12 +136,13 @@ class Observed:
         if passes == 0 or self.given_up:  # else all that was told is of batches in the step
             self._check(NO_STEP_FOR)
 
-    def give_up(self, passes: float, counts: bool) -> int:
+    def give_up(self, passes: float, counts: bool, norm: Tensor | None = None) -> int:
         """The gradients of so many backward passes were thrown away, as is now seen by the next one.
 
         Args:
             passes: How many; what was told of them is no part of the step.
             counts: Whether this was a batch given up, as far as can be known.
+            norm: That of the gradient, where it was read.
 
         Returns:
             How many observations are left.
@@ -148,6 +151,8 @@ class Observed:
         before = bool(self.told) and self.told[0].passes == 0
         told, self.told = self.told, []
         self.given_up += counts
+        if norm is not None:
+            self.lost_norm = _with(norm.item() if norm.is_cpu else norm, self.lost_norm)
         for each in told:
             if before and each.passes >= passes:
                 self.told.append(Observation(each.loss, each.size, 0))
@@ -165,23 +170,26 @@ class Observed:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the loss of a batch that was given up is known not to be finite."""
-        return isinstance(self.lost, float) and not math.isfinite(self.lost)
+        """Whether the loss of a batch that was given up, or its gradient, is known not to be finite."""
+        known = (number for number in (self.lost, self.lost_norm) if isinstance(number, float))
+        return not all(map(math.isfinite, known))
 
     def check_end(self) -> None:
         """The run is over; raise a `NoStepError` where it had stopped to make steps before, unless that was told."""
         self.lost = None if self.lost is None else float(self.lost)  # nothing is left that waiting could slow down
+        self.lost_norm = None if self.lost_norm is None else float(self.lost_norm)
         self._check(NO_STEP_AT_THE_END)
 
     def _lose(self, one: Observation, batches: int = 1) -> None:
         """What was told here is of a batch that is in no step."""
         self.given_up += batches
-        if one.loss is not None:  # a sum with 0 times the others is finite where all of them are
-            self.lost = one.loss if self.lost is None else one.loss + 0 * _beside(one.loss, self.lost)
+        if one.loss is not None:
+            self.lost = _with(one.loss, self.lost)
 
     def pack(self, packet: Packet) -> None:
-        """Put the losses that are on a device into the packet."""
-        named = {f"loss{index}": loss for index, loss in enumerate(self.losses)} | {"lost": self.lost}
+        """Put the numbers that are on a device into the packet."""
+        told = {f"loss{index}": loss for index, loss in enumerate(self.losses)}
+        named = {**told, "lost": self.lost, "lost_norm": self.lost_norm}
         for name, loss in named.items():
             if isinstance(loss, Tensor):
                 packet.add(name, loss)
@@ -200,6 +208,8 @@ class Heard:
     given_up: int = 0
     lost_loss: float | None = None
     """The loss of the last batch that was given up, where told."""
+    lost_norm: float | None = None
+    """The norm of its gradient, where read."""
 
 
 def heard(observed: Observed, number: Callable[[str], float], *, is_clean: Callable[[], bool]) -> Heard:
@@ -212,6 +222,7 @@ def heard(observed: Observed, number: Callable[[str], float], *, is_clean: Calla
     """
     losses = [loss if isinstance(loss, float) else number(f"loss{i}") for i, loss in enumerate(observed.losses)]
     lost = number("lost") if isinstance(observed.lost, Tensor) else observed.lost
+    lost_norm = number("lost_norm") if isinstance(observed.lost_norm, Tensor) else observed.lost_norm
     sizes = [each.size for each in observed.told]
     given_up, skipped_size = observed.given_up, 0.0
     broken = [not math.isfinite(loss) for loss in losses]
@@ -223,7 +234,12 @@ def heard(observed: Observed, number: Callable[[str], float], *, is_clean: Calla
             skipped_size = sum(size or 0.0 for size, bad in zip(sizes, broken, strict=True) if bad)
             sizes = [size for size, bad in zip(sizes, broken, strict=True) if not bad]
         losses = [loss for loss in losses if math.isfinite(loss)]
-    return Heard(_mean(losses, sizes), tuple(sizes), skipped_size, given_up, lost)
+    return Heard(_mean(losses, sizes), tuple(sizes), skipped_size, given_up, lost, lost_norm)
+
+
+def _with(last: Tensor | float, before: Tensor | float | None) -> Tensor | float:
+    """The last number there was, but not finite where one of those before it was not."""
+    return last if before is None else last + 0 * _beside(last, before)
 
 
 def _beside(first: Tensor | float, loss: Tensor | float) -> Tensor | float:

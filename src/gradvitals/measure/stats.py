@@ -54,6 +54,19 @@ def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Itera
     yield from groups.values()
 
 
+def norm_of_all(known: Sequence[tuple[Sequence[int], Tensor | Sequence[Tensor]]]) -> Tensor | None:
+    """The norm of everything whose norms are in a packet; None where there are none.
+
+    Args:
+        known: As `Packet.named` gives them.
+    """
+    norms = [numbers if isinstance(numbers, Tensor) else torch.stack(list(numbers)) for _, numbers in known]
+    if len(norms) > 1:
+        norms = [torch.cat([some.to(norms[0].device, torch.float64) for some in norms])]
+    whole: Tensor | None = torch.linalg.vector_norm(norms[0]) if norms else None
+    return whole
+
+
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """L2 norm of every tensor of one device and dtype, as one multi-tensor call."""
     kind = accumulator(tensors[0].dtype)

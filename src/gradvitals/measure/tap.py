@@ -202,10 +202,11 @@ class Tap:
             self.attempt("observe", self._forget, station, passes, surely)
 
     def _forget(self, station: Station, passes: int, surely: bool) -> None:
-        station.reading = None
+        several = len(self.stations) > 1  # each of them tells
+        counts = surely and not several
+        norm, station.reading = station.norm_read() if counts else None, None
         if not any(station.stepped for station in self.stations):
-            several = len(self.stations) > 1  # each of them tells
-            self.observes = self.draft.observed.give_up(math.inf if several else passes, surely and not several)
+            self.observes = self.draft.observed.give_up(math.inf if several else passes, counts, norm)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

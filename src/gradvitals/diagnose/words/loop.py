@@ -21,10 +21,14 @@ WORDS: dict[str, Words] = {
     ),
     "batches_given_up": Words(
         name="Batches given up",
-        pattern="The loop throws away a batch now and then, without a step: a warning where its loss was NaN or Inf.",
+        pattern=(
+            "The loop throws away a batch now and then, without a step: a warning where its loss or its gradient was "
+            "NaN or Inf."
+        ),
         title="the loop gave up batches{whose}, without a step, the first before step {step}",
         causes={
             "broken": "their loss was {loss}, and the loop went on without a step",
+            "gradient": "the norm of their gradient was {norm}, and the loop went on without a step",
             "chosen": "the loop zeroed the gradients of a batch, or went on to the next one, without a step",
         },
         cures={
@@ -35,6 +39,10 @@ WORDS: dict[str, Words] = {
             "broken": (
                 "look there for samples with NaN, Inf or nothing in them, and in the loss, which was {loss}, for a "
                 "division by 0 or a log of 0"
+            ),
+            "gradient": (
+                "look there for values that are far too large or 0: a loss can be finite where its gradient is not, as "
+                "behind a square root or a norm at 0, a division by nearly 0, or a product that float16 cannot hold"
             ),
             "chosen": "nothing, if it is meant ({batches} when this was found)",
         },
