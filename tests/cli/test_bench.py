@@ -28,19 +28,20 @@ def overhead_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_overhead_passes_its_options_on(overhead_calls: list[dict[str, Any]]) -> None:
     args = ["bench", "overhead", "--device", "cpu", "--shape", "mlp", "--shape", "cnn", "--steps", "5", "--rounds", "2"]
-    args += ["--variant", "default", "--variant", "bare"]
+    args += ["--variant", "default", "--variant", "bare", "--no-keep-memory"]
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 0
     assert result.stdout == "ratio 1.002\n"
     assert result.stderr == "half way\n"
     expected = {"device": "cpu", "shapes": ("mlp", "cnn"), "variants": ("default", "bare"), "steps": 5, "rounds": 2}
-    assert overhead_calls == [expected]
+    assert overhead_calls == [{**expected, "keeps_memory": False}]
 
 
 def test_overhead_leaves_what_is_not_given_to_the_measurement(overhead_calls: list[dict[str, Any]]) -> None:
     result = CliRunner().invoke(main, ["bench", "overhead", "--json"])
     assert json.loads(result.stdout) == {"ratio": 1.002, "spread": "nan"}
-    assert overhead_calls == [{"device": "auto", "shapes": None, "variants": None, "steps": None, "rounds": None}]
+    expected = {"device": "auto", "shapes": None, "variants": None, "steps": None, "rounds": None}
+    assert overhead_calls == [{**expected, "keeps_memory": True}]
 
 
 def test_the_shapes_offered_are_those_there_are() -> None:

@@ -132,11 +132,11 @@ class FakeRunner:
     def __exit__(self, *error: object) -> None:
         self.turns.append(f"end of {self.name}")
 
-    def turn(self, steps: int) -> tuple[float, float]:
+    def turn(self, steps: int) -> in_turns.Taken:
         self.turns.append(self.name)
         assert steps == in_turns.TURN_STEPS
         seconds = steps * (1.5 if self.name == "histograms" else 1.0) * (1 + 1e-4 * len(self.turns))
-        return seconds, 2 * seconds
+        return in_turns.Taken(seconds, 2 * seconds, 7.0 * steps)
 
     def finish(self) -> None:
         self.turns.append(f"all well with {self.name}")
@@ -158,6 +158,7 @@ def test_turns_go_round_until_everything_was_read(monkeypatch: pytest.MonkeyPatc
     assert found.base.wall_seconds == pytest.approx(1.0, rel=0.06)
     assert found.variants["histograms"].wall_seconds / found.base.wall_seconds == pytest.approx(1.5, rel=1e-3)
     assert found.variants["default"].cpu_seconds / found.base.cpu_seconds == pytest.approx(1.0, rel=1e-3)
+    assert found.base.page_faults == pytest.approx(7.0)
     assert found.cadences == {"default": Cadence(150, 50)}
 
 
@@ -182,7 +183,7 @@ def test_a_process_is_stopped_when_it_is_not_its_turn(tmp_path: Path) -> None:
 
     with in_turns.Runner(quick(tmp_path), "bare steps") as runner:
         wait_until(lambda: state(runner) == "T")
-        wall, cpu = runner.turn(3)
+        wall, cpu, _ = runner.turn(3)
         assert wall > 0
         assert cpu > 0
         wait_until(lambda: state(runner) == "T")
@@ -238,16 +239,19 @@ def test_the_time_of_a_monitor_that_gave_up_is_not_taken(tmp_path: Path) -> None
 
 
 def tells(device: torch.device) -> shapes.Training:
-    raise RuntimeError(f"{os.environ['MALLOC_MMAP_MAX_']} mmaps, {torch.get_num_threads()} thread")
+    raise RuntimeError(f"{os.environ.get('MALLOC_MMAP_MAX_', 'any')} mmaps, {torch.get_num_threads()} thread")
 
 
-def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keeps_memory", "mmaps"), [(True, "0"), (False, "any")])
+def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one(
+    tmp_path: Path, keeps_memory: bool, mmaps: str
+) -> None:
     before = dict(os.environ)
     context = multiprocessing.get_context("fork")  # one that was forked long ago has the environment of then
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
-        task = quick(tmp_path, build=tells)
-        with pytest.raises(GradvitalsError, match="0 mmaps, 1 thread"), in_turns.Runner(task, "bare steps"):
+        task = quick(tmp_path, build=tells, keeps_memory=keeps_memory)
+        with pytest.raises(GradvitalsError, match=f"{mmaps} mmaps, 1 thread"), in_turns.Runner(task, "bare steps"):
             pass
     assert dict(os.environ) == before
 
@@ -355,19 +359,24 @@ def test_a_monitor_that_gave_up_is_not_timed(tmp_path: Path, monkeypatch: pytest
 def test_variants_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter(range(9))
 
-    def fake(shape: str, variants: Sequence[str], steps: int, seed: int) -> in_turns.Round:
-        base = Stretch(wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=None)
-        slower = replace(base, wall_seconds=1.5 + 0.01 * next(rounds))
+    def fake(shape: str, variants: Sequence[str], steps: int, seed: int, *, keeps_memory: bool) -> in_turns.Round:
+        assert not keeps_memory
+        base = Stretch(wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=None, page_faults=7.0)
+        slower = replace(base, wall_seconds=1.5 + 0.01 * next(rounds), page_faults=9.0)
         return in_turns.Round(base=base, variants={"histograms": slower, "bare": base}, cadences={})
 
     monkeypatch.setattr(overhead, "time_round", fake)
-    result = run_overhead(device="cpu", shapes=["mlp"], variants=["histograms", "bare"], rounds=9)
+    result = run_overhead(device="cpu", shapes=["mlp"], variants=["histograms", "bare"], rounds=9, keeps_memory=False)
     assert json.loads(json.dumps(result)) == result
     found = result["shapes"][0]["variants"]
     assert list(found) == ["histograms", "bare"]
     # Of nine, one on each side: 2 * (1 + 9) / 2**9 = 3.9 % of medians lie outside of the second and the eighth.
     assert found["histograms"]["ratio_interval"] == pytest.approx([1.51, 1.57])
-    assert "[+51.00 %, +57.00 %]" in format_overhead(result)
+    text = format_overhead(result)
+    assert "[+51.00 %, +57.00 %]" in text
+    assert "with 7 page faults" in text
+    assert next(line for line in text.splitlines() if "histograms" in line).endswith(" 9 |")
+    assert "freed memory is left to the C library" in text
 
 
 def test_the_interval_of_a_median_holds_it() -> None:

@@ -81,6 +81,12 @@ def bench() -> None:
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Timed steps of each kind in a round.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Rounds of bare and monitored steps in turn.")
+@click.option(
+    "--keep-memory/--no-keep-memory",
+    default=True,
+    show_default=True,
+    help="On a CPU: have the C library keep freed memory, so that page faults do not blur the times.",
+)
 @json_option
 def overhead(
     device: str,
@@ -88,6 +94,7 @@ def overhead(
     variants: tuple[str, ...],
     steps: int | None,
     rounds: int | None,
+    keep_memory: bool,
     as_json: bool,
 ) -> None:
     """Time monitored steps against bare steps of the same model, in turn.
@@ -107,6 +114,7 @@ def overhead(
         steps=steps,
         rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
+        keeps_memory=keep_memory,
     )
     if as_json:
         print_json(result)

@@ -7,9 +7,10 @@ stopped, all its threads with it: what its monitor has yet to write is written w
 Its clocks go on meanwhile, so that it writes more often in a number of steps than it would alone: the cost is rather
 too high than too low.
 
-Two bare processes differ too, by where their memory happens to lie. Every round begins with new ones; and the C library
-is told to keep its memory, which it else gives back to the system and asks for again at every step, or never, for no
-reason that one could see: that alone can make a third of a step of ten milliseconds, watched or not.
+Two bare processes differ too, by where their memory happens to lie. Every round begins with new ones; and unless told
+otherwise the C library keeps its memory, which it else gives back to the system and asks for again at every step, or
+never, for no reason that one could see: that alone can make a third of a step of ten milliseconds, watched or not. The
+page faults that it shows by are counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -28,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +67,17 @@ class Task:
     """Of torch."""
     folder: Path
     """Empty, for its run."""
+    keeps_memory: bool = True
+
+
+class Taken(NamedTuple):
+    """What some steps took."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    """Of all threads."""
+    page_faults: float
+    """Pages of memory that the system had to give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +97,14 @@ class Runner:
     def __init__(self, task: Task, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = name
+        self._environment = KEEPS_MEMORY if task.keeps_memory else {}
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self._theirs, task), daemon=True)
         self.cadence: Cadence | None = None
 
     def __enter__(self) -> Runner:
         try:
-            with _environment(KEEPS_MEMORY):
+            with _environment(self._environment):
                 self._process.start()
             self._theirs.close()  # so that its end is heard
             self.cadence = self._ask(None)  # it has settled: with others at work it could not find its cadence
@@ -105,10 +119,10 @@ class Runner:
             self._process.kill()
             self._process.join()
 
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Make some steps. Returns the seconds they took, and those of the processor."""
+    def turn(self, steps: int) -> Taken:
+        """Make some steps."""
         self._send(signal.SIGCONT)
-        taken: tuple[float, float] = self._ask(steps)
+        taken: Taken = self._ask(steps)
         self._send(signal.SIGSTOP)
         return taken
 
@@ -134,7 +148,7 @@ class Runner:
         return answer
 
 
-def time_round(shape: str, variants: Sequence[str], steps: int, seed: int = 0) -> Round:
+def time_round(shape: str, variants: Sequence[str], steps: int, seed: int = 0, *, keeps_memory: bool = True) -> Round:
     """Start a process for every variant, and one more for bare steps, and let them take turns.
 
     Args:
@@ -142,31 +156,33 @@ def time_round(shape: str, variants: Sequence[str], steps: int, seed: int = 0) -
         variants: Names out of `VARIANTS`.
         steps: Steps of each, rounded up to what the slowest monitor takes to read everything once, or several times.
         seed: Of the order in which they are started, and take their turns.
+        keeps_memory: Whether the C library is told to.
     """
     shuffled = random.Random(seed)
     names = shuffled.sample(("", *variants), len(variants) + 1)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         runners = {}
         for name in names:
-            task = _task(shape, name, Path(tempfile.mkdtemp(dir=folder)))
+            task = _task(shape, name, Path(tempfile.mkdtemp(dir=folder)), keeps_memory)
             runners[name] = stack.enter_context(Runner(task, name or "bare steps"))
         cadences = {name: runner.cadence for name, runner in runners.items() if runner.cadence is not None}
         cycle = max((cadences[name].every * MONITORED[name].detail_factor for name in cadences), default=1)
         turns = math.ceil(math.ceil(steps / cycle) * cycle / TURN_STEPS)
-        seconds = {name: [0.0, 0.0] for name in names}
+        per_step = {name: [0.0] * len(Taken._fields) for name in names}
         for _ in range(turns):
             for name in shuffled.sample(names, len(names)):
                 for kind, taken in enumerate(runners[name].turn(TURN_STEPS)):
-                    seconds[name][kind] += taken / (turns * TURN_STEPS)
+                    per_step[name][kind] += taken / (turns * TURN_STEPS)
         for runner in runners.values():
             runner.finish()
     timed = {
-        name: Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=None) for name, (wall, cpu) in seconds.items()
+        name: Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=None, page_faults=faults)
+        for name, (wall, cpu, faults) in per_step.items()
     }
     return Round(base=timed[""], variants={name: timed[name] for name in variants}, cadences=cadences)
 
 
-def _task(shape: str, variant: str, folder: Path) -> Task:
+def _task(shape: str, variant: str, folder: Path, keeps_memory: bool) -> Task:
     return Task(
         build=SHAPES[shape],
         config=MONITORED.get(variant),
@@ -174,6 +190,7 @@ def _task(shape: str, variant: str, folder: Path) -> Task:
         thinning_steps=stretch.THINNING_STEPS,
         threads=torch.get_num_threads(),
         folder=folder,
+        keeps_memory=keeps_memory,
     )
 
 
@@ -219,14 +236,19 @@ def _train(pipe: connection.Connection, task: Task) -> None:
         observe = _observe_by_hand(task.by_hand, training)
     pipe.send(cadence)
     while steps := pipe.recv():
-        cpu_started, started = time.process_time(), time.perf_counter()
+        faults, cpu_started, started = _page_faults(), time.process_time(), time.perf_counter()
         for _ in range(steps):
             training.step(observe)
-        pipe.send((time.perf_counter() - started, time.process_time() - cpu_started))
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+        pipe.send(Taken(wall, cpu, _page_faults() - faults))
     if monitor is not None:
         monitor.close()
         stretch.expect_whole(monitor)
     pipe.send(None)
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _watch(training: Training, task: Task, config: Config) -> Monitor:

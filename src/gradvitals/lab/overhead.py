@@ -84,6 +84,8 @@ def run_overhead(
     steps: int | None = None,
     rounds: int | None = None,
     progress: Callable[[str], object] | None = None,
+    *,
+    keeps_memory: bool = True,
 ) -> dict[str, Any]:
     """Time every variant against bare steps of the same model.
 
@@ -94,6 +96,7 @@ def run_overhead(
         steps: Timed steps of a stretch with the default settings, rounded up to a multiple of its slowest cadence.
         rounds: How often each variant is timed. The order changes from round to round.
         progress: Called with a line of text now and then.
+        keeps_memory: On a CPU: whether the C library is told to keep freed memory (`in_turns`).
 
     Returns:
         Plain values, ready for JSON: the machine, and for every shape its size, the time of a bare step and for every
@@ -113,7 +116,8 @@ def run_overhead(
     chosen = variants or VARIANTS
     if not set(chosen) <= set(VARIANTS):
         raise ValueError(f"variants are {', '.join(chosen)}; expected some of {', '.join(VARIANTS)}")
-    results = [_time_shape(name, chosen, place, steps, rounds, progress or (lambda line: None)) for name in names]
+    tell = progress or (lambda line: None)
+    results = [_time_shape(name, chosen, place, steps, rounds, tell, keeps_memory) for name in names]
     return {
         "device": place.type,
         "machine": machine_name(place),
@@ -124,6 +128,7 @@ def run_overhead(
         "steps": steps,
         "rounds": rounds,
         "tensor_every": default.tensor_every,
+        "keeps_memory": keeps_memory,
         "shapes": results,
     }
 
@@ -146,6 +151,7 @@ def _time_shape(
     steps: int,
     rounds: int,
     tell: Callable[[str], object],
+    keeps_memory: bool,
 ) -> dict[str, Any]:
     tell(f"{name}: building and warming up")
     torch.manual_seed(0)
@@ -153,7 +159,7 @@ def _time_shape(
     training = SHAPES[name](torch.device("meta") if in_turns else device)  # where others train, only to be counted
     measured = Measured({variant: Ratios() for variant in variants}, lambda line: tell(f"{name}: {line}"))
     if in_turns:
-        time_in_turns(measured, name, steps, rounds)
+        time_in_turns(measured, name, steps, rounds, keeps_memory)
     else:
         time_in_stretches(measured, training, steps, rounds)
     return {
@@ -163,6 +169,7 @@ def _time_shape(
         "micro_batches": training.num_micro_batches,
         "batch_size": training.batch_size,
         "bare_ms": 1000 * statistics.median(map(_wall, measured.bare)),
+        "bare_page_faults": _page_faults(measured.bare),
         "default_cadence": list(statistics.mode(measured.cadences)) if measured.cadences else None,
         "variants": {variant: _summary(found) for variant, found in measured.ratios.items()},
     }
@@ -185,10 +192,10 @@ class Measured:
         self.tell(f"round {number + 1} of {rounds}, {variant} at {so_far} so far")
 
 
-def time_in_turns(measured: Measured, shape: str, steps: int, rounds: int) -> None:
+def time_in_turns(measured: Measured, shape: str, steps: int, rounds: int, keeps_memory: bool = True) -> None:
     """Time every variant in a process of its own; each round has new ones."""
     for number in range(rounds):
-        found = time_round(shape, list(measured.ratios), steps, seed=number)
+        found = time_round(shape, list(measured.ratios), steps, seed=number, keeps_memory=keeps_memory)
         measured.bare.append(found.base)
         for variant, stretch in found.variants.items():
             measured.ratios[variant].rounds.append([(stretch, (found.base, found.base))])
@@ -235,6 +242,7 @@ def _summary(ratios: Ratios) -> dict[str, Any]:
         "cpu_ratio": statistics.median(ratios.of(lambda stretch: stretch.cpu_seconds)),
         "extra_device_bytes": ratios.extra_bytes(),
         "flush_ms": 1000 * statistics.median(flushes) if flushes else None,
+        "page_faults": _page_faults([stretch for pieces in ratios.rounds for stretch, _ in pieces]),
         "ratios": wall,
     }
 
@@ -251,6 +259,12 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
     while (outside := outside + 2 * math.comb(len(ordered), rank) * 0.5 ** len(ordered)) <= 0.05:
         rank += 1
     return [ordered[rank - 1], ordered[-rank]] if rank else None
+
+
+def _page_faults(stretches: Sequence[Stretch]) -> float | None:
+    """Of a step on average; None where they were not counted."""
+    counts = [stretch.page_faults for stretch in stretches if stretch.page_faults is not None]
+    return statistics.fmean(counts) if counts else None
 
 
 def _wall(stretch: Stretch) -> float:
@@ -281,27 +295,32 @@ def _time_variant(variant: str, training: Training, steps: int, runs: Mapping[st
 def format_overhead(result: dict[str, Any]) -> str:
     """The result as text: one Markdown table for each shape.
 
-    On a CPU the last column is the change of the processor time of all threads. It counts what ran on an idle core
-    too, and hardly feels other programs, so on a busy machine it is the steadier of the two.
+    On a CPU there is the change of the processor time of all threads, too. It counts what ran on an idle core as well,
+    and hardly feels other programs, so on a busy machine it is the steadier of the two. Page faults are the mean.
     """
     on_cpu = result["device"] == "cpu"
     threads, more = (f", {result['threads']} threads", " or more") if on_cpu else ("", "")
     lines = [
         f"{result['machine']}{threads}, torch {result['torch']}, {result['date']}",
         f"{result['rounds']} rounds of {result['steps']} steps{more}; change of the step's time: median [quartiles]",
+        *([] if result["keeps_memory"] else ["freed memory is left to the C library"]),
     ]
     for shape in result["shapes"]:
         lines += [
             "",
             f"{shape['shape']}: {shape['parameters'] / 1e6:.3g}M parameters in {shape['tensors']} tensors, "
             f"{shape['micro_batches']} micro-batch{'es' if shape['micro_batches'] > 1 else ''} a step, "
-            f"{shape['bare_ms']:.2f} ms a bare step",
+            f"{shape['bare_ms']:.2f} ms a bare step"
+            + (f", with {shape['bare_page_faults']:.0f} page faults" if on_cpu else ""),
             "",
         ]
-        last = "CPU time" if on_cpu else "extra memory"
-        rows = [("variant", "step time", "quartiles", "95 % interval", "ms a step", last)]
+        costs: tuple[str, ...] = ("CPU time", "page faults") if on_cpu else ("extra memory",)
+        rows = [("variant", "step time", "quartiles", "95 % interval", "ms a step", *costs)]
         for variant, found in shape["variants"].items():
-            extra_bytes = found["extra_device_bytes"]
+            if on_cpu:
+                costs = (percent(found["cpu_ratio"]), f"{found['page_faults']:.0f}")
+            else:
+                costs = (f"{found['extra_device_bytes'] / 2**20:.1f} MB",)
             rows.append(
                 (
                     "bare, again" if variant == "bare" else variant,
@@ -309,7 +328,7 @@ def format_overhead(result: dict[str, Any]) -> str:
                     _span([found["ratio_low"], found["ratio_high"]]),
                     _span(found["ratio_interval"]),
                     f"{(found['ratio'] - 1) * shape['bare_ms']:+.3f}",
-                    percent(found["cpu_ratio"]) if extra_bytes is None else f"{extra_bytes / 2**20:.1f} MB",
+                    *costs,
                 )
             )
         lines.append(markdown_table(rows))

@@ -45,6 +45,8 @@ class Stretch:
     """Most device memory in use; None on a CPU."""
     flush_seconds: float | None = None
     """To bring the last readings to disk after the stretch; None without a monitor."""
+    page_faults: float | None = None
+    """Per step, pages of memory that the system had to give; None where they were not counted."""
 
 
 @dataclass
