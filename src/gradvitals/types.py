@@ -59,7 +59,7 @@ METRICS: dict[str, str] = {
     "grad/carried": "1 where backward added to gradients that the step before had left: they were not zeroed",
     "batches/given_up": "batches whose gradients the loop threw away since the step before; where there were any",
     "batches/given_up_loss": "the loss of the last of them, where the loop told it",
-    "batches/given_up_norm": "the norm of its gradient, where the loop clips or tells its loss after backward",
+    "batches/given_up_norm": "the norm of its gradient, where that was read: one optimizer, no loss scale",
     "step/in_turn": "1 where the model is trained in turn with another, by losses that go through both, as in a GAN",
     "step/skipped": "1 where a GradScaler skipped the optimizer step",
     "step/left_out": "1 where a Guard left the optimizer step out",

@@ -250,6 +250,7 @@ def test_what_a_process_finds_in_its_environment_is_not_left_in_this_one(
     context = multiprocessing.get_context("fork")  # one that was forked long ago has the environment of then
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
+        patch.delenv("MALLOC_MMAP_MAX_", raising=False)
         task = quick(tmp_path, build=tells, keeps_memory=keeps_memory)
         with pytest.raises(GradvitalsError, match=f"{mmaps} mmaps, 1 thread"), in_turns.Runner(task, "bare steps"):
             pass

@@ -108,6 +108,53 @@ def test_a_gradient_that_is_broken_though_its_loss_is_not_is_told_by_its_norm(
         assert np.isfinite(run.series("grad/norm")[1]).all()
 
 
+def test_a_norm_that_the_loss_scale_may_have_made_is_not_told(tmp_path: Path) -> None:
+    """A scale that is too high overflows until it is lowered: that is how it finds its size."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for batch in range(STEPS):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.inf if batch == BAD else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert found(monitor)["batches_given_up"].severity == "info"
+
+
+def test_a_norm_of_the_first_pass_is_not_told_of_both(tmp_path: Path) -> None:
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 4)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            model(torch.randn(4, 4)).square().mean().backward()
+            if batch != BAD:
+                optimizer.step()
+
+    monitor = watched(tmp_path, train)
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("batches/given_up")[0].tolist() == [BAD]
+        assert "batches/given_up_norm" not in run.metrics("values")
+
+
+def test_a_loop_whose_gradients_are_all_broken_makes_no_steps(tmp_path: Path) -> None:
+    """Without a loss that was told: it is known by the norms alone, and told at the end."""
+
+    def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in range(STEPS):
+            (model(torch.randn(4, 4)).square().mean() * (math.nan if batch >= BAD else 1.0)).backward()
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    assert found(watched(tmp_path, train))["no_steps"].severity == "critical"
+
+
 def test_the_norm_of_a_whole_gradient_that_was_given_up_is_kept(tmp_path: Path) -> None:
     thrown: list[float] = []
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import gradvitals as gv
 from gradvitals.cli import main
 from gradvitals.show.adam_memory import doubt_of_adam, steps_kept
+from gradvitals.show.doubts import JUDGED_BY_GSNR
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading, Source
 
@@ -62,6 +63,17 @@ def test_it_is_told_while_it_is_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [{"clip/max_norm": 1.5}, {"step/skipped": 1.0}, {"step/left_out": 1.0}])
 def test_what_adam_was_spared_is_not_in_its_averages(tmp_path: Path, more: dict[str, float]) -> None:
     assert doubt(run_with_a_spike(tmp_path, more=more)) == ""
+
+
+def test_rules_that_judge_by_it_are_not_called_fine(tmp_path: Path) -> None:
+    for steps, says in ((300, True), (850, False)):
+        run_with_a_spike(tmp_path / str(steps), steps=steps)
+        told = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path / str(steps)), "--json"]).stdout)
+        doubtful = {name for item in told["not_judged"] if "huge gradient" in item["reason"] for name in item["ids"]}
+        fine = {item["id"] for item in told["fine"]}
+        assert ("sudden_gsnr_drop" in doubtful, "sudden_gsnr_drop" in fine) == (says, not says)
+        assert doubtful == ({*JUDGED_BY_GSNR} & (doubtful | fine) if says else set())
+        assert {"estimator_unreliable", "high_effort_low_progress", "noisy_gradients"} <= doubtful | fine
 
 
 def test_other_sources_forget(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class BatchesGivenUp(Rule):
             self.first = step.number if self.told else self.first
             self.total, self.told = self.total + int(given_up), False
             loss, norm = (step.general.values.get(f"batches/given_up_{name}", 0.0) for name in ("loss", "norm"))
-            if not math.isfinite(loss + norm):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.loss, self.norm, self.broken = loss, norm, self.broken + int(given_up)
         if self.told or step.history.steps_seen < self.patience or step.in_turn:
             return None

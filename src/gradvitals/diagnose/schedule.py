@@ -219,7 +219,8 @@ class LrTooHigh(Rule):
         carried = step.value("grad/carried") == 1  # sums that were never zeroed make steps long at any rate
         if step.number < self.judges_after or self.grown < self.growth or carried:
             return
-        adam, betas = step.adam, step.facts.betas
+        # Also where a huge gradient is in it: to have thrown the weights with one is the very pattern.
+        adam, betas = step.reading("adam"), step.facts.betas
         if betas and adam is not None and "gsnr" in adam.tensors:
             # What is left of the estimate where the average is far smaller than noise alone would have it.
             lowest = (1 - betas[0]) / (1 + betas[0])

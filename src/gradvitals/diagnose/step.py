@@ -129,7 +129,10 @@ class Step:
 
     @property
     def adam(self) -> Reading | None:
-        """The reading of Adam's moments, where this step has one and no huge gradient is in them."""
+        """The reading of Adam's moments, where this step has one and no huge gradient is in them.
+
+        That is so for what is of this step alone; its GSNR is of the readings before it, too: see `average`.
+        """
         return self.reading("adam") if self.number >= self.adam_true_from else None
 
     @cached_property

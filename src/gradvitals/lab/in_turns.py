@@ -225,15 +225,15 @@ def _train(pipe: connection.Connection, task: Task) -> None:
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     training = task.build(torch.device("cpu"))
-    for _ in range(WARM_UP_STEPS):
-        training.step()
     monitor, cadence = None, None
     observe: Observe | None = None
-    if task.config is not None:
+    if task.config is not None:  # before the first step, as loops do it: that decides where memory lies
         monitor = _watch(training, task, task.config)
         observe, cadence = monitor.observe, monitor.tap.cadence
     elif task.by_hand is not None:
         observe = _observe_by_hand(task.by_hand, training)
+    for _ in range(WARM_UP_STEPS):
+        training.step(observe)
     pipe.send(cadence)
     while steps := pipe.recv():
         faults, cpu_started, started = _page_faults(), time.process_time(), time.perf_counter()

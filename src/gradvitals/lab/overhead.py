@@ -128,7 +128,7 @@ def run_overhead(
         "steps": steps,
         "rounds": rounds,
         "tensor_every": default.tensor_every,
-        "keeps_memory": keeps_memory,
+        "keeps_memory": keeps_memory if place.type == "cpu" else None,
         "shapes": results,
     }
 
@@ -303,7 +303,7 @@ def format_overhead(result: dict[str, Any]) -> str:
     lines = [
         f"{result['machine']}{threads}, torch {result['torch']}, {result['date']}",
         f"{result['rounds']} rounds of {result['steps']} steps{more}; change of the step's time: median [quartiles]",
-        *([] if result["keeps_memory"] else ["freed memory is left to the C library"]),
+        *([] if result["keeps_memory"] is not False else ["freed memory is left to the C library"]),
     ]
     for shape in result["shapes"]:
         lines += [

@@ -87,7 +87,7 @@ class Observed:
     lost: Tensor | float | None = None
     """The loss of the last of them that was told; not finite where one of them was not."""
     lost_norm: Tensor | float | None = None
-    """The same for the norm of its gradient, where that was read: the loop clips, or tells its loss after backward."""
+    """The same for the norm of its gradient, where that was read."""
     _told_no_step: bool = False
 
     @property

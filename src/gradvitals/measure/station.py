@@ -149,9 +149,11 @@ class Station:
         # The scaler changes its scale in place, and may do so before the packet leaves.
         self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
 
-    def norm_read(self) -> Tensor | None:
-        """The norm of its gradients as last read; None where they were not, or were still scaled."""
-        return None if self.reading is None or self.step.scaled else stats.norm_of_all(self.reading.named("norm"))
+    def norm_read(self, passes: int) -> Tensor | None:
+        """The norm of its gradients after so many passes; None where it was not read, or a scaler may have made it."""
+        if self.reading is None or self.leaves or self.read_at != passes or self.reading.named(f"scale{self.index}"):
+            return None
+        return stats.norm_of_all(self.reading.named("norm"))
 
     def arrival(self, draft: RawStep, watched: Rows) -> Arrival | None:
         """What it is about to step with; None where its gradients were not read."""

@@ -55,15 +55,15 @@ def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Itera
 
 
 def norm_of_all(known: Sequence[tuple[Sequence[int], Tensor | Sequence[Tensor]]]) -> Tensor | None:
-    """The norm of everything whose norms are in a packet; None where there are none.
+    """The norm of everything whose norms are in a packet; None where there are none, or on several devices.
 
     Args:
         known: As `Packet.named` gives them.
     """
     norms = [numbers if isinstance(numbers, Tensor) else torch.stack(list(numbers)) for _, numbers in known]
-    if len(norms) > 1:
-        norms = [torch.cat([some.to(norms[0].device, torch.float64) for some in norms])]
-    whole: Tensor | None = torch.linalg.vector_norm(norms[0]) if norms else None
+    if len({some.device for some in norms}) != 1:
+        return None
+    whole: Tensor = torch.linalg.vector_norm(torch.cat(norms))
     return whole
 
 

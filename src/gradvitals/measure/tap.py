@@ -204,7 +204,7 @@ class Tap:
     def _forget(self, station: Station, passes: int, surely: bool) -> None:
         several = len(self.stations) > 1  # each of them tells
         counts = surely and not several
-        norm, station.reading = station.norm_read() if counts else None, None
+        norm, station.reading = station.norm_read(passes) if counts else None, None
         if not any(station.stepped for station in self.stations):
             self.observes = self.draft.observed.give_up(math.inf if several else passes, counts, norm)
 

@@ -8,6 +8,7 @@ from gradvitals.advise import Advice
 from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.record import Record
 from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
+from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.store.reader import Run
 
 TOO_EARLY = "too early"
@@ -16,18 +17,28 @@ SCALE_UNKNOWN = f"{TOO_EARLY}: the noise scale is not known well enough yet to j
 GSNR_UNKNOWN = f"{TOO_EARLY}: the GSNR is not known within a factor of ten yet"
 ADAM_UNKNOWN = "the GSNR from Adam's averages is not known within a factor of ten as last read"
 ADAM_ZERO = "the GSNR from Adam's averages cannot be told from 0 as last read"
+ADAM_FALSE = "the GSNR from Adam's averages is false for now, because of one huge gradient"
 
 LATEST = 100
 """Readings at the end of a run among which the last one with numbers is looked for."""
 
-JUDGED_BY_NOISE = ("batch_too_small", "batch_too_large", "estimator_unreliable")
+JUDGED_BY_GSNR = (
+    "estimator_unreliable",
+    "sudden_gsnr_drop",
+    "high_effort_low_progress",
+    "noisy_gradients",
+    "decay_due",
+)
+JUDGED_BY_NOISE = ("batch_too_small", "batch_too_large", *JUDGED_BY_GSNR)
 """Rules that are silent both where all is well and where the noise is not known."""
 
 
 def doubts_of(run: Run) -> dict[str, str]:
     """By the id of a rule that was silent: why that does not make it fine. `gradvitals advise` never says otherwise."""
     record = Record(run)
-    return {**_about_batch(advise_batch(record)), **_about_gsnr(record)}
+    by_adam = record.gsnr_source == "adam" and doubt_of_adam(run) != ""
+    about_gsnr = dict.fromkeys(JUDGED_BY_GSNR, ADAM_FALSE) if by_adam else _about_gsnr(record)
+    return {**_about_batch(advise_batch(record)), **about_gsnr}
 
 
 def _about_batch(advice: Advice) -> dict[str, str]:
