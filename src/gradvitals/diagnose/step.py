@@ -118,7 +118,7 @@ class Step:
                 return reading
         return None
 
-    @cached_property
+    @property
     def adam_true_from(self) -> int:
         """The first step at which no huge gradient is in Adam's averages. In the history as soon as it is asked for."""
         history = self.history
