@@ -142,6 +142,25 @@ def test_a_norm_of_the_first_pass_is_not_told_of_both(tmp_path: Path) -> None:
         assert "batches/given_up_norm" not in run.metrics("values")
 
 
+def test_an_error_in_these_norms_takes_nothing_else_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(known: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("gradvitals.measure.observed.norm_of_all", fail)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for batch in range(STEPS + 1):
+            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch == BAD else 1.0)
+            skips_by_norm(monitor, optimizer, loss, 100.0 + batch)
+    assert found(monitor)["monitor_error"].severity == "warning"
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("loss")[1].tolist() == [100.0 + batch for batch in range(STEPS + 1) if batch != BAD]
+        assert np.isfinite(run.series("grad/norm")[1]).all()
+        assert run.series("batches/given_up")[0].tolist() == [BAD]
+
+
 def test_a_loop_whose_gradients_are_all_broken_makes_no_steps(tmp_path: Path) -> None:
     """Without a loss that was told: it is known by the norms alone, and told at the end."""
 

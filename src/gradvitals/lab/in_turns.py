@@ -20,7 +20,6 @@ import math
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
@@ -248,6 +247,8 @@ def _train(pipe: connection.Connection, task: Task) -> None:
 
 
 def _page_faults() -> int:
+    import resource  # which Windows lacks: beside a GPU nothing of this is called
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

@@ -169,7 +169,7 @@ def _time_shape(
         "micro_batches": training.num_micro_batches,
         "batch_size": training.batch_size,
         "bare_ms": 1000 * statistics.median(map(_wall, measured.bare)),
-        "bare_page_faults": _page_faults(measured.bare),
+        "bare_page_faults": _mean_page_faults(measured.bare),
         "default_cadence": list(statistics.mode(measured.cadences)) if measured.cadences else None,
         "variants": {variant: _summary(found) for variant, found in measured.ratios.items()},
     }
@@ -242,7 +242,7 @@ def _summary(ratios: Ratios) -> dict[str, Any]:
         "cpu_ratio": statistics.median(ratios.of(lambda stretch: stretch.cpu_seconds)),
         "extra_device_bytes": ratios.extra_bytes(),
         "flush_ms": 1000 * statistics.median(flushes) if flushes else None,
-        "page_faults": _page_faults([stretch for pieces in ratios.rounds for stretch, _ in pieces]),
+        "page_faults": _mean_page_faults([stretch for pieces in ratios.rounds for stretch, _ in pieces]),
         "ratios": wall,
     }
 
@@ -261,7 +261,7 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
     return [ordered[rank - 1], ordered[-rank]] if rank else None
 
 
-def _page_faults(stretches: Sequence[Stretch]) -> float | None:
+def _mean_page_faults(stretches: Sequence[Stretch]) -> float | None:
     """Of a step on average; None where they were not counted."""
     counts = [stretch.page_faults for stretch in stretches if stretch.page_faults is not None]
     return statistics.fmean(counts) if counts else None

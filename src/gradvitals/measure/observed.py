@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gradvitals.errors import NoStepError, ObserveError
-from gradvitals.measure.packet import Packet
+from gradvitals.measure.packet import Known, Packet
 from gradvitals.measure.ranks.shards import local, placements
+from gradvitals.measure.stats import norm_of_all
 
 
 def check_observed(loss: Any, batch_size: Any) -> None:
@@ -136,13 +137,12 @@ class Observed:
         if passes == 0 or self.given_up:  # else all that was told is of batches in the step
             self._check(NO_STEP_FOR)
 
-    def give_up(self, passes: float, counts: bool, norm: Tensor | None = None) -> int:
+    def give_up(self, passes: float, counts: bool) -> int:
         """The gradients of so many backward passes were thrown away, as is now seen by the next one.
 
         Args:
             passes: How many; what was told of them is no part of the step.
             counts: Whether this was a batch given up, as far as can be known.
-            norm: That of the gradient, where it was read.
 
         Returns:
             How many observations are left.
@@ -151,14 +151,18 @@ class Observed:
         before = bool(self.told) and self.told[0].passes == 0
         told, self.told = self.told, []
         self.given_up += counts
-        if norm is not None:
-            self.lost_norm = _with(norm.item() if norm.is_cpu else norm, self.lost_norm)
         for each in told:
             if before and each.passes >= passes:
                 self.told.append(Observation(each.loss, each.size, 0))
             elif counts:
                 self._lose(each, batches=0)
         return len(self.told)
+
+    def lose_norms(self, known: Known) -> None:
+        """The same for what is known of the norms of these gradients."""
+        norm = norm_of_all(known)
+        if norm is not None:
+            self.lost_norm = _with(norm.item() if norm.is_cpu else norm, self.lost_norm)
 
     def _check(self, most: int) -> None:
         if self._told_no_step or self.without_a_step < most:

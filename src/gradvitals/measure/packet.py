@@ -70,6 +70,9 @@ class Arrived:
 Part = tuple[str, Sequence[int], Tensor | Sequence[Tensor]]
 """A name, the rows its numbers belong to, and the numbers: one vector, or one 0-d tensor for each."""
 
+Known = list[tuple[Sequence[int], Tensor | Sequence[Tensor]]]
+"""Rows and numbers that a packet has under one name."""
+
 Later = Callable[[], Iterable[tuple[str, Sequence[int], NDArray[Any]]]]
 """Names, rows and numbers, once they are asked for."""
 
@@ -109,7 +112,7 @@ class Packet:
         """What there is on one device."""
         return self._parts.get(device, [])
 
-    def named(self, name: str) -> list[tuple[Sequence[int], Tensor | Sequence[Tensor]]]:
+    def named(self, name: str) -> Known:
         """Rows and numbers that were added under a name, as they were added."""
         return [(rows, values) for parts in self._parts.values() for known, rows, values in parts if known == name]
 

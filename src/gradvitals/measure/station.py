@@ -18,7 +18,7 @@ from gradvitals.measure.collecting import Collectors
 from gradvitals.measure.factors import FactorSums
 from gradvitals.measure.microbatch import add_heads
 from gradvitals.measure.moments import MomentSums, unavailable_reason
-from gradvitals.measure.packet import Packet
+from gradvitals.measure.packet import Known, Packet
 from gradvitals.measure.passes import LARGEST, NONFINITE, NONZERO, NORM, Passes
 from gradvitals.measure.rawstep import Arrival, RawStep, StationStep
 from gradvitals.measure.rows import Rows
@@ -149,11 +149,11 @@ class Station:
         # The scaler changes its scale in place, and may do so before the packet leaves.
         self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
 
-    def norm_read(self, passes: int) -> Tensor | None:
-        """The norm of its gradients after so many passes; None where it was not read, or a scaler may have made it."""
-        if self.reading is None or self.leaves or self.read_at != passes or self.reading.named(f"scale{self.index}"):
-            return None
-        return stats.norm_of_all(self.reading.named("norm"))
+    def forget_reading(self, passes: int) -> Known:
+        """Its gradients are gone. Returns their norms after so many passes, if read, and not made by a loss scale."""
+        reading, self.reading = self.reading or Packet(), None
+        whole = not self.leaves and self.read_at == passes and not reading.named(f"scale{self.index}")
+        return reading.named("norm") if whole else []
 
     def arrival(self, draft: RawStep, watched: Rows) -> Arrival | None:
         """What it is about to step with; None where its gradients were not read."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradvitals.measure.packet import Packet
+from gradvitals.measure.packet import Known, Packet
 
 CHUNK_ELEMENTS = 2**21
 """Elements looked at together where an elementwise result is needed: 8 MB of float32."""
@@ -54,12 +54,8 @@ def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Itera
     yield from groups.values()
 
 
-def norm_of_all(known: Sequence[tuple[Sequence[int], Tensor | Sequence[Tensor]]]) -> Tensor | None:
-    """The norm of everything whose norms are in a packet; None where there are none, or on several devices.
-
-    Args:
-        known: As `Packet.named` gives them.
-    """
+def norm_of_all(known: Known) -> Tensor | None:
+    """The norm of everything whose norms a packet has; None where there are none, or on several devices."""
     norms = [numbers if isinstance(numbers, Tensor) else torch.stack(list(numbers)) for _, numbers in known]
     if len({some.device for some in norms}) != 1:
         return None

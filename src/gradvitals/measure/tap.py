@@ -202,11 +202,11 @@ class Tap:
             self.attempt("observe", self._forget, station, passes, surely)
 
     def _forget(self, station: Station, passes: int, surely: bool) -> None:
-        several = len(self.stations) > 1  # each of them tells
-        counts = surely and not several
-        norm, station.reading = station.norm_read(passes) if counts else None, None
+        alone = len(self.stations) == 1  # else each of them tells
+        norms = station.forget_reading(passes)
         if not any(station.stepped for station in self.stations):
-            self.observes = self.draft.observed.give_up(math.inf if several else passes, counts, norm)
+            self.observes = self.draft.observed.give_up(passes if alone else math.inf, surely and alone)
+            self.attempt("norms given up", self.draft.observed.lose_norms, norms if surely and alone else [])
 
     # -- reading ------------------------------------------------------------------------------------------------
 
