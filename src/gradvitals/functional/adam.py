@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from gradvitals.functional.distributions import Array
 from gradvitals.functional.norms import double_chunks, squared_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def adam_gsnr(

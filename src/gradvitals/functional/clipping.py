@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clip_factor(norm: Tensor, max_norm: Tensor | float) -> Tensor:
@@ -19,6 +21,7 @@ def clip_factor(norm: Tensor, max_norm: Tensor | float) -> Tensor:
         The factor: 1 for a gradient of zeros, nan for one that is not a number.
 
     Example:
+        >>> import torch
         >>> clip_factor(torch.tensor([0.5, 4.0, 0.0]), 2.0)
         tensor([1.0000, 0.5000, 1.0000])
     """
@@ -40,12 +43,15 @@ def zclip_norm(norm: Tensor, mean: float, std: float, threshold: float = 2.5) ->
     Example:
         At a z-score of 5, twice the threshold, half of the threshold is left: 10 + 1.25.
 
+        >>> import torch
         >>> zclip_norm(torch.tensor([15.0, 12.0]), mean=10.0, std=1.0)
         tensor([11.2500, 12.0000])
 
     References:
         Kumar et al., "ZClip: adaptive spike mitigation for LLM pre-training", 2025, arXiv 2504.02507.
     """
+    import torch
+
     z = (norm - mean) / std
     return torch.where(z > threshold, mean + threshold**2 * std / z, norm)
 
@@ -61,6 +67,7 @@ def adagc_factors(norms: Tensor, averages: Tensor, ratio: float = 1.05) -> Tenso
         ratio: how far over its average a norm may be, lambda.
 
     Example:
+        >>> import torch
         >>> adagc_factors(torch.tensor([1.0, 4.2]), torch.tensor([1.0, 2.0]))
         tensor([1.0000, 0.5000])
 

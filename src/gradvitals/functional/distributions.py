@@ -7,7 +7,6 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
@@ -20,19 +19,24 @@ _LONGEST_SUM = 400.0
 
 
 def _lgamma(x: ArrayLike) -> Array:
-    # numpy has no log-gamma; torch has one that works on arrays.
+    import torch  # numpy has no log-gamma; torch has one that works on arrays
+
     result: Array = torch.lgamma(torch.from_numpy(np.array(x, dtype=np.float64))).numpy()
     return result
 
 
 def normal_cdf(z: Array) -> Array:
     """CDF of the standard normal law."""
+    import torch
+
     result: Array = torch.special.ndtr(torch.from_numpy(np.array(z, dtype=np.float64))).numpy()
     return result
 
 
 def normal_quantile(p: Array) -> Array:
     """Quantile of the standard normal law."""
+    import torch
+
     result: Array = torch.special.ndtri(torch.from_numpy(np.array(p, dtype=np.float64))).numpy()
     return result
 

@@ -6,19 +6,20 @@ All values stand for the batch each sample was averaged over: r of a batch of B 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from gradvitals.functional.distributions import Array
 from gradvitals.functional.intervals import Estimate, gsnr_interval
 from gradvitals.functional.norms import double_chunks
 from gradvitals.types import FloatArray
 
-Number = TypeVar("Number", float, FloatArray, Tensor)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Number = TypeVar("Number", float, FloatArray, "Tensor")
 
 
 def gsnr(samples: Tensor) -> Estimate:
@@ -50,6 +51,7 @@ def gsnr(samples: Tensor) -> Estimate:
     Example:
         The mean of 1, 2, 3, 4 is 2.5 and S is 5/3, so R is (6.25 - 5/12) / (5/3).
 
+        >>> import torch
         >>> round(gsnr(torch.tensor([1.0, 2.0, 3.0, 4.0])).value, 12)
         3.5
 
@@ -90,6 +92,7 @@ def gsnr_plug_in(samples: Tensor) -> float:
     Example:
         The mean of 3 and 1 is 2, their variance over T is 1.
 
+        >>> import torch
         >>> gsnr_plug_in(torch.tensor([3.0, 1.0]))
         4.0
     """
@@ -124,9 +127,12 @@ def gsnr_elementwise(samples: Tensor) -> Tensor:
     Example:
         Mean 2.5 and variance 5/3 of four samples: (1/3) * 6.25 / (5/3) - 1/4.
 
+        >>> import torch
         >>> gsnr_elementwise(torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]]))
         tensor([1., nan])
     """
+    import torch
+
     rows = _rows(samples)
     num_samples = rows.shape[0]
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
@@ -166,7 +172,9 @@ def gsnr_from_norms(mean_sq_norm: Number, sq_norm_of_mean: Number, num_samples: 
         >>> round(gsnr_from_norms(7.5, 6.25, 4), 12)
         3.5
     """
-    if isinstance(mean_sq_norm, Tensor):
+    if not isinstance(mean_sq_norm, (float, int, np.ndarray, np.generic)):
+        import torch
+
         # Stays on the device: no value is brought to the host.
         total = mean_sq_norm.double()
         mean = torch.as_tensor(sq_norm_of_mean, dtype=torch.float64, device=total.device)
@@ -217,6 +225,8 @@ def _centre(chunk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(rows: Tensor, *, moments_only: bool = False) -> _Sums:
+    import torch
+
     num_samples, num_coordinates = rows.shape
     none = np.zeros(0)
     if num_samples == 0 or num_coordinates == 0:

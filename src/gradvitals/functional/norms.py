@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Columns are taken to float64 a piece at a time, so that a large half-precision tensor is never copied whole.
 _CHUNK_ELEMENTS = 1 << 22
@@ -17,8 +18,8 @@ def double_chunks(rows: Tensor) -> Iterator[Tensor]:
     if rows.device.type == "mps":
         rows = rows.cpu()  # Metal has no float64.
     width = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[0]))
-    for piece in torch.split(rows.detach(), width, dim=1):
-        yield piece.to(torch.float64)
+    for piece in rows.detach().split(width, dim=1):
+        yield piece.double()
 
 
 def squared_norm(tensor: Tensor) -> float:
@@ -35,6 +36,7 @@ def squared_norm(tensor: Tensor) -> float:
         The sum of squares; 0 for an empty tensor, nan or inf where the tensor holds one.
 
     Example:
+        >>> import torch
         >>> squared_norm(torch.tensor([3.0, 4.0], dtype=torch.float16))
         25.0
     """
@@ -53,6 +55,7 @@ def global_norm(tensors: Iterable[Tensor | None]) -> float:
         The norm; 0 when there is nothing to sum.
 
     Example:
+        >>> import torch
         >>> global_norm([torch.tensor([3.0]), None, torch.tensor([[0.0, 4.0]])])
         5.0
     """

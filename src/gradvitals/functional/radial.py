@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from gradvitals.functional.gsnr import gsnr, gsnr_elementwise
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.norms import double_chunks, squared_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def radial(weight: Tensor, grad: Tensor) -> float:
@@ -30,6 +31,7 @@ def radial(weight: Tensor, grad: Tensor) -> float:
         ValueError: when the shapes differ.
 
     Example:
+        >>> import torch
         >>> radial(torch.tensor([3.0, 4.0]), torch.tensor([5.0, 0.0]))
         3.0
     """
@@ -60,6 +62,7 @@ def radial_gsnr(weight: Tensor, grads: Tensor) -> Estimate:
     Example:
         Components 1, 2, 3, 4: (1/3) * 6.25 / (5/3) - 1/4.
 
+        >>> import torch
         >>> estimate = radial_gsnr(torch.tensor([2.0, 0.0]), torch.tensor([[1.0, 9], [2, 9], [3, 9], [4, 9]]))
         >>> round(estimate.value, 12)
         1.0
@@ -75,6 +78,8 @@ def _components(weight: Tensor, grads: Tensor) -> Tensor:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)} and the gradient {tuple(grads.shape[1:])}; expected equal ones"
         )
+    import torch
+
     norm = math.sqrt(squared_norm(weight))
     if norm == 0 or not len(grads):
         return torch.full((len(grads),), math.nan, dtype=torch.float64)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from gradvitals.functional.distributions import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def spike_ratio(norm: ArrayLike, history: ArrayLike) -> Array:
@@ -60,6 +62,7 @@ def gss(grad: Tensor, history: Tensor) -> Tensor:
     Example:
         Sizes 1, 1, 1 and then 5 have the mean 2.
 
+        >>> import torch
         >>> gss(torch.tensor([5.0]), torch.tensor([[1.0], [-1.0], [1.0]]))
         tensor([2.5000])
 
@@ -71,6 +74,8 @@ def gss(grad: Tensor, history: Tensor) -> Tensor:
             f"history has shape {tuple(history.shape)} and grad {tuple(grad.shape)}; "
             "expected [T, ...] with past gradients of the same shape in its rows"
         )
+    import torch
+
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     now = grad.detach().to(dtype).abs()
     total = history.detach().abs().sum(dim=0, dtype=dtype) + now

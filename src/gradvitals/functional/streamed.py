@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradvitals.functional.gsnr import _rows, _shape_of_noise, _sums
 from gradvitals.functional.intervals import Estimate, gsnr_interval
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Sums(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 WienerLevel = Literal["element", "row", "tensor", "hierarchical"]
 
@@ -36,6 +38,7 @@ def vrgd_scale(mean: Tensor, mean_of_squares: Tensor, gamma: float = 0.1) -> Ten
     Example:
         Means 2 and 1 with variances 1 and 1: r is 4 and 1, their mean 2.5, so the factors are 1 and 0.4.
 
+        >>> import torch
         >>> vrgd_scale(torch.tensor([2.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([1.0000, 0.4000])
 
@@ -44,6 +47,8 @@ def vrgd_scale(mean: Tensor, mean_of_squares: Tensor, gamma: float = 0.1) -> Ten
     """
     _check(mean, mean_of_squares, "mean_of_squares", gamma)
     # float32 is enough: rounding matters only where r is above 1e5 or so, and such elements are clipped at 1.
+    import torch
+
     dtype = torch.promote_types(mean.dtype, torch.float32)
     exact = mean.to(dtype)
     return vrgd_scale_from_variance(exact, mean_of_squares.to(dtype) - exact.square(), gamma).to(mean.dtype)
@@ -63,11 +68,14 @@ def vrgd_scale_from_variance(mean: Tensor, variance: Tensor, gamma: float = 0.1,
             fewer than two dimensions is one row.
 
     Example:
+        >>> import torch
         >>> mean, variance = torch.tensor([[2.0, 1.0], [0.2, 0.1]]), torch.ones(2, 2)
         >>> vrgd_scale_from_variance(mean, variance, by_row=True)
         tensor([[1.0000, 0.4000],
                 [1.0000, 0.4000]])
     """
+    import torch
+
     _check(mean, variance, "variance", gamma)
     dims = _dims(mean, by_row)
     ratio = torch.where(variance > 0, mean.square() / variance, torch.nan)
@@ -106,6 +114,7 @@ def wiener_scale(
     Example:
         Two parts with mean 2 and biased variance 1: the noise of their mean is 2/2 = 1, so 1 - 1/4.
 
+        >>> import torch
         >>> wiener_scale(torch.tensor([2.0]), torch.tensor([1.0]), 2, level="element")
         tensor([0.7500])
 
@@ -113,6 +122,8 @@ def wiener_scale(
         Wiener, "Extrapolation, interpolation, and smoothing of stationary time series", 1949; the positive-part form
         is that of James and Stein, "Estimation with quadratic loss", 1961.
     """
+    import torch
+
     _check(mean, variance, "variance", gamma)
     if num_parts < 2:
         raise ValueError(f"num_parts is {num_parts}; expected at least 2 gradients to tell signal from noise")
@@ -136,6 +147,8 @@ def wiener_scale(
 
 
 def _sum(values: Tensor, known: Tensor, dims: tuple[int, ...]) -> Tensor:
+    import torch
+
     return torch.where(known, values, 0.0).sum(dims, keepdim=True, dtype=_sum_dtype(values))
 
 
@@ -154,4 +167,6 @@ def _check(mean: Tensor, second: Tensor, name: str, gamma: float) -> None:
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    import torch
+
     return torch.float32 if tensor.device.type == "mps" else torch.float64

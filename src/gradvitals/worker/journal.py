@@ -1,0 +1,232 @@
+"""The journal: an append-only ring of records in a memory-mapped file, one process writes and another reads.
+
+The pages belong to the kernel, so a record survives the death of the process that wrote it. A record is its length, its
+kind and its payload; the position of the writer moves only when all three are in place, so that no reader ever sees half
+of one.
+
+    offset 0      magic, format version, capacity
+    offset 64     head: bytes written since the start        (moved by the writer)
+    offset 128    tail: bytes read since the start           (moved by the reader)
+    offset 192    dropped records, whether the writer closed (moved by the writer)
+    offset 4096   the ring
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradvitals.errors import RunError
+
+MAGIC = b"gvjrnl01"
+HEADER_BYTES = 4096
+HEAD, TAIL, DROPPED, CLOSED, CAPACITY = 64, 128, 192, 200, 16
+MAX_CAPACITY = 1 << 32
+
+_RECORD = struct.Struct("<II")  # payload bytes, kind
+_COUNTER = struct.Struct("<Q")
+PADDING = 0
+"""Kind of the filler at the end of the ring: a record never wraps."""
+
+SHARED_FILESYSTEMS = (
+    "nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "fuse", "ceph", "glusterfs", "afs", "9p", "panfs", "wekafs",
+)  # fmt: skip
+"""Prefixes of the file systems that do not keep a mapped file coherent, or not cheaply."""
+
+
+class Journal:
+    """One end of a journal. `create` makes the writer's end, `open` the reader's."""
+
+    def __init__(self, path: Path | None, memory: mmap.mmap, capacity: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self._memory = memory
+        self._head = self._counter(HEAD)
+
+    @classmethod
+    def create(cls, path: Path, capacity: int) -> Journal:
+        """Make a new journal of at least `capacity` bytes; its blocks are reserved, so that no later write can fail.
+
+        Raises:
+            OSError: If there is no room, or no permission.
+        """
+        capacity = -(-capacity // HEADER_BYTES) * HEADER_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, HEADER_BYTES + capacity)
+            memory = mmap.mmap(descriptor, HEADER_BYTES + capacity)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return cls._initialized(path, memory, capacity)
+
+    @classmethod
+    def in_memory(cls, capacity: int) -> Journal:
+        """Make a journal for two threads of one process; it ends with the process."""
+        capacity = -(-capacity // HEADER_BYTES) * HEADER_BYTES
+        return cls._initialized(None, mmap.mmap(-1, HEADER_BYTES + capacity), capacity)
+
+    @classmethod
+    def _initialized(cls, path: Path | None, memory: mmap.mmap, capacity: int) -> Journal:
+        struct.pack_into("<8sQQ", memory, 0, MAGIC, HEADER_BYTES, capacity)
+        return cls(path, memory, capacity)
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Open a journal that some other process made.
+
+        Raises:
+            RunError: If the file is not a journal, or says of itself what cannot be.
+        """
+        try:
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+        except (OSError, ValueError) as error:
+            raise RunError(f"the journal {path} cannot be opened ({error})") from error
+        size = len(memory)
+        magic, header, capacity = struct.unpack_from("<8sQQ", memory, 0) if size > HEADER_BYTES else (b"", 0, 0)
+        if magic != MAGIC or header != HEADER_BYTES or capacity != size - HEADER_BYTES or capacity > MAX_CAPACITY:
+            raise RunError(f"{path} is not a journal of gradvitals, or is damaged; delete it")
+        return cls(path, memory, capacity)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def append(self, kind: int, *parts: bytes | bytearray | memoryview) -> bool:
+        """Add a record made of these parts. Never blocks: False if the ring has no room for it."""
+        length = 0
+        for part in parts:
+            length += len(part)
+        needed = (_RECORD.size + length + 7) & ~7
+        memory, head = self._memory, self._head
+        position = head % self.capacity
+        to_end = self.capacity - position
+        skipped = to_end if needed > to_end else 0
+        if head + skipped + needed - self._counter(TAIL) > self.capacity:
+            return False
+        if skipped:
+            _RECORD.pack_into(memory, HEADER_BYTES + position, to_end - _RECORD.size, PADDING)
+            head += skipped
+            position = 0
+        at = HEADER_BYTES + position
+        _RECORD.pack_into(memory, at, length, kind)
+        at += _RECORD.size
+        for part in parts:
+            end = at + len(part)
+            memory[at:end] = bytes(part) if not isinstance(part, bytes) else part
+            at = end
+        self._head = head + needed
+        _COUNTER.pack_into(memory, HEAD, self._head)
+        return True
+
+    def drop(self) -> None:
+        """Count a record that found no room."""
+        self._set(DROPPED, self._counter(DROPPED) + 1)
+
+    def close_writer(self) -> None:
+        """Note that nothing more will be written."""
+        self._set(CLOSED, 1)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_records(self) -> bool:
+        """Whether there is anything to read."""
+        return self._counter(TAIL) < self._counter(HEAD)
+
+    @property
+    def fill(self) -> float:
+        """Share of the ring that waits to be read."""
+        return (self._counter(HEAD) - self._counter(TAIL)) / self.capacity
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the writer closed it."""
+        return bool(self._counter(CLOSED))
+
+    @property
+    def dropped(self) -> int:
+        """Records that found no room."""
+        return self._counter(DROPPED)
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the kind and the payload of every record there is. Call `release` when they are dealt with.
+
+        Raises:
+            RunError: If lengths do not fit; the file was damaged.
+        """
+        self._read_to = tail = self._counter(TAIL)
+        head = self._counter(HEAD)
+        if head - tail > self.capacity:
+            raise RunError("the journal is damaged: more is unread than it can hold")
+        while tail < head:
+            position = tail % self.capacity
+            at = HEADER_BYTES + position
+            length, kind = _RECORD.unpack_from(self._memory, at)
+            needed = (_RECORD.size + length + 7) & ~7
+            if tail + needed > head or position + needed > self.capacity:
+                raise RunError("the journal is damaged: a record is longer than what was written")
+            tail += needed
+            if kind != PADDING:
+                payload = self._memory[at + _RECORD.size : at + _RECORD.size + length]
+                self._read_to = tail
+                yield kind, payload
+        self._read_to = tail
+
+    def release(self) -> None:
+        """Give the room of all records read so far back to the writer."""
+        self._set(TAIL, getattr(self, "_read_to", self._counter(TAIL)))
+
+    def delete(self) -> None:
+        """Remove the file; what is mapped stays usable until it is dropped."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _counter(self, at: int) -> int:
+        value: int = _COUNTER.unpack_from(self._memory, at)[0]
+        return value
+
+    def _set(self, at: int, value: int) -> None:
+        _COUNTER.pack_into(self._memory, at, value)
+
+
+def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """Return the type of the file system that holds `path`, or None if the system does not say.
+
+    Of all mount points above the path the longest counts, and of equal ones the last mounted.
+    """
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    path = path.resolve()
+    found: tuple[int, str] | None = None
+    for line in lines:
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = Path(fields[1].encode("latin-1", "replace").decode("unicode_escape"))
+        if (path == point or point in path.parents) and (found is None or len(point.parts) >= found[0]):
+            found = (len(point.parts), fields[2])
+    return found[1] if found else None
+
+
+def is_shared(path: Path) -> bool:
+    """Whether other machines may write to the file system that holds `path`."""
+    kind = filesystem_type(path)
+    return kind is not None and kind.lower().startswith(SHARED_FILESYSTEMS)
+
+
+def journal_folder(run: Path) -> Path:
+    """Where the journals of a run live: its own folder, or local memory if that is on a network file system."""
+    if not is_shared(run):
+        return run
+    shm = Path("/dev/shm")  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix="gradvitals-", dir=shm if shm.is_dir() else None))
