@@ -67,7 +67,7 @@ class Completion:
         self._writing_seconds = 0.0
         """What it took to write the readings of a step, of those that came last."""
         self._ended, self._last_count = 0.0, 0
-        self._single_batch_readings = self._without_examples = 0
+        self._single_batch_readings = 0
         self._errors_told: set[int] = set()
         self._clean_steps = CLEAN_STEPS
 
@@ -136,7 +136,6 @@ class Completion:
             self.latest[reading.source] = {**self.latest.get(reading.source, {}), **reading.values}
             self._show(reading)
         self._note_single_batches(step)
-        self._note_examples(step)
         self._note_errors_elsewhere(step)
         layout = step.table.layout
         records: list[Record] = []
@@ -209,12 +208,4 @@ class Completion:
         self._single_batch_readings += 1
         if self._single_batch_readings == 2:
             reason = "this loop runs one backward pass a step; GSNR at one set of weights needs two or more"
-            if "examples" not in self._config.sources:
-                reason += ", or LayerNorm, RMSNorm or GroupNorm layers and Config(sources=gv.types.SOURCES)"
             self._report(notices.source_unavailable("micro-batches", reason, step.step))
-
-    def _note_examples(self, step: StepSums) -> None:
-        """Say once why there are no examples, where the first readings have none."""
-        self._without_examples += bool(step.no_examples)
-        if step.no_examples and self._without_examples == 3 and "examples" not in self.latest:
-            self._report(notices.source_unavailable("single examples", step.no_examples, step.step))

@@ -34,9 +34,6 @@ DETAIL_METRICS: tuple[str, ...] = (
 )
 """Those of them that cost most and change least."""
 
-LIVE_SOURCES: tuple[str, ...] = ("microbatch", "ranks", "adam", "window")
-"""GSNR sources that are used unless told otherwise; `types.SOURCES` has all."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -63,15 +60,8 @@ class Config:
     metrics: tuple[str, ...] = TENSOR_METRICS
     """Which per-tensor metrics to take. Fewer cost less; see `TENSOR_METRICS`."""
 
-    sources: tuple[str, ...] = LIVE_SOURCES
-    """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps.
-
-    "examples" is there to be asked for: single examples, as the weights of norm layers show them.
-    `gv.types.SOURCES` has all five.
-    """
-
-    example_dim: int | None = None
-    """Dimension of a norm layer's input that runs over examples. None: the first, or that of torch's own attention."""
+    sources: tuple[str, ...] = SOURCES
+    """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps."""
 
     overhead_budget: float | None = None
     """Largest share of the step's time monitoring may take, e.g. 0.01.
@@ -146,8 +136,6 @@ class Config:
         expect(self.window_steps >= 20, "window_steps", self.window_steps, "20 steps or more")
         audit = self.audit_every
         expect(audit is None or audit >= 1, "audit_every", audit, "a whole number of steps, 1 or more, or None")
-        along = self.example_dim
-        expect(along is None or along >= 0, "example_dim", along, "the number of a dimension, 0 or more, or None")
         expect(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "a number of seconds above 0")
         expect(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
         expect(

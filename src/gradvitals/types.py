@@ -20,10 +20,10 @@ FloatArray = NDArray[np.floating[Any]]
 Stage = Literal["raw", "unscaled", "clipped"]
 """Which gradients a reading saw: as backward left them, after undoing a loss scale, or after a clip."""
 
-Source = Literal["microbatch", "ranks", "adam", "window", "examples"]
+Source = Literal["microbatch", "ranks", "adam", "window"]
 """Where the samples behind a GSNR came from. Values of different sources are never mixed."""
 
-SOURCES: tuple[Source, ...] = ("microbatch", "ranks", "adam", "window", "examples")
+SOURCES: tuple[Source, ...] = ("microbatch", "ranks", "adam", "window")
 """All sources, the most trustworthy first: the order in which a reader picks one when not told."""
 
 Severity = Literal["info", "warning", "critical"]

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
-from runs_to_advise import ADAM, advised, layout
+from runs_to_advise import advised
 
-from gradvitals.advise import Advice, advise
-from gradvitals.store.reader import open_run
-from gradvitals.store.writer import RunWriter
-from gradvitals.types import Reading, Source
+from gradvitals.advise import Advice
 
 
 def batch(path: Path, **made: object) -> Advice:
@@ -78,35 +74,6 @@ def test_what_is_lacking_is_said(tmp_path: Path, made: dict[str, object], words:
     advice = batch(tmp_path, **made)
     assert not advice.can_tell
     assert words in advice.answer
-
-
-@pytest.mark.parametrize("beside", [(), ("adam",)])
-@pytest.mark.parametrize("scale", [20.0, math.nan])
-def test_what_single_examples_say_is_named_and_not_advised_on(
-    tmp_path: Path, beside: tuple[Source, ...], scale: float
-) -> None:
-    with RunWriter(tmp_path / "run", meta={"facts": ADAM}) as writer:
-        writer.write(layout())
-        for step in range(200):
-            values = {"loss": 1.0, "grad/norm": 1.0, "lr": 1e-3}
-            writer.write(Reading(step=step, time=step, batch_size=16.0, values=values))
-            for source in (*beside, "examples"):
-                known = {"noise_scale": scale, "noise_scale_low": scale / 2, "noise_scale_high": 2 * scale}
-                known = {"gsnr": 0.8} | (known if source == "examples" else {})
-                writer.write(Reading(step=step, time=step, source=source, batch_size=16.0, values=known))
-    with open_run(tmp_path / "run") as run:
-        advice = advise(run).batch_size
-    assert not advice.can_tell
-    assert "known only of norm layers, from single examples" in advice.answer
-    [figure] = advice.figures
-    if math.isnan(scale):
-        assert figure.text == "single examples do not tell a noise scale either: it is not identifiable from them"
-        return
-    assert figure.text.startswith(
-        "single examples put the noise scale of the norm weights at 20 samples (10 to 40), beside a batch of 16;"
-    )
-    assert figure.values == {"noise_scale": 20.0, "low": 10.0, "high": 40.0, "source": "examples"}
-    assert figure.last_step == 199
 
 
 def test_without_a_batch_size_the_noise_scale_is_told_in_micro_batches(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from reference import Data, assert_no_errors, mlp, regression
 
 import gradvitals as gv
 from gradvitals.completion import Completion
-from gradvitals.config import LIVE_SOURCES, TENSOR_METRICS
+from gradvitals.config import TENSOR_METRICS
 from gradvitals.measure.budget import MAX_EVERY, STEP_EVERY, WARM_UP_STEPS, Budget, Cadence, budget_for
 from gradvitals.measure.clock import Clock
 
@@ -344,7 +344,7 @@ def test_metrics_not_asked_for_are_not_taken(tmp_path: Path, metric: str) -> Non
 
 
 @pytest.mark.parametrize("metric", TENSOR_METRICS)
-@pytest.mark.parametrize("source", [source for source in LIVE_SOURCES if source != "ranks"])
+@pytest.mark.parametrize("source", [source for source in gv.types.SOURCES if source != "ranks"])
 def test_every_metric_and_source_works_alone(tmp_path: Path, metric: str, source: str) -> None:
     torch.manual_seed(0)
     model = mlp()

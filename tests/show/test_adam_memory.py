@@ -25,7 +25,7 @@ def run_with_a_spike(
     source: Source = "adam",
     more: dict[str, float] | None = None,
 ) -> Path:
-    """Norms of 1 but for step 100, a GSNR every ten steps, a noise scale of single examples."""
+    """Norms of 1 but for step 100, a GSNR every ten steps, a noise scale from micro-batches."""
     with RunWriter(path, meta={"facts": {"betas": list(betas)}}) as writer:
         for step in range(steps):
             own = ratio if step == 100 else 1.0
@@ -34,7 +34,7 @@ def run_with_a_spike(
             if step % 10 == 0:
                 writer.write(Reading(step=step, time=float(step), source=source, values={"gsnr": 0.5}))
                 scale = {"noise_scale": 40.0, "noise_scale_low": 30.0, "noise_scale_high": 60.0}
-                writer.write(Reading(step=step, time=float(step), source="examples", values=scale))
+                writer.write(Reading(step=step, time=float(step), source="microbatch", values=scale))
         writer.commit()
     return path
 
@@ -86,7 +86,7 @@ def test_report_and_doctor_say_so_and_whose_each_number_is(tmp_path: Path) -> No
         CliRunner(env={"COLUMNS": "200"}).invoke(main, [name, run]).output for name in ("report", "doctor")
     )
     assert "GSNR (adam) " in report
-    assert "noise scale (examples) " in report
+    assert "noise scale (microbatch) " in report
     for said in (report, doctor):
         assert "Note: the gradient of step 100, 100 times the usual, is still in Adam's averages" in said
     for name in ("report", "doctor"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -59,12 +60,19 @@ def test_a_noise_scale_that_is_not_measured_is_not_promised() -> None:
     assert "noise scale" not in plain_line("step 3", unclear, ended=True)
 
 
-def test_what_only_single_examples_tell_is_not_called_fine(tmp_path: Path) -> None:
+def test_a_run_with_the_retired_source_examples_opens_and_no_rule_judges_by_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
     tensor = TensorInfo(index=0, name="norm.weight", shape=(6,), dtype="float32", layer="norm", depth=0)
-    with RunWriter(tmp_path / "run", meta={"facts": {}}) as writer:
+    with RunWriter(run, meta={"facts": {}, "config": {"example_dim": None}}) as writer:
         writer.write(Layout(tensors=(tensor,), layers=("norm",)))
         for step in range(600):
             writer.write(Reading(step=step, time=step, batch_size=16.0, values={"loss": 1.0, "grad/norm": 1.0}))
-            scale = {"noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
-            writer.write(Reading(step=step, time=step, source="examples", batch_size=16.0, values=scale))
-    assert reason(tmp_path / "run", "batch_too_small").startswith("only norm layers' single examples tell it")
+            scale = {"gsnr": 0.5, "noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
+            source: Any = "examples"
+            writer.write(Reading(step=step, time=step, source=source, batch_size=16.0, values=scale))
+    assert reason(run, "batch_too_small").startswith("no noise scale: it needs two or more backward passes a step")
+    for command in (["doctor", str(run)], ["report", str(run)], ["advise", str(run)]):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+    with open_run(run) as opened:
+        assert opened.series("noise_scale", source="examples")[1][-1] == 20.0

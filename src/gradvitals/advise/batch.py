@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell
-from gradvitals.advise.record import AT_ONE_POINT, Record, apart
+from gradvitals.advise.record import Record, apart
 from gradvitals.diagnose.averages import Average
 from gradvitals.diagnose.explain import number
 
@@ -31,10 +31,6 @@ NO_SOURCE = {
     "adam": (
         "the GSNR is known only from Adam's moments, which take the drift of gradients for noise: it takes two or "
         "more backward passes a step"
-    ),
-    "examples": (
-        "the GSNR at one set of weights is known only of norm layers, from single examples, and that of the model "
-        "only within a factor by it: it takes two or more backward passes a step"
     ),
 }
 PROXY = (
@@ -72,7 +68,7 @@ def advise_batch(record: Record) -> Advice:
     """Whether the batch fits the noise of the gradients."""
     averages = [average for average in record.averages if average.count >= FEWEST and math.isfinite(average.low)]
     if not averages:
-        return cannot_tell(TOPIC, _why_none(record), NAMES, list(_of_examples(record)))
+        return cannot_tell(TOPIC, _why_none(record), NAMES, [])
     late = [average for average in averages if average.begins >= record.last_step / 2] or averages[-1:]
     signal = joined(apart(late))
     if math.isnan(signal.batch_size):
@@ -127,8 +123,6 @@ def joined(averages: Sequence[Average]) -> Signal:
 
 def _why_none(record: Record) -> str:
     source = record.gsnr_source
-    if source not in AT_ONE_POINT and "examples" in record.run.sources("gsnr", "values"):
-        source = "examples"
     if source in NO_SOURCE:
         return NO_SOURCE[source]
     found = max((average.count for average in record.averages), default=0)
@@ -136,25 +130,6 @@ def _why_none(record: Record) -> str:
         f"the latest GSNR at this batch size rests on {found} readings, and it takes {FEWEST}: a longer run, or a "
         "smaller tensor_every"
     )
-
-
-def _of_examples(record: Record) -> Iterator[Figure]:
-    """What single examples say of the noise scale, for who reads it to judge by."""
-    if "examples" not in record.run.sources("noise_scale", "values"):
-        return
-    names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-    scales, *ends = (record.series(name, "examples") for name in names)
-    if not len(scales):
-        yield Figure(text="single examples do not tell a noise scale either: it is not identifiable from them")
-        return
-    low, high = (end.at(scales.steps[-1:])[0] for end in ends)
-    step, value = int(scales.steps[-1]), float(scales.values[-1])
-    between = f" ({number(float(low))} to {number(float(high))})" if math.isfinite(low) and math.isfinite(high) else ""
-    text = f"single examples put the noise scale of the norm weights at {number(value)} samples{between}"
-    text += f", beside a batch of {number(record.batch_size)}" if math.isfinite(record.batch_size) else ""
-    text += "; that of all weights may be larger: 1.3 times in a small model, after a start where it was several times"
-    numbers = {"noise_scale": value, "low": float(low), "high": float(high), "source": "examples"}
-    yield Figure(text=text, values=numbers, first_step=step, last_step=step)
 
 
 def _proposed(value: float, low: float, high: float, size: float) -> float | None:

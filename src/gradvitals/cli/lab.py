@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.lab_distributed import distributed
-from gradvitals.cli.lab_examples import examples
 from gradvitals.cli.lab_recovery import recovery
 from gradvitals.cli.lab_scale import scale_adaptation
 from gradvitals.cli.lab_vrgd import vrgd
@@ -105,5 +104,5 @@ def faults(
         click.echo(format_zoo(result))
 
 
-for command in (distributed, examples, recovery, scale_adaptation, vrgd):
+for command in (distributed, recovery, scale_adaptation, vrgd):
     lab.add_command(command)

@@ -126,7 +126,7 @@ class Averages:
             general: The reading of the same step that has no source.
             true_from: Step before which readings of this source are false.
         """
-        if reading.source in (None, "window", "examples"):  # the last two do not stand for the whole model
+        if reading.source not in ("microbatch", "ranks", "adam"):  # a window does not stand for the whole model
             return None
         if self.source and SOURCES.index(reading.source) > SOURCES.index(self.source):
             return None

@@ -27,7 +27,6 @@ WARM_UP = 4
 
 CONFIGS = {
     "watched, everything every step": Config(tensor_every=1, quiet=True),
-    "the same, and single examples": Config(tensor_every=1, sources=(*Config().sources, "examples"), quiet=True),
     "the same, not judged": Config(tensor_every=1, diagnose=False, quiet=True),
     "watched, default settings, between full readings": Config(quiet=True),
 }

@@ -1,4 +1,4 @@
-"""What comes with backward rather than after it: the gradients of micro-batches, and those of single examples."""
+"""What comes with backward rather than after it: the gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import partial
 
 from gradvitals.config import Config
 from gradvitals.measure.clock import Clock
-from gradvitals.measure.examples import ExampleSums
-from gradvitals.measure.examples_layers import norm_layers
 from gradvitals.measure.microbatch import MicrobatchSums
 from gradvitals.measure.packet import Packet
 from gradvitals.measure.ranks.fsdp import parts_of
@@ -19,7 +17,7 @@ Parts = Iterator[tuple[str, Callable[[], object]]]
 
 
 class Collectors:
-    """The collectors of one optimizer's rows. Each works, and fails, by itself.
+    """The collector of one optimizer's rows.
 
     Args:
         config: What to collect.
@@ -30,12 +28,11 @@ class Collectors:
         self._config = config
         self._reduced = reduced
         self._micro: MicrobatchSums | None = None
-        self._examples: ExampleSums | None = None
 
     def assign(self, rows: list[int], watched: Rows, clock: Clock, on_error: Callable[[str, Exception], None]) -> None:
         """Collect for these rows."""
         self.stop()
-        self._micro = self._examples = None
+        self._micro = None
         if "gsnr" not in self._config.metrics:
             return
         if ("ranks" if self._reduced else "microbatch") in self._config.sources:
@@ -49,11 +46,6 @@ class Collectors:
                 on_error=partial(on_error, "microbatch"),
                 reduced=self._reduced,
             )
-        if "examples" in self._config.sources and watched.weights is None:  # of one process
-            row_of = {id(watched.parameters[row]): row for row in rows}
-            layers = norm_layers(watched.model, row_of, self._config.example_dim)
-            if layers:
-                self._examples = ExampleSums(layers, clock=clock, on_error=partial(on_error, "examples"))
 
     @property
     def has_micro_batches(self) -> bool:
@@ -65,34 +57,23 @@ class Collectors:
         if self._micro is not None:
             radial = detail and "radial_gsnr" in self._config.metrics
             yield "microbatch", partial(self._micro.arm, radial=radial) if full else self._micro.disarm
-        if self._examples is not None:
-            yield "examples", self._examples.arm if full else self._examples.disarm
 
     def take(self, step: StationStep, packet: Packet) -> Parts:
         """What puts that which came with backward into the packet."""
         if self._micro is not None and self._micro.armed:
             yield "microbatch", partial(self._take_micro_batches, self._micro, step, packet)
-        if self._examples is not None and self._examples.armed:
-            yield "examples", partial(self._take_examples, self._examples, step, packet)
 
     def _take_micro_batches(self, micro: MicrobatchSums, step: StationStep, packet: Packet) -> None:
         step.micro_batches, norms = micro.finish()
         if step.micro_batches >= 2 or self._reduced:  # a single one is the gradient itself
             packet.extend(norms)
 
-    def _take_examples(self, examples: ExampleSums, step: StationStep, packet: Packet) -> None:
-        step.examples, norms = examples.finish()
-        packet.extend(norms)
-
     def restart(self) -> None:
         """The batches so far were given up."""
-        for sums in (self._micro, self._examples):
-            if sums is not None and sums.armed:
-                sums.restart()
+        if self._micro is not None and self._micro.armed:
+            self._micro.restart()
 
     def stop(self) -> None:
         """Take all hooks away."""
         if self._micro is not None:
             self._micro.disarm()
-        if self._examples is not None:
-            self._examples.stop()

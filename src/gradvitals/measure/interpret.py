@@ -42,7 +42,6 @@ class Interpreter:
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
         self._adam = RatioHistory(config.gsnr_window)
-        self._examples = RatioHistory(config.gsnr_window)
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
@@ -57,7 +56,6 @@ class Interpreter:
             ("microbatch", is_estimable(step), self._from_parts),
             ("adam", step.has("first_moment"), self._from_moments),
             ("window", bool(step.windows), self._window),
-            ("examples", step.examples is not None, self._from_examples),
         ):
             if not applies or part in self._broken:
                 continue
@@ -183,23 +181,6 @@ class Interpreter:
             heads=heads_out,
         )
 
-    def _from_examples(self, step: StepSums) -> Reading:
-        """From single examples, which only the weights of norm layers tell; all of these stand for the model alike."""
-        layout, parts = step.table.layout, step.examples
-        assert parts is not None
-        read = step.rows["examples"].present
-        signal, noise = _signal_and_noise(step.known("examples"), step.known("examples_sum"), parts)
-        names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
-        if np.isfinite(all_signal[0]):
-            all_signal[0], all_noise[0] = functional.layer_shares(signal[read], noise[read])
-        if not step.outlier:
-            self._examples.push(names, all_signal, all_noise, step.step)
-        per_sample = self._examples.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
-        size = parts.samples / parts.count
-        values, tensors, layers, _ = _spread(layout, [size * part for part in per_sample])
-        values |= _noise_scale(*(float(part[0]) for part in per_sample))
-        return step.reading(source="examples", batch_size=size, values=values, tensors=tensors, layers=layers)
-
     def _from_moments(self, step: StepSums) -> Reading:
         layout = step.table.layout
         rows = np.flatnonzero(step.rows["beta1"].present)
@@ -263,7 +244,6 @@ class Interpreter:
             "micro": self._micro,
             "radial": self._radial,
             "adam": self._adam,
-            "examples": self._examples,
         }
 
     def state_dict(self) -> dict[str, Any]:

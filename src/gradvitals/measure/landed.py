@@ -16,7 +16,6 @@ import numpy as np
 
 from gradvitals.config import Config
 from gradvitals.measure.clock import Lap
-from gradvitals.measure.examples_landed import land_examples
 from gradvitals.measure.observed import heard
 from gradvitals.measure.packet import Arrived, Places
 from gradvitals.measure.rawstep import RawStep
@@ -124,10 +123,6 @@ class StepSums:
     parts: PartSums | None = None
     num_sources: int = 1
     """Data workers that the parts come from."""
-    examples: PartSums | None = None
-    """The single examples behind the gradients of norm layers, whose sums are in the rows `examples`."""
-    no_examples: str = ""
-    """Why there are none, where they were looked for."""
     windows: dict[int, WindowSums] = field(default_factory=dict)
     ranks: dict[str, Floats] = field(default_factory=dict)
     """One number a rank."""
@@ -257,13 +252,6 @@ class _Landing:
         count = max((station.micro_batches for station in raw.stations), default=0)
         if count and {"micro0", "micro_heads0"} & self.arrived.keys():
             self._take_parts(step, count)
-        if any(station.examples is not None for station in raw.stations):
-            norms = step.rows.get("norm")
-            found = land_examples(raw, self.arrived, norms, self.part_scale, self.config.micro_batch_weights)
-            if isinstance(found, str):
-                step.no_examples = found
-            else:
-                step.rows["examples"], step.rows["examples_sum"], step.examples = found
         for name in PRINTS:
             if name in self.arrived:
                 by_row = name.startswith(("check", "state"))

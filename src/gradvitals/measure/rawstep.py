@@ -47,8 +47,6 @@ class StationStep:
     """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, got."""
     micro_batches: int = 0
     """Number of micro-batches; 0 where they were not counted."""
-    examples: dict[int, tuple[int, ...]] | None = None
-    """Of each norm layer the examples in every micro-batch; None where they were not looked for."""
     divided: float = 1.0
     """What the sum of its micro-batches was divided by since, where a pipeline did so."""
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from gradvitals.config import Config
-from gradvitals.measure.examples_layers import why_none_seen
 from gradvitals.measure.moments import unavailable_reason
 from gradvitals.measure.ranks.fsdp import why_no_parts
 
@@ -25,6 +24,3 @@ def missing_sources(
     hidden = why_no_parts(model)
     if {"microbatch", "ranks"} & set(config.sources) and hidden is not None:
         yield "micro-batches", hidden
-    unseen = why_none_seen(model) if "examples" in config.sources else None
-    if unseen is not None:
-        yield "single examples", unseen

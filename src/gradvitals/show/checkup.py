@@ -71,9 +71,6 @@ UNMEASURED = " was not measured"
 NO_RANKS = "no workers to compare: it takes several processes"
 
 HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes a step"
-ONLY_EXAMPLES = (
-    "only norm layers' single examples tell it, which no rule goes by: it needs two or more backward passes a step"
-)
 NO_PASSES = "no noise scale: it needs two or more backward passes a step, or several workers"
 
 RANKS_LACK = {
@@ -307,12 +304,12 @@ class _Record:
         kinds = [kind for kind in KINDS if kind in of]
         # GSNR and noise scale count where the whole model has them; of single tensors alone they judge little.
         kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
-        sources = [source for source in self._run.sources(metric, kind) if source != "examples"]
-        if not sources and self._run.sources(metric, kind):
-            return ONLY_EXAMPLES
+        recorded = self._run.sources(metric, kind)
+        sources = [source for source in recorded if source in SOURCES]
+        retired = bool(recorded) and not sources  # measured by an older version; no rule judges by it
         if "ranks" in sources:  # samples at one set of weights, as micro-batches are
             of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
-        if metric not in self._run.metrics(kind):
+        if retired or metric not in self._run.metrics(kind):
             if self._several_ranks and metric in RANKS_LACK:
                 return RANKS_LACK[metric]
             if kind == "heads" and self._run.layout.heads:

@@ -10,6 +10,7 @@ from gradvitals.advise.record import Record
 from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
 from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.store.reader import Run
+from gradvitals.types import SOURCES
 
 TOO_EARLY = "too early"
 """How a reason begins where a longer run is all it takes."""
@@ -63,7 +64,7 @@ def _about_batch(advice: Advice) -> dict[str, str]:
 
 def layers_untold(run: Run) -> str:
     """How many layers have a GSNR that cannot be told from 0, to go behind what is said of the model; else nothing."""
-    source = next((source for source in run.sources("gsnr", "values") if source != "examples"), None)
+    source = next((source for source in run.sources("gsnr", "values") if source in SOURCES), None)
     if source is None or source not in run.sources("gsnr_low", "layers"):
         return ""
     steps, _ = run.times("gsnr_low", kind="layers", source=source)

@@ -120,8 +120,7 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
             yield _of(label, trend.source), number(trend.latest), spark_of(metric, trend.values)
     scale = summary.noise_scale
     if scale.identifiable:
-        unit = "samples, of norm layers" if scale.source == "examples" else "samples"
-        yield _of("noise scale", scale.source), number(scale.value), _range(unit, scale.low, scale.high)
+        yield _of("noise scale", scale.source), number(scale.value), _range("samples", scale.low, scale.high)
     elif scale.measured:
         yield _of("noise scale", scale.source), "-", "not identifiable from these readings"
     else:

@@ -32,7 +32,6 @@ SOURCES = {
     "ranks": "from ranks",
     "adam": "from Adam's averages",
     "window": "from a window of steps",
-    "examples": "from single examples",
 }
 
 
