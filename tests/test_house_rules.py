@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 NO_TORCH = ("gradvitals", "gradvitals.types", "gradvitals.config", "gradvitals.store.reader", "gradvitals.store.writer")
 NO_TORCH += ("gradvitals.show.terminal", "gradvitals.show.live", "gradvitals.show.export", "gradvitals.cli")
-NO_TORCH += ("gradvitals.show.web.app", "gradvitals.feed", "gradvitals.sinks", "gradvitals.alerts")
+NO_TORCH += ("gradvitals.show.web.app", "gradvitals.worker.publish", "gradvitals.sinks", "gradvitals.alerts")
 NO_TORCH += ("gradvitals.diagnose", "gradvitals.show.doctor", "gradvitals.advise", "gradvitals.show.advice")
 NO_TORCH += (
     "gradvitals.show.run_page",

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from gradvitals import act, advise, alerts, diagnose, functional, multipliers, optim, sinks, types
     from gradvitals.act import Guard
     from gradvitals.config import Config
-    from gradvitals.monitor import Monitor
+    from gradvitals.monitor import Monitor, watch
     from gradvitals.probe import probe
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
-    from gradvitals.watching import watch
+    from gradvitals.monitor import watch
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOMES = {
     "Reading": "gradvitals.types",
     "Run": "gradvitals.store.reader",
     "open_run": "gradvitals.store.reader",
-    "watch": "gradvitals.watching",
+    "watch": "gradvitals.monitor",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,11 +66,10 @@ class Config:
     """GSNR sources to use where the run offers them: micro-batches, ranks, Adam's moments, a window of steps."""
 
     overhead_budget: float | None = None
-    """Largest share of the step's time monitoring may take, e.g. 0.01.
+    """Largest share of the step's time that monitoring may take on the training thread, e.g. 0.01.
 
-    Over it, single tensors are read more rarely than `tensor_every` says, and on a CPU steps are passed over where
-    they are short, unless their loss or norm stands out. None: 3 % on a CPU, once monitoring has taken ten seconds in
-    all; no limit elsewhere. 1: no limit.
+    Over it, single tensors are read more rarely than `tensor_every` says, and a norm that the loop does not compute
+    itself is not read at every step. None: 2% on a CPU; no limit elsewhere. 1: no limit.
     """
 
     include: str | None = None
@@ -116,6 +117,12 @@ class Config:
     pipeline_stage: int | None = None
     """Of a pipeline whose stages use the same names: this rank's stage. Its tensors are named ``stage2.…`` then."""
 
+    worker: Literal["process", "thread"] | None = None
+    """Where readings are diagnosed and written: a process of its own, or a thread of this one.
+
+    None: a process, but a thread in notebooks, and if no process can be started.
+    """
+
     quiet: bool = False
     """Do not print findings to stderr when they open and close."""
 
@@ -144,6 +151,7 @@ class Config:
             self.micro_batch_weights,
             "'size' or 'equal'",
         )
+        expect(self.worker in (None, "process", "thread"), "worker", self.worker, "'process', 'thread' or None")
         budget = self.overhead_budget
         expect(
             budget is None or 0 < budget <= 1, "overhead_budget", budget, "a share between 0 and 1, e.g. 0.01, or None"
@@ -164,6 +172,13 @@ class Config:
         if self.detail_every is not None:
             return self.detail_every // self.tensor_every
         return 1 if self.tensor_every == 1 else 4
+
+    def worker_kind(self) -> Literal["process", "thread"]:
+        """Where the worker runs if nothing stands in the way."""
+        chosen = self.worker or os.environ.get("GRADVITALS_WORKER")
+        if chosen in ("process", "thread"):
+            return "thread" if chosen == "thread" else "process"
+        return "thread" if "ipykernel" in sys.modules else "process"
 
     def watches(self, name: str) -> bool:
         """Whether a parameter of this name is to be watched."""

@@ -1,48 +1,170 @@
-"""Monitor: the one object a user holds. It wires the layers together and holds no maths."""
+"""Monitor and watch(): what a user holds. Records in this process; a worker thinks in another one."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import json
+import os
+import sys
+import time
+import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from gradvitals import notices
 from gradvitals.alerts import Alert, as_alert
-from gradvitals.arguments import check_arguments
-from gradvitals.beginning import begin, describe
-from gradvitals.breath import Breath
-from gradvitals.completion import Completion, Record
+from gradvitals.collect.parameters import ParameterTable
+from gradvitals.collect.recorder import StepRecorder, missing_sources
 from gradvitals.config import Config
+from gradvitals.diagnose import Facts
+from gradvitals.distributed.allreduce import RankReducer
+from gradvitals.distributed.shutdown import Shutdown, close_at_exit, is_still
+from gradvitals.distributed.topology import (
+    RankInfo,
+    Rendezvous,
+    Topology,
+    call_meeting,
+    data_dimensions,
+    data_ranks,
+    fingerprint,
+    meet,
+    own_version,
+    settings_of,
+    take_stock,
+)
 from gradvitals.errors import RunError
-from gradvitals.feed import Feed
-from gradvitals.judge import Judge, say
-from gradvitals.measure import RawStep, Tap
-from gradvitals.measure.outbox import Job
-from gradvitals.measure.ranks.exchange import Exchange
-from gradvitals.measure.ranks.farewell import is_still
-from gradvitals.measure.ranks.roster import Roster
-from gradvitals.measure.rows import Rows
-from gradvitals.measure.sources import missing_sources
-from gradvitals.parting import Parting, close_at_exit
 from gradvitals.sinks import Sink, as_sink
-from gradvitals.store import THREAD_NAME, BackgroundWriter, call_weakly, free_run_path, run_id
-from gradvitals.types import Action, Finding, Reading
+from gradvitals.store import free_run_path, next_step, run_id, run_meta
+from gradvitals.types import Action, Finding, Reading, json_ready
+from gradvitals.worker.aggregate import StepSums, Table, aggregate, sums_to_bytes
+from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
+from gradvitals.worker.journal import Journal, journal_folder
+from gradvitals.worker.process import WorkerProcess
+from gradvitals.worker.publish import Destination, Publisher
+from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
+from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+JOURNAL_BYTES = 8 << 20
+REPLY_BYTES = 1 << 20
 RANKS_CLOSE_SECONDS = 10.0
 """How long a rank that closes waits for the others to bring their last steps."""
+CLOSE_SECONDS = 30.0
+EXIT_SECONDS = 5.0
+"""How long the end of the program waits for a worker that hangs."""
 SHOW_SECONDS = 2.0
-"""How long a notebook waits for what is on its way to be shown too."""
+"""How long a notebook waits for the newest steps to be shown too."""
+
+T = TypeVar("T")
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    run: str | Path | None = None,
+    config: Config | None = None,
+    batch_size: float | None = None,
+    resume: bool = False,
+    on_reading: Callable[[Reading], object] | None = None,
+    guard: Any = None,
+    group: Any = None,
+    sinks: Sequence[Sink | str] | Sink | str = (),
+    alerts: Sequence[Alert | str] | Alert | str = (),
+) -> Monitor:
+    """Watch a training run.
+
+    Args:
+        model: The model being trained.
+        optimizer: The optimizer, or all of them, that step it.
+        run: Folder to keep the run in. If a run is there already, the next free name is used (``gpt-2``) and
+            printed. None uses ``runs/<date and time>``.
+        config: Settings; the defaults are meant to be left alone.
+        batch_size: Samples per optimizer step of this process, over all micro-batches. With it, the noise scale is in
+            samples.
+        resume: Continue the record in `run` rather than start a new one. A Monitor that loads a saved state does so
+            by itself.
+        on_reading: Called with every `Reading`, on the training thread, a few steps after the step it is of.
+        guard: A `Guard` that may act on what is seen. Without one nothing is ever changed.
+        group: Under torch.distributed, the process group that trains this model; None for all processes. Every one of
+            them must call `watch`. The first one keeps the run.
+        sinks: Where readings and findings go besides the run's folder: `gradvitals.sinks`, or their names such as
+            ``"tensorboard:logs"``. A sink that fails is dropped, with a finding.
+        alerts: Where findings are sent: `gradvitals.alerts`, or their names such as the URL of a webhook.
+
+    Returns:
+        The Monitor. Without a Guard, training runs exactly as it would without it. When it is closed, or the program
+        ends, it prints the verdict to stderr, unless `Config(quiet=True)`.
+
+    Example:
+        >>> import tempfile, torch, gradvitals as gv
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with gv.watch(model, optimizer, run=tempfile.mkdtemp() + "/first") as monitor:
+        ...     for _ in range(3):
+        ...         loss = model(torch.ones(8, 4)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         monitor.observe(loss)
+        ...         optimizer.step()
+        >>> steps, norms = gv.open_run(monitor.run_path).series("grad/norm")
+        >>> steps.tolist()
+        [0, 1, 2]
+    """
+    if guard is not None and not hasattr(guard, "attach"):
+        raise TypeError(f"watch got {guard!r} as guard; expected a gradvitals.Guard, such as Guard(mode='act')")
+    monitor = Monitor(
+        model,
+        optimizer,
+        run=run,
+        config=config,
+        batch_size=batch_size,
+        resume=resume,
+        on_reading=on_reading,
+        group=group,
+        sinks=sinks,
+        alerts=alerts,
+    )
+    monitor.when_closed(print_verdict)
+    if guard is not None:
+        guard.attach(monitor)
+    return monitor
+
+
+def print_verdict(monitor: Monitor) -> None:
+    """Print to stderr how a closed run did; of several ranks one prints it. Silent with `Config(quiet=True)`."""
+    from gradvitals.show.last_words import verdicts
+
+    config = monitor.config
+    if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
+        return
+    with contextlib.suppress(Exception):  # a full disk, say, or a stderr that is gone: it must not end the program
+        for line in verdicts({monitor.run_path: ""}):
+            print_line(line)
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """Where a run is kept and with which other ranks. The same on all ranks, but for `leads`."""
+
+    path: Path
+    resume: bool
+    first_step: int
+    topology: Topology | None
+    leads: bool
+    """Whether this rank keeps the run, diagnoses it and prints."""
+    asked: Path
+    """The path that was asked for."""
 
 
 class Monitor:
@@ -59,83 +181,101 @@ class Monitor:
         resume: bool = False,
         on_reading: Callable[[Reading], object] | None = None,
         group: Any = None,
-        sinks: Sequence[Sink | str] = (),
-        alerts: Sequence[Alert | str] = (),
+        sinks: Sequence[Sink | str] | Sink | str = (),
+        alerts: Sequence[Alert | str] | Alert | str = (),
     ) -> None:
         self._closed = True  # nothing to close before all of this has worked
         self._failed = False
         optimizers = check_arguments(model, optimizer, config, batch_size)
-        self._feed = Feed([*map(as_sink, sinks), *map(as_alert, alerts)], call_weakly(self.report))
+        self._destinations: list[Destination] = [*map(as_sink, _listed(sinks)), *map(as_alert, _listed(alerts))]
         self.config = config if config is not None else Config()
+        self._pid = os.getpid()
+        self._findings: dict[tuple[Any, ...], Finding] = {}
         self._notices: list[Finding] = []
+        self._latest: dict[str, float] = {}
         self._actions: deque[Action] = deque(maxlen=10_000)
+        self._opened: deque[tuple[int, Finding]] = deque(maxlen=100)
+        self._diagnosed = -1
+        self._readers: list[Callable[[Reading], object]] = [on_reading] if on_reading is not None else []
         self._at_close: list[Callable[[], object]] = []
         self._when_closed: list[Callable[[Monitor], object]] = []
-        rows = Rows(model, optimizers, self.config)
-        start = begin(rows, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
+        self._replies: dict[int, Message] = {}
+        self._requests = 0
+        self._worker: WorkerProcess | WorkerThread | None = None
+        self._journal: Journal | None = None
+        self._channel: Channel = ThreadChannel()
+        self._publisher: Publisher | None = None
+        self._early: list[bytes] = []
+        """Commands from before the first step."""
+        self._state: dict[str, Any] = {}
+        self._encoder, self._decoder = Encoder(), Decoder()
+        self._table = Table(Context())
+        table = ParameterTable(model, optimizers, self.config)
+        start = _start_run(table, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
         self._start, self._path, self._resume = start, start.path, start.resume
-        self.ranks: Roster | None = start.roster
-        """Who else trains this model; None for a single process."""
-        self._writer: BackgroundWriter | None = None
-        self._feed.active = start.leads
-        self._breath = breath = Breath()
-        judges = self.config.diagnose and start.leads
-        judge = Judge(optimizers, self.config, start.world, self._on_rule_error, breath) if judges else None
-        exchange = Exchange(start.roster, self._on_ranks_lost) if start.roster is not None else None
-        self._parting = Parting(start, exchange, call_weakly(self._on_stopped_elsewhere))
-        self._completion = Completion(self.config, judge, exchange, self.report, self._on_error, breath)
-        if on_reading is not None:
-            self._completion.readers.append(on_reading)
-        self._aside: list[Record] | None = None
-        self._tap = Tap(
-            rows,
+        self._run_id: str | None = None
+        self._facts = replace(facts_of(optimizers), world_size=1 if start.topology is None else start.topology.world)
+        self.ranks: Topology | None = start.topology
+        """The ranks that train this model; None for a single process."""
+        self._reducer: RankReducer | None = None
+        if start.topology is not None:
+            self._reducer = RankReducer(start.topology, _weakly(self._write_sums), self._on_ranks_lost)
+        self._shutdown = Shutdown(
+            start.topology, start.leads, self._reducer, _weakly(self._on_stopped_elsewhere)
+        )
+        self._recorder = StepRecorder(
+            table,
             optimizers,
             self.config,
             deliver=self._deliver,
             on_error=self._on_error,
             batch_size=batch_size,
-            ranks=start.roster,
+            topology=start.topology,
         )
-        if exchange is not None:
-            self._tap.on_groups_end = self._on_groups_end
+        self._recorder.on_schedule_change = self._on_schedule_change
+        if self._reducer is not None:
+            self._recorder.on_groups_end = self._on_groups_end
+        if on_reading is not None:
+            self._send_each_step()
         self._closed = False
         if start.first_step:
-            self._tap.start(start.first_step)
+            self._recorder.start(start.first_step)
         for source, reason in missing_sources(self.config, optimizers, model):
-            self.report(notices.source_unavailable(source, reason, self._now()))
-        if exchange is not None and self.config.overhead_budget is not None:
-            self.report(notices.budget_not_obeyed(self._now()))
+            self.report(notices.source_unavailable(source, reason, self.step))
+        if self._reducer is not None and self.config.overhead_budget is not None:
+            self.report(notices.budget_not_obeyed(self.step))
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
     def observe(self, loss: Tensor | float | None = None, *, batch_size: float | None = None) -> None:
-        """Tell the Monitor the loss, after backward and before any clipping of your own.
+        """Report the loss, after backward and before any clipping of your own.
 
-        Optional: without it readings are taken when the optimizer steps, and there is no loss to show. When
-        gradients are accumulated it may be called once a step or after every micro-batch.
+        Optional: without it readings are taken when the optimizer steps, and there is no loss to show. If gradients
+        are accumulated it may be called once per step or after every micro-batch.
 
         Args:
             loss: The loss as you would plot it: not divided by the number of micro-batches, not scaled.
-            batch_size: Samples behind this loss; needed only where it differs from step to step or between
-                micro-batches.
+            batch_size: Samples behind this loss; needed only if it differs from step to step or between micro-batches.
         """
         if not self._closed:
-            self._tap.observe(loss, batch_size)
+            self._recorder.observe(loss, batch_size)
 
     @property
     def step(self) -> int:
         """The optimizer step in progress, from 0."""
-        return self._tap.step
+        return self._recorder.step if hasattr(self, "_recorder") else 0
 
     @property
     def latest(self) -> dict[str, float]:
-        """The newest global value of every metric that has been read so far, the best source first."""
-        return self._completion.newest()
+        """The newest global value of every metric that was read so far, the best source first."""
+        self._receive()
+        return dict(self._latest)
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, about training and monitoring. Those without a last step go on."""
-        return [*self._notices, *(self._judge.findings if self._judge is not None else ())]
+        """What was found so far, about training and monitoring. Those without a last step are ongoing."""
+        self._receive()
+        return [*self._notices, *self._findings.values()]
 
     @property
     def actions(self) -> list[Action]:
@@ -144,56 +284,90 @@ class Monitor:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the one to say how the run has ended."""
-        return self._parting.speaks
+        """Whether this rank is the one to print how the run ended."""
+        return self._shutdown.speaks
 
     @property
     def run_path(self) -> Path:
         """Its folder."""
-        return self._path if self._writer is None else self._writer.path
+        return self._path
 
     # -- for those who act on what it sees ----------------------------------------------------------------------
 
     @property
-    def tap(self) -> Tap:
-        """Where gradients are read."""
-        return self._tap
+    def recorder(self) -> StepRecorder:
+        """Reads the gradients."""
+        return self._recorder
+
+    def opened_findings(self, until: int, seconds: float) -> list[tuple[int, Finding]] | None:
+        """Findings that opened or got worse, with the step that showed it, once steps up to `until` are diagnosed.
+
+        Returns:
+            What came since the last call, of steps up to `until`; None if that is not known within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        self._receive()
+        if self._diagnosed < until:
+            self.hurry()
+        while self._diagnosed < until:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.0005)
+            self._recorder.poll()
+            self._receive()
+        found = [(step, finding) for step, finding in self._opened if step <= until]
+        self._opened = deque(((step, f) for step, f in self._opened if step > until), maxlen=100)
+        return found
 
     @property
-    def judge(self) -> Judge | None:
-        """Who judges the readings; None where nobody does, or no longer. Of several ranks, the first has one."""
-        return None if self._judge is None or self._judge.failed else self._judge
-
-    @property
-    def _judge(self) -> Judge | None:
-        return self._completion.judge
+    def diagnoses(self) -> bool:
+        """Whether this rank diagnoses the run."""
+        return self.config.diagnose and self._start.leads
 
     def add_reader(self, reader: Callable[[Reading], object]) -> None:
         """Have this called with every reading, beside `on_reading`. With several ranks, on all of them or on none."""
-        self._completion.readers.append(reader)
-        self._tap.send_each_step()
+        self._readers.append(reader)
+        self._send_each_step()
+        self._command({"do": "wants_readings"})
 
     def add_sink(self, sink: Sink | str) -> None:
         """Send what is seen from here on to one more sink, as `watch(..., sinks=[...])` does."""
-        self._feed.add(as_sink(sink))
+        self._add_destination(as_sink(sink))
 
     def add_alert(self, alert: Alert | str) -> None:
-        """Tell findings from here on to one more alert, as `watch(..., alerts=[...])` does."""
-        self._feed.add(as_alert(alert))
+        """Send findings from here on to one more alert, as `watch(..., alerts=[...])` does."""
+        self._add_destination(as_alert(alert))
 
-    def record(self, action: Action | Callable[[], Iterable[Record]]) -> None:
-        """Keep what was done with the run; or what a function returns, once the steps so far are judged."""
-        if isinstance(action, Action):
-            self._actions.append(action)
-            self._feed.put([action])
-        if self._writer is not None:
-            self._writer.put(action if isinstance(action, Action) else partial(self._feed.see, action))
+    def _add_destination(self, destination: Destination) -> None:
+        if not self._start.leads:
+            return
+        self._destinations.append(destination)
+        if self._worker is not None:  # it cannot move to a worker that runs already
+            if self._publisher is None:
+                self._publisher = Publisher((), _weakly(self.report), self.run_path)
+                self._command({"do": "wants_readings"})
+            self._publisher.add(destination)
+
+    def record(self, action: Action) -> None:
+        """Keep what was done with the run."""
+        self._actions.append(action)
+        self._command({"do": "action", "action": action.to_json()})
+        if self._publisher is not None:
+            self._publisher.put([action])
+
+    def start_diagnosis_over(self) -> None:
+        """The run was rolled back: diagnose it anew, once the steps so far are diagnosed."""
+        self._recorder.flush()
+        self._opened.clear()
+        self._command({"do": "start_over"})
 
     def hurry(self) -> None:
-        """Have the steps made so far judged now rather than with the next ones; does not wait for it."""
-        self._tap.flush()
-        if self._writer is not None:
-            self._writer.hurry()
+        """Have the steps made so far diagnosed now rather than with the next ones; does not wait."""
+        self._recorder.flush()
+        if self._reducer is not None:
+            self._reducer.poll()
+        if self._worker is not None:
+            self._worker.wake()
 
     def at_close(self, callback: Callable[[], object]) -> None:
         """Have this called when the Monitor closes, while it still writes."""
@@ -204,53 +378,65 @@ class Monitor:
         self._when_closed.append(callback)
 
     def state_soon(self) -> Callable[[], dict[str, Any]]:
-        """The state of this moment, for who cannot wait for it: what is returned waits for it, on another thread."""
-        self._tap.flush()
-        own, answer = self._own_state(), SimpleQueue[dict[str, Any]]()
-
-        def tell() -> tuple[()]:
-            answer.put(self._judged_state())
-            return ()
-
-        if self._writer is None or not self._writer.put(tell):
-            tell()
-        return lambda: own | answer.get(timeout=60.0)
+        """Ask for the state of this moment. Returns a function that waits for it."""
+        own = self._own_state()
+        self._settle()
+        request = self._request({"do": "state"})
+        return lambda: {**own, **self._state_of(self._wait(request, 60.0))}
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything read so far is on disk. Returns whether it is."""
-        self._tap.flush()
-        return self._writer.flush(timeout) if self._writer is not None else True
+        self._settle(timeout)
+        if self._worker is None:
+            return True
+        reply = self._wait(self._request({"do": "flush"}), timeout)
+        return reply is not None and bool(reply.get("stored"))
+
+    def _settle(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Bring all finished steps to the journal."""
+        self._recorder.safe("step", self._recorder.transfer.finish, timeout)
+        if self._reducer is not None:
+            self._reducer.poll()
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop watching: hooks go, what is on its way is written, the run is marked finished, with what ended it."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         for callback in self._at_close:
             try:
                 callback()
             except Exception as failure:
                 self._on_error("close", failure)
-        exchange = self._completion.exchange
         self._failed = error is not None
         if error is not None:
-            self._parting.on_error(error)
+            self._shutdown.on_error(error)
         self._closed = True
-        if error is not None and not self._parting.stopped_elsewhere:
+        if error is not None and not self._shutdown.stopped_elsewhere:
             rank = self.ranks.rank if self.ranks is not None else None
-            self.report(notices.training_stopped(error, self._now(), rank))
-            self._parting.tell(error, self._notices[-1])
-        self._tap.close()
-        if self._writer is not None:
-            self._writer.put(partial(self._feed.see, partial(list, self._tap.passing.last_step())))
-            if self._judge is not None:
-                self._writer.put(partial(self._feed.see, self._judge.finish))  # after the last step has been judged
-            self._feed.end_with(self._writer)  # before it closes: it keeps what there is to say about a sink
-            self._writer.close(30.0 if exchange is None else RANKS_CLOSE_SECONDS)
-        self._parting.end()
+            stopped = notices.training_stopped(error, self.step, rank)
+            self.report(stopped)
+            self._shutdown.tell(error, stopped)
+        self._recorder.close()
+        if self._reducer is not None and not self._reducer.finish(RANKS_CLOSE_SECONDS):
+            self._reducer.end()
+        self._close_worker()
+        self._shutdown.end()
         for told in self._when_closed:
             told(self)
+
+    def _close_worker(self) -> None:
+        if self._worker is None:
+            return
+        seconds = EXIT_SECONDS if sys.is_finalizing() else CLOSE_SECONDS
+        self._wait(self._request({"do": "close"}), seconds)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._worker.stop(EXIT_SECONDS)
+        self._receive()
+        if self._journal is not None and not self._journal.has_records:
+            self._journal.delete()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -272,129 +458,433 @@ class Monitor:
 
         if not self._closed:
             self.flush(SHOW_SECONDS)
-        return display(self.run_path if self._writer is not None else None, repr(self))
+        return display(self.run_path if self._worker is not None else None, repr(self))
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs so that windows, step count and record go on where they were."""
-        self._tap.flush()
-        if self._writer is not None:
-            self._writer.drain(30.0)
-        return {**self._own_state(), **self._judged_state()}
+        """What a checkpoint needs so that windows, step count and record continue where they were."""
+        return self.state_soon()()
 
     def _own_state(self) -> dict[str, Any]:
-        own = {"version": STATE_VERSION, "run": str(self.run_path), "tap": self._tap.state_dict()}
-        return {**own, "run_id": self._writer.run_id if self._writer is not None else None}
+        own = {"version": STATE_VERSION, "run": str(self.run_path), "recorder": self._recorder.state_dict()}
+        if self._reducer is not None:
+            own["audit"] = self._reducer.comparison.memory.state_dict()
+        return {**own, "run_id": self._run_id}
 
-    def _judged_state(self) -> dict[str, Any]:
-        judged = self._judge.state_dict() if self._judge is not None else None
-        return {"interpreter": self._completion.state_dict(), "diagnosis": judged}
+    def _state_of(self, reply: Message | None) -> dict[str, Any]:
+        return {"worker": self._state if self._worker is None else (reply or {}).get("state")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run from a saved state. Call it before the first step.
 
-        Where the saved run's folder is still there, its record is continued; readings it holds from after the
-        checkpoint are hidden, not deleted. Else a new record begins at the saved step.
+        If the saved run's folder is still there, its record is continued; readings it holds from after the checkpoint
+        are hidden, not deleted. Else a new record starts at the saved step.
         """
         if state.get("version") != STATE_VERSION:
             raise RunError(f"the state has version {state.get('version')!r}; this gradvitals reads {STATE_VERSION}")
-        if self._writer is not None:
+        if self._worker is not None:
             raise RunError(f"load_state_dict was called after {self.step} steps; call it before the first one")
-        self._tap.load_state_dict(state["tap"])
-        self._completion.load_state_dict(state["interpreter"])
-        if self._judge is not None and state["diagnosis"] is not None:
-            self._judge.load_state_dict(state["diagnosis"])
-        for place in (self._path, Path(state["run"])):  # a run that was copied or moved goes on where it is now
+        self._recorder.load_state_dict(state["recorder"])
+        self._state = dict(state["worker"] or {})
+        if self._reducer is not None and "audit" in state:
+            self._reducer.comparison.memory.load_state_dict(state["audit"])
+        self._restore_findings()
+        for place in (self._path, Path(state["run"])):  # a run that was copied or moved continues where it is now
             if state["run_id"] is not None and run_id(place) == state["run_id"] and not self._resume:
                 self._path, self._resume = place, True
 
-    # -- on the training thread ---------------------------------------------------------------------------------
+    def _restore_findings(self) -> None:
+        diagnosis = self._state.get("diagnosis") or {}
+        self._opened = deque(
+            ((step, Finding.from_json(finding)) for step, finding in diagnosis.get("opened", ())), maxlen=100
+        )
 
-    def _deliver(self, steps: Sequence[RawStep]) -> None:
-        if self._writer is None:
-            self._open(steps[0].step)
-        assert self._writer is not None
-        exchange = self._completion.exchange
-        if not self._writer.put(Job(steps, self._complete, may_wait=exchange is not None)) and exchange is not None:
-            exchange.leave()  # what comes later would be added to other steps
+    # -- recording ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, record: StepRecord, parts: list[Part]) -> None:
+        """A step is on the host: into the journal with it, or first to the other ranks."""
+        if os.getpid() != self._pid:  # a forked child shares the journal's pages, and is not the one that trains
+            return
+        context = self._recorder.take_context()
+        if self._reducer is not None:
+            self._reduce(record, parts, context)
+        else:
+            if self._journal is None:
+                self._open(record.step)
+            if context is not None:
+                self._write(CONTEXT, [context.to_bytes()])
+            self._write(STEP, self._encoder.encode(record, parts))
+        if self._channel.has_messages:
+            self._receive()
+
+    def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:
+        assert self._reducer is not None
+        if context is not None:
+            self._table = Table(context)
+        try:
+            data = b"".join(self._encoder.encode(record, parts))
+            self._reducer.add(aggregate(self._decoder.decode(data), self._table, self.config))
+        except Exception as error:
+            self._reducer.leave()  # what comes later would be added to other steps
+            self._on_error("aggregate", error)
+        self._reducer.poll()
+
+    def _write_sums(self, step: StepSums) -> None:
+        """A step of all ranks is complete."""
+        if not self._start.leads and not self._readers:
+            return
+        if self._journal is None:
+            self._open(step.step)
+        if step.table is not self._written_table:
+            self._written_table = step.table
+            self._write(CONTEXT, [step.table.context.to_bytes()])
+        self._write(SUMS, [sums_to_bytes(step)])
+
+    _written_table: Table | None = None
+
+    def _write(self, kind: int, pieces: Sequence[bytes]) -> None:
+        journal = self._journal
+        assert journal is not None
+        if not journal.append(kind, *pieces):
+            journal.drop()
+            self._revive_worker()
 
     def _open(self, first_step: int) -> None:
-        path = self._path if self._resume or not self._start.leads else free_run_path(self._path)
-        if path != self._start.asked and self._start.leads and not self._resume:
-            say(f"{self._start.asked} holds a run already; this one is kept in {path}", self.config.quiet)
-        self._writer = BackgroundWriter(
-            path,
-            meta=describe(self.config, self._start, self._judge, self._tap.autocast),
+        """Start the worker. Everything it needs is known with the first step."""
+        start, config = self._start, self.config
+        self._path = self._path if self._resume or not start.leads else free_run_path(self._path)
+        if self._path != start.asked and start.leads and not self._resume:
+            print_line(f"{start.asked} holds a run already; this one is kept in {self._path}", config.quiet)
+        self._run_id = run_id(self._path) if self._resume else None
+        self._run_id = self._run_id or uuid.uuid4().hex
+        self._setup = Setup(
+            path=self._path,
+            config=config,
+            meta=self._describe(),
+            facts=self._facts.to_json(),
+            run_id=self._run_id,
             resume=self._resume,
             first_step=first_step,
-            queue_size=self.config.queue_size,
-            on_error=call_weakly(self._on_store_error),
-            keep=self._start.leads,
-            breath=self._breath,
+            keeps=start.leads,
+            diagnoses=self.diagnoses,
+            wants_readings=bool(self._readers),
+            destinations=list(self._destinations) if start.leads else [],
+            state=self._state,
         )
-        for record in cast(list[Record], [*self._notices, *self._actions]):
-            self._writer.put(record)
-        self._feed.start(self._writer.path)
-        close_at_exit(self.close)  # after the writer has registered its own, so that it runs before it
+        wants_process = start.leads and config.worker_kind() == "process"
+        if not wants_process or not self._start_process():
+            self._journal = Journal.in_memory(JOURNAL_BYTES)
+            self._channel = ThreadChannel()
+            self._worker = WorkerThread(Worker(self._setup, self._journal, self._channel))
+        for command in self._early:
+            self._write(COMMAND, [command])
+        self._early.clear()
+        close_at_exit(self.close)
 
-    # -- on the writer's thread ---------------------------------------------------------------------------------
-
-    def _complete(self, steps: Sequence[RawStep]) -> Iterable[Record]:
-        """Finish the readings of some steps. What is reported meanwhile is kept with them, even while closing."""
-        self._aside = []
+    def _start_process(self) -> bool:
+        """Start the worker as a process; False if that is not possible here."""
+        setup = self._setup
+        here = [one for one in setup.destinations if not getattr(one, "in_worker", False)]
+        moved = [one for one in setup.destinations if getattr(one, "in_worker", False)]
         try:
-            return self._feed.see(lambda: [*self._completion.records(steps, self._tap), *(self._aside or ())])
-        finally:
-            self._aside = None
+            setup.path.mkdir(parents=True, exist_ok=True)
+            folder = journal_folder(setup.path)
+            replies = Journal.create(folder / "replies", REPLY_BYTES)
+            self._journal = Journal.create(folder / "journal", JOURNAL_BYTES)
+            self._channel = JournalChannel(replies, folder)
+            wants = setup.wants_readings or bool(here)
+            there = replace(setup, destinations=moved, wants_readings=wants)
+            assert self._journal.path is not None and replies.path is not None
+            self._worker = WorkerProcess(there, self._journal.path, replies.path)
+        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+            print_line(f"the worker process cannot be started ({error}); a thread does its work", self.config.quiet)
+            return False
+        if here:
+            self._publisher = Publisher(here, _weakly(self.report), setup.path)
+        return True
 
-    # -- findings of our own ------------------------------------------------------------------------------------
+    def _revive_worker(self) -> None:
+        """The journal is full: if the worker is gone, a thread continues its work."""
+        if self._worker is None or self._worker.is_alive or self._journal is None:
+            return
+        exists = (self._path / "run.db").exists()
+        setup = replace(self._setup, resume=exists, first_step=0, state={})
+        self._channel = ThreadChannel()
+        self._worker = WorkerThread(Worker(setup, self._journal, self._channel))
+
+    def _describe(self) -> dict[str, Any]:
+        """What is kept about the run."""
+        config = self.config
+        meta: dict[str, Any] = {"config": json_ready(asdict(config)), "extra": json_ready(dict(config.extra))}
+        meta["torch"] = torch.__version__
+        if self._start.topology is not None:
+            meta["ranks"] = self._start.topology.world
+        if (job := elastic_id()) is not None:
+            meta["elastic_id"] = job
+        if self.diagnoses:
+            self._facts = replace(self._facts, autocast=self._recorder.autocast)
+            meta["facts"] = self._facts.to_json()
+        return meta
+
+    # -- talking to the worker ----------------------------------------------------------------------------------
+
+    def _command(self, command: dict[str, Any]) -> None:
+        data = json.dumps(command).encode()
+        if self._journal is None:
+            self._early.append(data)
+        else:
+            self._write(COMMAND, [data])
+
+    def _request(self, command: dict[str, Any]) -> int:
+        """Ask the worker for something; returns the number that `_wait` takes."""
+        self._requests += 1
+        if self._journal is not None:
+            self._command({**command, "id": self._requests})
+            assert self._worker is not None
+            self._worker.wake()
+        return self._requests
+
+    def _wait(self, request: int, seconds: float) -> Message | None:
+        """Wait for the answer to a request; None if there is none in time, or nobody to ask."""
+        if self._worker is None or os.getpid() != self._pid:
+            return None
+        deadline, pause = time.monotonic() + seconds, 0.0005
+        while request not in self._replies:
+            self._receive()
+            if request in self._replies:
+                break
+            if time.monotonic() > deadline:
+                return None
+            if not self._worker.is_alive and not self._channel.has_messages:
+                self._revive_worker()
+                if not self._worker.is_alive:
+                    return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        return self._replies.pop(request)
+
+    def _receive(self) -> None:
+        """Take all messages of the worker."""
+        if os.getpid() != self._pid:
+            return
+        for message in self._channel.receive():
+            what = message["what"]
+            if what == "latest":
+                self._latest, self._diagnosed = message["values"], message["step"]
+            elif what == "finding":
+                self._take_finding(message)
+            elif what == "reading":
+                self._take_reading(message["reading"])
+            elif what == "count_nonfinite":
+                self._recorder.count_nonfinite = message["value"]
+            elif what == "done":
+                self._replies[message["id"]] = message
+
+    def _take_finding(self, message: Message) -> None:
+        finding = message["finding"]
+        if message["notice"]:
+            if not any(finding is one or finding == one for one in self._notices):
+                self._notices.append(finding)
+        else:
+            self._findings[finding.id, finding.rank, finding.first_step, finding.found_step, finding.tensors] = finding
+            if message["opened"]:
+                self._opened.append((message["step"], finding))
+        if self._publisher is not None:
+            self._publisher.put([finding])
+
+    def _take_reading(self, reading: Reading) -> None:
+        if self._publisher is not None:
+            self._publisher.put([reading])
+        if self._reducer is not None and self._reducer.ended:
+            return  # what is read now is this rank's own, and nobody must act on that alone
+        for reader in list(self._readers):
+            try:
+                reader(reading)
+            except Exception as error:
+                self._readers.remove(reader)
+                self._on_error("on_reading", error)
+
+    def _send_each_step(self) -> None:
+        self._recorder.read_every_step()
+        if self._reducer is not None:
+            self._reducer.each_step = True
+
+    # -- findings about the monitoring itself -------------------------------------------------------------------
 
     def report(self, finding: Finding, *, aloud: bool = True) -> None:
-        """Keep what gradvitals has to say about itself with the run."""
+        """Keep a finding about the monitoring itself with the run, and print it."""
         if self.ranks is not None and not self._start.leads:
             finding = replace(finding, rank=self.ranks.rank)
-            if finding.severity != "info" and self._completion.exchange is not None:
-                self._completion.exchange.troubles += 1  # for the rank that keeps the run
-        self._notices.append(finding)
-        if notices.is_said(self._notices):
-            say(str(finding), self.config.quiet or not aloud)
-        if self._aside is not None and threading.current_thread().name == THREAD_NAME:
-            self._aside.append(finding)
+            if finding.severity != "info" and self._reducer is not None:
+                self._reducer.errors += 1  # for the rank that keeps the run
+            self._notices.append(finding)
+            if notices.is_said(self._notices):
+                print_line(str(finding), self.config.quiet or not aloud)
             return
-        self._feed.put([finding])
-        if self._writer is not None:
-            self._writer.put(finding)
+        self._notices.append(finding)
+        self._command({"do": "finding", "finding": finding.to_json(), "aloud": aloud})
 
     def _on_error(self, part: str, error: Exception) -> None:
-        self.report(notices.monitor_error(part, error, self._now()))
+        self.report(notices.monitor_error(part, error, self.step))
+
+    def _on_schedule_change(self) -> None:
+        schedule = self._recorder.schedule
+        self.report(
+            notices.readings_thinned(
+                self.step, spent=schedule.spent, budget=schedule.share, every=schedule.every, norm_every=schedule.norm_every
+            )
+        )
 
     def _on_groups_end(self) -> None:
-        if self._writer is not None:
-            self._writer.drain(RANKS_CLOSE_SECONDS)
-        if self._completion.exchange is not None:
-            self._completion.exchange.end()
+        if self._reducer is not None:
+            self._reducer.finish(RANKS_CLOSE_SECONDS)
+            self._reducer.end()
 
     def _on_ranks_lost(self, error: Exception, missing: Sequence[int]) -> None:
         if not self._closed or self._failed:  # at a good end, others may be gone already
-            self.report(notices.ranks_lost(error, missing, self._now()))
+            self.report(notices.ranks_lost(error, missing, self.step))
 
     def _on_stopped_elsewhere(self, finding: Finding) -> None:
-        """Another rank has stopped: keep why, and the steps up to there, before this rank is ended with it."""
-        if self._closed or self._completion.exchange is None or self._writer is None:
+        """Another rank stopped: keep why, and the steps up to there, before this rank is ended with it."""
+        if self._closed or self._reducer is None or self._worker is None:
             return
-        self._parting.stopped_elsewhere = True
-        self._completion.exchange.end()
+        self._shutdown.stopped_elsewhere = True
         self.report(finding, aloud=False)
-        if is_still(self._now):
-            self._tap.outbox.send()
-        self._writer.flush(RANKS_CLOSE_SECONDS / 2)
+        if is_still(lambda: self.step):
+            self._recorder.transfer.finish(1.0)
+            self._reducer.end()
+        self._wait(self._request({"do": "flush"}), RANKS_CLOSE_SECONDS / 2)
 
-    def _on_rule_error(self, rule: str, error: Exception) -> None:
-        self.report(notices.rule_error(rule, error, self._now()))
 
-    def _on_store_error(self, error: BaseException) -> None:
-        self.report(notices.store_error(error, self.run_path, self._now()))
+# -- how a run starts ---------------------------------------------------------------------------------------------
 
-    def _now(self) -> int:
-        return self._tap.step if hasattr(self, "_tap") else 0
+
+def check_arguments(model: Any, optimizer: Any, config: Any, batch_size: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; errors say what was given and what was expected."""
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        raise TypeError("watch got the optimizer first and the model second; call watch(model, optimizer)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch got {_a(model)} as model; expected a torch.nn.Module")
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    # Accelerate's wrapper is an Optimizer in name only: the real one is inside.
+    optimizers = [getattr(one, "optimizer", one) for one in optimizers]
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"watch got {_a(one)} as optimizer; expected a torch.optim.Optimizer or a list of them")
+    if not optimizers:
+        raise ValueError("watch got an empty list of optimizers; pass the one that steps the model")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"watch got {_a(config)} as config; expected a gradvitals.Config")
+    if batch_size is not None and not (isinstance(batch_size, (int, float)) and batch_size > 0):
+        raise ValueError(f"batch_size is {batch_size!r}; expected the samples per optimizer step, a positive number")
+    return optimizers
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+
+
+def _listed(given: Any) -> Iterable[Any]:
+    return [given] if isinstance(given, (str, Sink, Alert)) else given
+
+
+def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
+    """What the first optimizer says about a run."""
+    group = optimizers[0].param_groups[0]
+    betas: Any = group.get("betas") or ()
+    plain = len(betas) >= 2 and all(isinstance(beta, float) for beta in betas)
+    return Facts(
+        optimizer=type(optimizers[0]).__name__,
+        betas=(betas[0], betas[1]) if plain else None,
+        momentum=_number(group.get("momentum")),
+        weight_decay=_number(group.get("weight_decay")),
+        eps=_number(group.get("eps")),
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _start_run(
+    table: ParameterTable,
+    config: Config,
+    *,
+    run: str | Path | None,
+    resume: bool,
+    group: Any,
+    batch_size: float | None,
+) -> RunSetup:
+    """Find out where a run starts or continues; with several ranks, together with them."""
+    path = Path(run or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if not _has_others(group):
+        resume = resume or _is_restarted(path)
+        return RunSetup(path, resume, next_step(path) if resume else 0, None, True, path)
+    meeting = call_meeting(group, config.rank_timeout)
+    topology = _join(meeting, table, config, group, batch_size)
+    # The first rank keeps the run: where that is, and how far it is, only its disk may know.
+    if meeting.rank == 0:
+        resume = resume or _is_restarted(path)
+        kept_at = path if resume else free_run_path(path)
+        meeting.tell("run", json.dumps([str(kept_at), resume, next_step(path) if resume else 0]))
+    meeting.wait(["run"], "tell where the run is kept")
+    where, continues, first_step = json.loads(meeting.told(["run"])[0])
+    return RunSetup(Path(where), continues, first_step, topology, meeting.rank == 0, path)
+
+
+def _join(
+    meeting: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None
+) -> Topology:
+    """Meet the other ranks with what this one holds, and give its rows their weights."""
+    dims = data_dimensions(table.model)
+    stock, shards, empty = take_stock(table.layout, table.slots, list(table.windows), table.parameters, dims)
+    stepped = {id(p) for optimizer in table.optimizers for g in optimizer.param_groups for p in g["params"]}
+    card = RankInfo(
+        version=own_version(),
+        settings=settings_of(config, batch_size is not None),
+        stock=fingerprint(stock.to_json()),
+        shards=shards,
+        empty=empty,
+        data_ranks=tuple(sorted(data_ranks(table.parameters, dims))),
+        idle=tuple(row for row, parameter in enumerate(table.parameters) if id(parameter) not in stepped),
+        stage=config.pipeline_stage,
+    )
+    topology = meet(meeting, card, stock, group)
+    table.weights = topology.weights.tolist()
+    table.change_weights = np.where(topology.is_current, topology.weights, 0.0).tolist()
+    return topology
+
+
+def _has_others(group: Any) -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(group) > 1
+
+
+def _is_restarted(path: Path) -> bool:
+    """Whether torchrun started this process again, for the run that is there."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return False
+    return run_meta(path).get("elastic_id") == elastic_id()
+
+
+def elastic_id() -> str | None:
+    """What torchrun calls this job; the same after a restart."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    return "/".join([run, os.environ.get("MASTER_ADDR", ""), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")])
+
+
+def _weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Call a method as long as its object lives, without keeping it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(value: T) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(value)
+
+    return call

@@ -25,67 +25,32 @@ def source_unavailable(source: str, reason: str, step: int) -> Finding:
 
 
 def is_said(notices: Sequence[Finding]) -> bool:
-    """Whether the last notice is said while training goes on: all but notes, and that steps are passed over, once."""
-    passed_over = [one for one in notices if one.id == "readings_thinned" and one.evidence["steps_after"] > 1]
-    return notices[-1].severity != "info" or passed_over == [notices[-1]]
+    """Whether the last notice is printed while training runs: all but notes."""
+    return notices[-1].severity != "info"
 
 
-def readings_thinned(
-    step: int,
-    *,
-    spent: float,
-    fixed: float,
-    budget: float,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    heard: bool = True,
-) -> Finding:
-    """Monitoring cost more than its budget.
+def readings_thinned(step: int, *, spent: float, budget: float, every: int, norm_every: int) -> Finding:
+    """Monitoring cost more than its budget, so that less is read from here on.
 
     Args:
         step: When.
         spent: Share of the time that it took.
-        fixed: The part of it that a step takes that is read, however rarely single tensors are.
         budget: What was allowed.
-        before: Steps from one per-tensor reading to the next, so far, and from one that is read at all to the next.
-        after: The same from here on.
-        heard: Whether the loop tells its loss, or clips, so that something is known of steps that are passed over.
+        every: Steps from one per-tensor reading to the next.
+        norm_every: Steps from one norm that the loop does not compute itself to the next.
     """
-    (_, steps_before), (every, step_every) = before, after
-    title = f"per-tensor readings now come every {every} steps to stay within the overhead budget"
-    cure = "raise overhead_budget, or choose fewer metrics"
-    if step_every > 1:
-        others = "those whose loss or norm stands out are read all the same"
-        title = (
-            f"one step in {step_every} is read from here on, and single tensors every {every} steps, to take no more "
-            f"than {100 * budget:.2g} % of the time; {others if heard else 'nothing is known of the others'}"
-        )
-        cure = "to have every step read, set overhead_budget to 1"
-        if not heard:
-            cure = f"call monitor.observe(loss) after backward: of the other steps, {others}; {cure}"
-    elif fixed > budget and steps_before == 1:
-        title = (
-            f"what is read at every step takes {100 * fixed:.2g} % of it, over the overhead budget of "
-            f"{100 * budget:.2g} %; per-tensor readings now come every {every} steps"
-        )
-        cure = f"raise overhead_budget to {math.ceil(120 * fixed) / 100:g}: no cadence of per-tensor readings obeys it"
+    title = f"Per-tensor readings come every {every} steps to stay within {100 * budget:.2g}% of the step's time"
+    if norm_every > 1:
+        title += f"; the gradient norm is read every {norm_every} steps, since the loop does not clip"
     return Finding(
         id="readings_thinned",
         severity="info",
         title=title,
         first_step=step,
         last_step=step,
-        evidence={
-            "overhead": spent,
-            "at_a_step": fixed,
-            "budget": budget,
-            "before": before[0],
-            "after": every,
-            "steps_before": steps_before,
-            "steps_after": step_every,
-        },
+        evidence={"overhead": spent, "budget": budget, "every": every, "norm_every": norm_every},
         causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
-        cures=(cure,),
+        cures=("raise overhead_budget (1 turns it off), choose fewer metrics, or clip gradients: the norm is free then",),
     )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gradvitals as gv
 from gradvitals.act import duty
-from gradvitals.measure.ranks.shards import local
+from gradvitals.distributed.shards import local
 
 WORLD, STEPS = 4, 20
 SPIKE, BUMP, BROKEN = 14, 16, 18

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from gradvitals.act.keeper import Keeper
 from gradvitals.act.snap_place import Place
 from gradvitals.act.subject import Subject
-from gradvitals.measure.moments import stepping
+from gradvitals.collect.moments import stepping
 
 WORLD, BEFORE, AFTER = 4, 3, 2
 SIZES = {"alone": 1, "hsdp": 4, "fsdp_tp": 4, "pipe": 2, "same_names": 2, "tp": 2}

@@ -20,7 +20,7 @@ from gradvitals.act.gate import Seen
 from gradvitals.act.limits import Usual
 from gradvitals.act.rungs import Clip
 from gradvitals.act.snapshot import arrived
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.collect.recorder import StepInputs
 
 NO_SKIP = {"skip": "off", "reset": "off", "lr": "off", "rollback": "off"}
 
@@ -30,8 +30,8 @@ def seen(*norms: float) -> Seen:
     return Seen(torch.linalg.vector_norm(each), torch.tensor(math.nan), [(list(range(len(norms))), each)])
 
 
-def arrival(*, clipped: bool = False, max_norm: float | None = None) -> Arrival:
-    return Arrival([], [], None, [], clipped, max_norm)
+def arrival(*, clipped: bool = False, max_norm: float | None = None) -> StepInputs:
+    return StepInputs([], [], None, [], clipped, max_norm)
 
 
 def usual_of(norms: list[float]) -> Usual:

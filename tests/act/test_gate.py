@@ -13,14 +13,14 @@ from torch import nn
 
 from gradvitals.act.gate import DeviceGate, Landing, Seen, look
 from gradvitals.act.limits import LARGEST_NORM
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.collect.recorder import StepInputs
 
 NAN, INF = math.nan, math.inf
 
 
-def arrival(*norms: Any, losses: Any = (), scale: float | None = None) -> Arrival:
+def arrival(*norms: Any, losses: Any = (), scale: float | None = None) -> StepInputs:
     parts = [(list(range(len(part))), torch.tensor(part)) for part in norms]
-    return Arrival(
+    return StepInputs(
         norms=parts,
         parameters=[nn.Parameter(torch.zeros(1)) for part in norms for _ in part],
         scale=torch.tensor(scale) if scale is not None else None,
@@ -46,7 +46,7 @@ def test_the_norm_of_all_is_that_of_the_norms() -> None:
 
 
 def test_norms_may_come_as_single_numbers() -> None:
-    single = Arrival([([0, 1], [torch.tensor(3.0), torch.tensor(4.0)])], [], None, [], False, None)
+    single = StepInputs([([0, 1], [torch.tensor(3.0), torch.tensor(4.0)])], [], None, [], False, None)
     found = look(single, each=True)
     assert found is not None
     assert float(found.norm) == pytest.approx(5.0)

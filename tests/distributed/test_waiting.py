@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradvitals.measure.ranks.exchange import Exchange
+from gradvitals.distributed.allreduce import RankReducer
 
 
 class Work:
@@ -25,8 +25,8 @@ class Work:
         return self._completes
 
 
-def waiting() -> Exchange:
-    exchange = Exchange.__new__(Exchange)
+def waiting() -> RankReducer:
+    exchange = RankReducer.__new__(RankReducer)
     exchange.ended = False
     return exchange
 

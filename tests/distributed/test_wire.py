@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gradvitals.lab.distributed.paper import roster_of
-from gradvitals.measure.landed import StepSums, Table
-from gradvitals.measure.ranks.wire import Kind, Wire
-from gradvitals.measure.sums import RowSums
+from gradvitals.worker.aggregate import StepSums, Table
+from gradvitals.distributed.allreduce import Kind, StepPacker
+from gradvitals.worker.aggregate import RowSums
 
 PLAIN = Kind(full=False, detail=False)
 
 
-def step_of(wire: Wire, nonfinite: list[float], *, counted: bool) -> StepSums:
-    step = StepSums(step=3, time=0.0, full=False, table=Table(wire.roster.layout, wire.roster.slots), counted=counted)
+def step_of(wire: StepPacker, nonfinite: list[float], *, counted: bool) -> StepSums:
+    step = StepSums(step=3, time=0.0, full=False, table=Table(wire.topology.layout, wire.topology.slots), counted=counted)
     present = np.ones(len(nonfinite), dtype=bool)
     step.rows = {"nonfinite": RowSums(np.array(nonfinite), present), "norm": RowSums(np.ones(len(nonfinite)), present)}
     return step
@@ -31,7 +31,7 @@ def step_of(wire: Wire, nonfinite: list[float], *, counted: bool) -> StepSums:
 def test_elements_are_counted_once_all_ranks_count_them(
     first: tuple[list[float], bool], second: tuple[list[float], bool], expected: list[int]
 ) -> None:
-    wire = Wire(roster_of(world=2, tensors=3, slots=0))
+    wire = StepPacker(roster_of(world=2, tensors=3, slots=0))
     steps = [step_of(wire, numbers, counted=counted) for numbers, counted in (first, second)]
     sent = sum(wire.pack(step, PLAIN) for step in steps)
     assert isinstance(sent, np.ndarray)

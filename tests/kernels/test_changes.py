@@ -11,7 +11,7 @@ from torch import nn
 from gradvitals import kernels
 from gradvitals.kernels.changes import ChangeReader
 from gradvitals.measure import changes, stats
-from gradvitals.measure.changes import COORDINATES, Changes
+from gradvitals.collect.updates import COORDINATES, Changes
 from gradvitals.measure.packet import Packet, ship
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)

@@ -27,8 +27,8 @@ from gradvitals.lab.distributed.run import plan
 from gradvitals.lab.distributed.score import clean_row, fault_row, summarise
 from gradvitals.lab.distributed.task import BATCH_SIZE, NUM_SAMPLES, Shards
 from gradvitals.lab.distributed.team import team
-from gradvitals.measure.ranks.wire import RANK_FLAGS, RANK_NUMBERS, Wire
-from gradvitals.measure.ranks.wire import Kind as StepKind
+from gradvitals.distributed.allreduce import RANK_FLAGS, RANK_NUMBERS, StepPacker
+from gradvitals.distributed.allreduce import Kind as StepKind
 from gradvitals.types import Finding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -170,7 +170,7 @@ def test_the_calculation_is_that_of_the_wire() -> None:
     paper = on_paper(CASES[:1])
     _, world, tensors, slots = CASES[0]
     case = paper["cases"][0]
-    assert case["plain_bytes"] == 8 * Wire(roster_of(world, tensors, slots)).length(StepKind(full=False, detail=False))
+    assert case["plain_bytes"] == 8 * StepPacker(roster_of(world, tensors, slots)).length(StepKind(full=False, detail=False))
     assert case["plain_bytes"] <= case["bytes_per_step"] < case["full_bytes"]
     assert 0.25 <= case["collectives_per_step"] < 0.4
     assert CASES[0][0] in format_paper(paper)

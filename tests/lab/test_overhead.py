@@ -30,7 +30,7 @@ from gradvitals.lab.stretch import SETTLE_STEPS, Stretch, WatchedRun, time_monit
 from gradvitals.lab.variants import MONITORED, VARIANTS
 from gradvitals.measure.budget import Budget, Cadence
 from gradvitals.measure.clock import Lap
-from gradvitals.measure.tap import Tap
+from gradvitals.collect.recorder import StepRecorder
 
 CPU = torch.device("cpu")
 TINY = {

@@ -46,7 +46,7 @@ def test_the_shapes_offered_are_those_there_are() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_what_is_timed_leaves_no_gradient() -> None:
-    passes = probing.Passes("mlp", torch.device("cpu"), 3)
+    passes = probing.FusedReducer("mlp", torch.device("cpu"), 3)
     for variant in probing.VARIANTS:
         getattr(passes, variant)()
         assert all(p.grad is None for p in passes.model.parameters()), variant

@@ -39,9 +39,9 @@ from torch.utils.checkpoint import checkpoint
 from gradvitals.config import Config
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.ranks.fsdp import parts_of
-from gradvitals.measure.ranks.holdings import _worker_shards, data_dimensions
-from gradvitals.measure.views import find_heads
+from gradvitals.distributed.fsdp import parts_of
+from gradvitals.distributed.topology import _worker_shards, data_dimensions
+from gradvitals.collect.parameters import find_heads
 
 WORLD = 4
 WIDTH, WORDS, LENGTH = 8, 11, 8

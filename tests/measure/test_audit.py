@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gradvitals.measure.packet import Packet, ship
 from gradvitals.measure.ranks import checksum
-from gradvitals.measure.ranks.audit import SAMPLES, Audit, sample_prints
-from gradvitals.measure.ranks.checksum import Item, checksums
-from gradvitals.measure.ranks.prints import digest, fold, grad_print, row_salt, split
+from gradvitals.distributed.audit import SAMPLES, Audit, sample_prints
+from gradvitals.distributed.audit import Item, checksums
+from gradvitals.distributed.audit import digest, fold, grad_print, row_salt, split
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]

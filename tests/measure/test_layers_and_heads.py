@@ -266,7 +266,7 @@ def test_depth_with_a_head_that_only_the_second_micro_batch_uses(tmp_path: Path)
 
 
 def test_layer_names() -> None:
-    from gradvitals.measure.views import layer_of
+    from gradvitals.collect.parameters import layer_of
 
     assert layer_of("a.b.3.c.4.weight") == "a.b.3"
     assert layer_of("0.weight") == "0"

@@ -12,8 +12,8 @@ import torch
 from reference import Data, Rig, assert_no_errors, close, mlp, regression
 
 import gradvitals as gv
-from gradvitals.measure.history import RatioHistory
-from gradvitals.measure.moments import _medians
+from gradvitals.worker.aggregate import RatioHistory
+from gradvitals.collect.moments import _medians
 
 KINDS = ["Adam", "AdamW", "NAdam", "RAdam"]
 

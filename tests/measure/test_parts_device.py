@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradvitals.measure.clock import Clock
 from gradvitals.measure.packet import Packet
-from gradvitals.measure.ranks.fsdp import parts_of
+from gradvitals.distributed.fsdp import parts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradvitals.measure import microbatch
 from gradvitals.measure.clock import Clock
-from gradvitals.measure.microbatch import MicrobatchSums
+from gradvitals.collect.microbatch import MicrobatchSums
 from gradvitals.measure.packet import Packet
 
 

@@ -42,8 +42,8 @@ def train(
     stepper = optimizer(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
     config = gv.Config(quiet=True, tensor_every=50, window_steps=20, diagnose=False)
     with gv.watch(model, stepper, run=path, config=config) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, step_every)
+        monitor.recorder.start(GROWN)
+        monitor.recorder.cadence = Cadence(50, step_every)
         for step in range(GROWN, GROWN + steps):
             for batch in data.batches((4,) * micro_batches):
                 loss = damage(step, regression(model, batch))
@@ -67,8 +67,8 @@ def small() -> tuple[nn.Module, Data, torch.optim.Optimizer]:
 def thinned(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Iterator[gv.Monitor]:
     """A grown run of which one step in `EVERY` is read."""
     with gv.watch(model, optimizer, run=folder / "run", config=gv.Config(quiet=True)) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, EVERY)
+        monitor.recorder.start(GROWN)
+        monitor.recorder.cadence = Cadence(50, EVERY)
         yield monitor
 
 
@@ -150,8 +150,8 @@ def test_a_loop_that_gives_up_batches_without_a_number_is_seen(tmp_path: Path) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     bad = 29
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True, diagnose=False)) as monitor:
-        monitor.tap.start(GROWN)
-        monitor.tap.cadence = Cadence(50, EVERY)
+        monitor.recorder.start(GROWN)
+        monitor.recorder.cadence = Cadence(50, EVERY)
         for batch in range(60):
             loss = model(inputs).square().mean() * (math.nan if batch == bad else 1.0)
             loss.backward()
@@ -184,8 +184,8 @@ def test_with_a_closure_every_step_is_read(tmp_path: Path) -> None:
         model, data = mlp(), Data()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         with gv.watch(model, optimizer, run=path, config=gv.Config(quiet=True)) as monitor:
-            monitor.tap.start(GROWN)
-            monitor.tap.cadence = Cadence(50, step_every)
+            monitor.recorder.start(GROWN)
+            monitor.recorder.cadence = Cadence(50, step_every)
             for _ in range(40):
                 batch = data.batch(4)
 
@@ -352,8 +352,8 @@ def test_a_step_that_stands_out_is_read_as_it_would_have_been(loop: Loop, beside
             second = None
             if beside:  # one who is awake hears all that this one sleeps through
                 second = gv.Monitor(another, torch.optim.SGD(another.parameters(), lr=0.1), run=path.parent / "beside")
-            monitor.tap.start(GROWN)
-            monitor.tap.cadence = Cadence(50, step_every)
+            monitor.recorder.start(GROWN)
+            monitor.recorder.cadence = Cadence(50, step_every)
             for step in range(GROWN, GROWN + 80):
                 noise = 0.1 * torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
                 loop(monitor, model, optimizer, step, (model(inputs + noise) - targets).square().mean())
@@ -404,12 +404,12 @@ def test_going_on_from_another_step_begins_with_one_that_is_read(tmp_path: Path)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     laps: list[int] = []
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        charge = monitor.tap.budget.charge
-        monitor.tap.budget.charge = lambda lap, own, full: (laps.append(lap.steps), charge(lap, own, full=full))
-        monitor.tap.cadence = Cadence(50, EVERY)
+        charge = monitor.recorder.budget.charge
+        monitor.recorder.budget.charge = lambda lap, own, full: (laps.append(lap.steps), charge(lap, own, full=full))
+        monitor.recorder.cadence = Cadence(50, EVERY)
         for step in range(30):
             if step in (0, 11):
-                monitor.tap.start(GROWN if step == 0 else 5001)
+                monitor.recorder.start(GROWN if step == 0 else 5001)
             regression(model, data.batch(4)).backward()
             optimizer.step()
             optimizer.zero_grad()

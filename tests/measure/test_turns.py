@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import gradvitals as gv
-from gradvitals.measure.turns import LONG, STEPS, Turns
+from gradvitals.collect.backward import LONG, STEPS, AlternatingOptimizers
 
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 Models = tuple[nn.Linear, nn.Linear]
 
 
 @contextmanager
-def followed(*optimizers: torch.optim.Optimizer) -> Iterator[Turns]:
-    turns = Turns(optimizers)
+def followed(*optimizers: torch.optim.Optimizer) -> Iterator[AlternatingOptimizers]:
+    turns = AlternatingOptimizers(optimizers)
     yield turns
     turns.stop()
 
@@ -160,7 +160,7 @@ def test_a_game_is_known_where_one_side_steps_more_often() -> None:
 def test_nobody_listens_once_all_have_gone() -> None:
     _, optimizers = two()
     before = STEPS._holders
-    forgotten = Turns(optimizers)
+    forgotten = AlternatingOptimizers(optimizers)
     assert before + 1 == STEPS._holders
     del forgotten
     assert before == STEPS._holders

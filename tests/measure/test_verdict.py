@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradvitals.measure.ranks.verdict import Memory, Seen, Suspect, audit_numbers, tensor_mismatch
+from gradvitals.distributed.audit import Memory, Seen, Suspect, audit_numbers, tensor_mismatch
 
 RNG = np.random.default_rng(0)
 

@@ -55,8 +55,8 @@ PLANTS: dict[str, tuple[object, str, set[str], set[str]]] = {
     "micro-batch hook": (microbatch.MicrobatchSums, "_incoming", GRAD | WEIGHT, {"adam"}),
     "micro-batch end": (microbatch.MicrobatchSums, "finish", GRAD | WEIGHT, {"adam"}),
     "micro-batch sums": (microbatch.MicrobatchSums, "_measure", GRAD | WEIGHT, {"adam"}),
-    "interpreting micro-batches": (interpret.Interpreter, "_from_parts", GRAD | WEIGHT, {"adam"}),
-    "interpreting moments": (interpret.Interpreter, "_from_moments", GRAD | WEIGHT, {"microbatch"}),
+    "interpreting micro-batches": (interpret.Aggregator, "_from_parts", GRAD | WEIGHT, {"adam"}),
+    "interpreting moments": (interpret.Aggregator, "_from_moments", GRAD | WEIGHT, {"microbatch"}),
 }
 
 

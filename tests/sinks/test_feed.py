@@ -19,7 +19,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.feed import Feed, outlet
+from gradvitals.worker.publish import Feed, outlet
 from gradvitals.types import Action, Finding, Reading
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")

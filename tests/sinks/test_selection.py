@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradvitals.feed.selection import MOST_TENSORS, WORST, Selection
+from gradvitals.worker.publish import MOST_TENSORS, WORST, Selection
 from gradvitals.sinks.open_findings import OpenFindings
 from gradvitals.types import Finding, Layout, Reading, Severity, Source, TensorInfo
 

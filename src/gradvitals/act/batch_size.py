@@ -15,7 +15,7 @@ from gradvitals.act.inbox import Inbox, leads, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.diagnose.averages import Average, alike
 from gradvitals.errors import RunError, expect
-from gradvitals.judge import say
+from gradvitals.worker.worker import print_line
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
 
@@ -258,7 +258,7 @@ class BatchSizeScheduler:
         )
         self.actions.append(action)
         quiet = self._monitor.config.quiet or not leads(self._monitor)
-        say(f"step {action.step}: {action.reason} ({'done' if self._apply else 'proposed'})", quiet)
+        print_line(f"step {action.step}: {action.reason} ({'done' if self._apply else 'proposed'})", quiet)
         record(self._monitor, [action])
 
     def _figures(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradvitals.measure.ranks.shards import local
+from gradvitals.distributed.shards import local
 
 
 class Buffers:

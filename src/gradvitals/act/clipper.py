@@ -13,8 +13,8 @@ from gradvitals.act.gate import Seen
 from gradvitals.act.limits import LARGEST_NORM, Usual
 from gradvitals.act.rungs import Clip
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
-from gradvitals.measure.ranks.shards import local
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.distributed.shards import local
+from gradvitals.collect.recorder import StepInputs
 
 BETA = 0.98
 """Of the moving average of each tensor's norm, as AdaGC has it."""
@@ -35,7 +35,7 @@ class Clipper:
         return self.clip.method == "tensor" and self.clip.mode != "off"
 
     @torch.no_grad()
-    def factors(self, seen: Seen, arrival: Arrival, usual: Usual) -> list[Tensor] | None:
+    def factors(self, seen: Seen, arrival: StepInputs, usual: Usual) -> list[Tensor] | None:
         """What gradients are multiplied by: one number, or one for each tensor of each part of `seen.tensor_norms`.
 
         None where there is nothing to clip by, yet or at all.
@@ -80,7 +80,7 @@ class Clipper:
         return factors
 
     @torch.no_grad()
-    def apply(self, factors: list[Tensor], seen: Seen, arrival: Arrival, optimizer: torch.optim.Optimizer) -> None:
+    def apply(self, factors: list[Tensor], seen: Seen, arrival: StepInputs, optimizer: torch.optim.Optimizer) -> None:
         """Multiply the gradients in place: of what is spread over ranks, each its own part by the same factor."""
         if not self.each:
             by_device: dict[torch.device, list[Tensor]] = {}

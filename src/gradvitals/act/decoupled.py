@@ -20,7 +20,7 @@ from gradvitals.act.inbox import record
 from gradvitals.act.lr_factor import optimizer_of
 from gradvitals.act.together import Together
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.measure.views import COMPILED_PREFIX, layer_of
+from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Action, Source
@@ -182,7 +182,7 @@ class DecoupledMomentum:
         if isinstance(told, GradvitalsError):
             raise told
         tables, layers, step = told
-        ranks, rows = self._monitor.ranks, self._monitor.tap.rows
+        ranks, rows = self._monitor.ranks, self._monitor.recorder.table
         layout = rows.layout if ranks is None else ranks.layout
         own = range(len(rows.parameters)) if ranks is None else ranks.rows.tolist()
         number = {id(parameter): row for row, parameter in zip(own, rows.parameters, strict=False)}

@@ -20,7 +20,7 @@ from gradvitals.act.post import Post
 from gradvitals.act.review import Review
 from gradvitals.act.rungs import Clip, CutLR, RollBack, Skip
 from gradvitals.act.together import Together
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.collect.recorder import StepInputs
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action
 
@@ -90,7 +90,7 @@ class Duty:
 
     def before(self, post: Post) -> bool:
         """Whether this optimizer is to make its step."""
-        arrival = self.monitor.tap.arrive(post.optimizer) or self.together.nothing()
+        arrival = self.monitor.recorder.arrive(post.optimizer) or self.together.nothing()
         self._begin(self.monitor.step)
         self.answers.hold.begin(post.optimizer)
         make = not self._dropped and (arrival is None or self._may_step(post, arrival))
@@ -112,14 +112,14 @@ class Duty:
             self._left_out = True
             self.answers.hold.left_out(None if self._dropped else post.optimizer)
             self.answers.buffers.put_back()
-            self.monitor.tap.leave_out(post.optimizer)
+            self.monitor.recorder.leave_out(post.optimizer)
             post.optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns of a wrong order
         if self.monitor.step != self._now:
             self._end()
 
     def failed(self, post: Post) -> None:
         """The optimizer's step ended in an error: whoever catches it may step again."""
-        self.monitor.tap.abandon(post.optimizer)
+        self.monitor.recorder.abandon(post.optimizer)
         lr_factors(post.optimizer).restore()
 
     def scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,7 +161,7 @@ class Duty:
         """The step is over: all optimizers have had their turn."""
         self._ended = True
         if self._dropped:
-            self.monitor.tap.flush()  # what led to the rollback is judged by what was before it
+            self.monitor.recorder.flush()  # what led to the rollback is judged by what was before it
             if self.monitor.judge is not None:
                 self.monitor.record(self.monitor.judge.start_over)
         if self._left_out or self._refused:
@@ -175,7 +175,7 @@ class Duty:
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
-    def _may_step(self, post: Post, arrival: Arrival) -> bool:
+    def _may_step(self, post: Post, arrival: StepInputs) -> bool:
         refused = getattr(post.optimizer, "found_inf", 0.0)
         seen = look(arrival, each=post.clipper.each, together=self.together, refused=refused)
         if seen is None:
@@ -197,7 +197,7 @@ class Duty:
         norm = post.usual.norm_limit(skip.ratio, skip.z, skip.first_steps)
         return norm, post.usual.loss_limit(skip.loss_z, skip.loss_rise, skip.first_steps)
 
-    def _decide_here(self, post: Post, arrival: Arrival, seen: Seen) -> bool:
+    def _decide_here(self, post: Post, arrival: StepInputs, seen: Seen) -> bool:
         """Decide on the host, which knows the numbers at once."""
         ours = float(getattr(post.optimizer, "found_inf", 0.0)) > 0
         if ours or (seen.refused is not None and float(seen.refused) > 0):
@@ -214,7 +214,7 @@ class Duty:
                 post.clipper.apply(factors, seen, arrival, post.optimizer)
         return make
 
-    def _decide_there(self, post: Post, arrival: Arrival, seen: Seen) -> None:
+    def _decide_there(self, post: Post, arrival: StepInputs, seen: Seen) -> None:
         """Decide on the device; the host will know later."""
         limits = self._limits(post)
         allowed = not self.ladder.purses[Skip.kind].refusal(self._now)

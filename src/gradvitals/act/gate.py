@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gradvitals.act.limits import LARGEST_NORM
 from gradvitals.act.together import Together
-from gradvitals.measure.ranks.shards import local
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.distributed.shards import local
+from gradvitals.collect.recorder import StepInputs
 
 Parts = list[tuple[Sequence[int], Tensor]]
-"""Rows, and a norm for each."""
+"""ParameterTable, and a norm for each."""
 
 LAG = 8
 """Steps after which the numbers of a step that was decided on a GPU are looked at. The host is hardly ever so far
@@ -36,14 +36,14 @@ class Seen:
     loss: Tensor
     """nan where the loop told none."""
     tensor_norms: list[tuple[Sequence[int], Tensor]]
-    """Rows, and the norms of their gradients; -1 for a row that only other ranks have."""
+    """ParameterTable, and the norms of their gradients; -1 for a row that only other ranks have."""
     refused: Tensor | None = None
     """Not 0 where the GradScaler of any rank leaves the step out; None in a single process, which knows its own."""
 
 
 @torch.no_grad()
 def look(
-    arrival: Arrival | None, *, each: bool, together: Together | None = None, refused: Tensor | float = 0.0
+    arrival: StepInputs | None, *, each: bool, together: Together | None = None, refused: Tensor | float = 0.0
 ) -> Seen | None:
     """What an optimizer is about to step with. Several ranks see the same: the norm of the whole gradient.
 
@@ -72,7 +72,7 @@ def look(
 
 
 def _look_together(
-    arrival: Arrival | None, parts: Parts, each: bool, together: Together, refused: Tensor | float
+    arrival: StepInputs | None, parts: Parts, each: bool, together: Together, refused: Tensor | float
 ) -> Seen:
     """All that is decided by, in one sum over ranks: a NaN on one of them is one on all.
 
@@ -107,8 +107,8 @@ def _look_together(
     )
 
 
-def _parts(arrival: Arrival | None, *, unscaled: bool) -> Parts:
-    """Rows and the norms of what this rank holds of their gradients."""
+def _parts(arrival: StepInputs | None, *, unscaled: bool) -> Parts:
+    """ParameterTable and the norms of what this rank holds of their gradients."""
     found = []
     for rows, values in arrival.norms if arrival is not None else ():
         norms = local(values) if isinstance(values, Tensor) else torch.stack([local(value) for value in values])
@@ -118,7 +118,7 @@ def _parts(arrival: Arrival | None, *, unscaled: bool) -> Parts:
     return found
 
 
-def _broken_by_hand(arrival: Arrival, parts: Parts, number: Tensor) -> Tensor:
+def _broken_by_hand(arrival: StepInputs, parts: Parts, number: Tensor) -> Tensor:
     """A norm, or NaN or Inf where what the loop did to gradients since has made them so."""
     if not arrival.by_hand:
         return number

@@ -120,7 +120,7 @@ class Guard:
         assert isinstance(reset, ResetMomentum)
         assert isinstance(cut, CutLR)
         assert isinstance(rollback, RollBack)
-        optimizers, model = monitor.tap.rows.optimizers, monitor.tap.rows.model
+        optimizers, model = monitor.recorder.table.optimizers, monitor.recorder.table.model
         if any(map(is_guarded, optimizers)):
             raise GradvitalsError("a Guard stands before this optimizer already; close its Monitor first")
         on_device, together = self._decides_on_device(monitor), Together(monitor)
@@ -158,7 +158,7 @@ class Guard:
         self._standing = True
         for post in posts:
             post.stand(self._before, self._after, self._failed, self._unguarded)
-        monitor.tap.on_scaler_skip = self._scaler_skipped
+        monitor.recorder.on_scaler_skip = self._scaler_skipped
         monitor.at_close(self.close)
 
     def _note_problem(self, words: str) -> None:
@@ -166,12 +166,12 @@ class Guard:
             self._duty.monitor.report(notices.snapshot_error(words, self._duty.monitor.step))
 
     def _decides_on_device(self, monitor: Monitor) -> bool:
-        optimizers = monitor.tap.rows.optimizers
+        optimizers = monitor.recorder.table.optimizers
         told = all(map(can_be_told, optimizers))
         if self._decide == "device" and not told:
             names = ", ".join(sorted({type(one).__name__ for one in optimizers}))
             raise ConfigError(f"decide is 'device' with {names}; expected torch's own optimizers, with fused=True")
-        on_gpu = all(parameter.is_cuda for parameter in monitor.tap.rows.parameters)
+        on_gpu = all(parameter.is_cuda for parameter in monitor.recorder.table.parameters)
         return self._decide == "device" or (self._decide == "auto" and told and on_gpu)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Guard:
         if self._standing:
             self._attempt(self._settle_up, None)
         self._standing = False
-        duty.monitor.tap.on_scaler_skip = None
+        duty.monitor.recorder.on_scaler_skip = None
         duty.answers.buffers.close()
         for post in duty.posts:
             post.leave()

@@ -34,7 +34,7 @@ class Inbox:
         self._lag = lag
         self._queue: deque[Reading] = deque(maxlen=CAPACITY)
         if monitor.ranks is not None:  # ranks send their numbers at fixed steps, which may be far apart
-            monitor.tap.send_each_step()
+            monitor.recorder.send_each_step()
         listen(monitor, self._queue)
 
     def take(self) -> list[list[Reading]]:

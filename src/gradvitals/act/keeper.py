@@ -23,7 +23,7 @@ from gradvitals.act.snapshot import Snapshot
 from gradvitals.act.subject import Subject
 from gradvitals.act.vault import Vault
 from gradvitals.errors import ConfigError
-from gradvitals.measure.ranks.own_group import own_group
+from gradvitals.distributed.topology import own_group
 
 
 @dataclass(frozen=True)

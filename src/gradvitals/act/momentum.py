@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from gradvitals.measure.moments import stepping
-from gradvitals.measure.ranks.shards import local
+from gradvitals.collect.moments import stepping
+from gradvitals.distributed.shards import local
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ class Review:
         self._monitor, self._together = monitor, together
         self._wanted = {name for rung in rungs if rung.mode != "off" for name in rung.on}
         if self._wanted and together.several:  # what is looked at must have been judged by then
-            monitor.tap.send_each_step()
+            monitor.recorder.send_each_step()
         self._known: dict[str, Finding] = {}
         self._blind = False
         self.rolled_back = -2
@@ -50,7 +50,7 @@ class Review:
         if judge is None or self._blind:
             return {}
         deadline = time.monotonic() + PATIENCE
-        while judge.judged < until >= self._monitor.tap.first and not judge.failed:
+        while judge.judged < until >= self._monitor.recorder.first and not judge.failed:
             if time.monotonic() > deadline:  # its thread is gone, or the disk is: act without it
                 self._blind = True
                 self._monitor.report(notices.guard_blind(PATIENCE, self._monitor.step))

@@ -13,7 +13,7 @@ from gradvitals.act.inbox import Inbox, leads, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
 from gradvitals.act.pacing import Decision, Pace, PaceSettings
 from gradvitals.errors import ConfigError, RunError
-from gradvitals.judge import say
+from gradvitals.worker.worker import print_line
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action, Source
 
@@ -153,7 +153,7 @@ class GSNRScheduler:
                 decisions += self._pace.take(average, self._evidence.source, now)
         if not self._evidence.source and self._pace.made >= MISSED_AFTER and not self._said_missing:
             self._said_missing = True
-            say(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled", self._quiet)
+            print_line(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled", self._quiet)
         return decisions
 
     def _tell(self, decisions: Sequence[Decision]) -> None:
@@ -163,7 +163,7 @@ class GSNRScheduler:
             for kind, pattern, reason, before, after in decisions
         ]
         for action in new:
-            say(f"step {step}: {action.reason} ({action.kind})", self._quiet)
+            print_line(f"step {step}: {action.reason} ({action.kind})", self._quiet)
         self.actions += new
         record(self._monitor, new)
 

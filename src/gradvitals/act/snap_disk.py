@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gradvitals.act.snap_fit import Sizes
 from gradvitals.act.snap_place import Place
-from gradvitals.measure.ranks.shards import local as part_of
+from gradvitals.distributed.shards import local as part_of
 
 Group = Any
 """The process group that snapshots are written through; None in a single process."""

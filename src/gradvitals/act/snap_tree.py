@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradvitals.measure.ranks.shards import local as part_of
+from gradvitals.distributed.shards import local as part_of
 
 TENSOR = "gradvitals.tensor"
 """The key of a mark: where a tensor stood, the shape of the state holds ``{TENSOR: name, "device": ...}``."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradvitals.act.snap_random import random_state, set_random_state
 from gradvitals.act.snap_tree import TENSOR, Mark, copy_all, dense, is_sharded, join, marks, split
-from gradvitals.measure.moments import stepping
+from gradvitals.collect.moments import stepping
 
 SHARED = "shared by all"
 """Stands in for the name of a parameter where an optimizer keeps something that belongs to none of them."""

@@ -12,9 +12,9 @@ from torch import distributed as dist
 from gradvitals.act.inbox import leads
 from gradvitals.act.snap_place import Place
 from gradvitals.errors import RunError
-from gradvitals.judge import say
-from gradvitals.measure.ranks.roster import call_meeting
-from gradvitals.measure.rawstep import Arrival
+from gradvitals.worker.worker import print_line
+from gradvitals.distributed.topology import call_meeting
+from gradvitals.collect.recorder import StepInputs
 from gradvitals.monitor import Monitor
 
 
@@ -72,21 +72,21 @@ class Together:
         if odd:
             raise RunError(f"the Guard of rank {odd[0]} has other settings than this; give all ranks the same Guard")
 
-    def say(self, words: str) -> None:
+    def print_line(self, words: str) -> None:
         """Tell the user, once and not by every rank."""
         if self.leads:
-            say(words, self._monitor.config.quiet)
+            print_line(words, self._monitor.config.quiet)
 
-    def nothing(self) -> Arrival | None:
+    def nothing(self) -> StepInputs | None:
         """What a rank that has nothing to tell looks with, as all must look; None in a single process."""
-        return Arrival([], self._monitor.tap.rows.parameters, None, [], False, None) if self.several else None
+        return StepInputs([], self._monitor.recorder.table.parameters, None, [], False, None) if self.several else None
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Where numbers are told when there are none on a device yet."""
-        return self._monitor.tap.rows.parameters[0].device
+        return self._monitor.recorder.table.parameters[0].device
 
     @property
     def num_rows(self) -> int:
@@ -104,7 +104,7 @@ class Together:
         """What each of these rows counts in a sum over ranks, and which row of all it is."""
         key = tuple(rows), device
         if key not in self._known:  # on a GPU every such copy would make the host wait
-            weights = torch.tensor([self._monitor.tap.rows.weight(row) for row in rows], dtype=torch.float64)
+            weights = torch.tensor([self._monitor.recorder.table.weight(row) for row in rows], dtype=torch.float64)
             numbers = torch.tensor([int(self._ranks.rows[row]) for row in rows])
             self._known[key] = weights.to(device), numbers.to(device)
         return self._known[key]

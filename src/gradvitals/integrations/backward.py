@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradvitals.judge import say
-from gradvitals.measure import interpose
+from gradvitals.worker.worker import print_line
+from gradvitals.collect import hooks as torch_hooks
 from gradvitals.monitor import Monitor
 
 
@@ -52,13 +52,13 @@ class Backwards:
 
         self._undo, self._listens = undo, True
         torch.autograd.backward = backward
-        interpose.attach(self.ear)
+        torch_hooks.attach(self.ear)
 
     def stop(self) -> None:
         """Listen no more."""
         if self._listens:
             self._listens = False
-            interpose.detach(self.ear)
+            torch_hooks.detach(self.ear)
             self._undo()
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Backwards:
                 call()
         except Exception as error:
             self.stop()
-            say(f"losses are not heard any more: {type(error).__name__}: {error}", False)
+            print_line(f"losses are not heard any more: {type(error).__name__}: {error}", False)
 
     def _loss(self, tensors: Any, grad_tensors: Any) -> Tensor | None:
         """What backward was called on, where it is a loss: single numbers, with nothing to multiply them by."""
@@ -83,7 +83,7 @@ class Backwards:
 
 
 class Ear(threading.local):
-    """What is heard through `interpose` besides: scaled losses, lower precision, clipping. To each thread its own."""
+    """What is heard through `collect.hooks` besides: scaled losses, lower precision, clipping. To each thread its own."""
 
     def __init__(self) -> None:
         self.scaled: deque[torch.amp.GradScaler] = deque(maxlen=64)
@@ -139,7 +139,7 @@ def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
     Gradients of several backward passes add up, so what is descended on is the sum of their losses. A loop that
     accumulates gradients has divided each by their number: the sum is the mean that it would plot.
     """
-    monitor.tap.draft.observed.adds_up = True
+    monitor.recorder.draft.observed.adds_up = True
     monitor.observe(loss)
 
 

@@ -20,7 +20,7 @@ from gradvitals.integrations.logged import newest
 from gradvitals.integrations.sharded import show_shards
 from gradvitals.monitor import Monitor
 from gradvitals.sinks import Sink
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -15,10 +15,10 @@ from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Backwards, observe_part
 from gradvitals.integrations.logged import newest
-from gradvitals.judge import say
+from gradvitals.worker.worker import print_line
 from gradvitals.monitor import Monitor
 from gradvitals.sinks import Sink
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 
 class GradvitalsCallback(TrainerCallback):
@@ -64,7 +64,7 @@ class GradvitalsCallback(TrainerCallback):
         samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
         self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
         if not _restore(self.monitor, _state_file(args, state)) and state.global_step:
-            self.monitor.tap.start(state.global_step)
+            self.monitor.recorder.start(state.global_step)
         self._backwards.start()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class GradvitalsCallback(TrainerCallback):
                 torch.save(self.monitor.state_dict(), fresh)
                 fresh.replace(file)  # a process that is killed meanwhile leaves no half of it
             except Exception as error:  # a full disk, say: saving is the Trainer's, and must go on
-                say(f"{file} could not be written: {type(error).__name__}: {error}", self.monitor.config.quiet)
+                print_line(f"{file} could not be written: {type(error).__name__}: {error}", self.monitor.config.quiet)
 
     def on_log(
         self,
@@ -116,7 +116,7 @@ def _restore(monitor: Monitor, file: Path) -> bool:
     try:
         monitor.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
-        say(f"{file} cannot be read, and a new record begins: {type(error).__name__}", monitor.config.quiet)
+        print_line(f"{file} cannot be read, and a new record begins: {type(error).__name__}", monitor.config.quiet)
         return False
     return True
 

@@ -13,7 +13,7 @@ import torch
 from gradvitals.config import Config
 from gradvitals.lab.char_lm import Characters, CharLM, CharLMConfig, shakespeare
 from gradvitals.types import Reading
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8

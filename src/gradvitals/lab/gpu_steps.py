@@ -19,7 +19,7 @@ from gradvitals import optim
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.shapes import LEARNING_RATE, MAX_NORM, SHAPES, MicroBatch, Training
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 STEPS = {"gpt-124m": 16, "gpt-1.3b": 6}
 ROUNDS = {"gpt-124m": 3, "gpt-1.3b": 2}

@@ -25,7 +25,7 @@ from gradvitals.lab.overhead import Ratios, machine_name, percent
 from gradvitals.lab.shapes import DEFAULT_SHAPES, SHAPES, Training
 from gradvitals.lab.stretch import Stretch, grown_step, time_steps
 from gradvitals.lab.variants import WARM_UP_STEPS
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 SETTLE_STEPS = 12
 """Untimed steps at the start of a stretch: by then limits are known, and hold in the steps that are timed."""
@@ -138,7 +138,7 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
         guard = Guard(mode="act", clip=Clip(first_steps=early), skip=Skip(first_steps=early), rollback=rollback)
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
-        monitor.tap.start(grown_step(config))  # a young run is read more often
+        monitor.recorder.start(grown_step(config))  # a young run is read more often
         for number in range(MOST_SETTLE_STEPS):
             training.step(monitor.observe)
             if number >= SETTLE_STEPS and ("snapshots" not in variant or (guard and guard.snapshots > 1)):

@@ -41,7 +41,7 @@ from gradvitals.lab.stretch import Stretch, WatchedRun, settle
 from gradvitals.lab.variants import BY_HAND, MONITORED, WARM_UP_STEPS
 from gradvitals.measure.budget import Cadence
 from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 TURN_STEPS = 5
 
@@ -228,7 +228,7 @@ def _train(pipe: connection.Connection, task: Task) -> None:
     observe: Observe | None = None
     if task.config is not None:  # before the first step, as loops do it: that decides where memory lies
         monitor = _watch(training, task, task.config)
-        observe, cadence = monitor.observe, monitor.tap.cadence
+        observe, cadence = monitor.observe, monitor.recorder.cadence
     elif task.by_hand is not None:
         observe = _observe_by_hand(task.by_hand, training)
     for _ in range(WARM_UP_STEPS):
@@ -256,8 +256,8 @@ def _watch(training: Training, task: Task, config: Config) -> Monitor:
     run = task.folder / "run"
     monitor = watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size)
     settle(monitor, training, WatchedRun(run), task.thinning_steps)
-    if monitor.tap.budget is not None:
-        monitor.tap.budget.free_seconds = math.inf  # the cadence stays: the time of other turns is none of its own
+    if monitor.recorder.budget is not None:
+        monitor.recorder.budget.free_seconds = math.inf  # the cadence stays: the time of other turns is none of its own
     return monitor
 
 

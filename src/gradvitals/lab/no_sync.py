@@ -12,7 +12,7 @@ import torch
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.shapes import transformer
 from gradvitals.lab.variants import MONITORED, WARM_UP_STEPS
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 
 def check_no_sync(device: str = "cuda", steps: int = 100) -> int:

@@ -80,7 +80,7 @@ def run_probing(
     }
 
 
-class Passes:
+class FusedReducer:
     """One model with some batches, and what can be done with them."""
 
     def __init__(self, name: str, device: torch.device, batches: int) -> None:
@@ -132,7 +132,7 @@ VARIANTS = ("stream", "signal", "kept", "bare")
 def _one_shape(
     name: str, device: torch.device, batches: int, rounds: int, tell: Callable[[str], object]
 ) -> dict[str, Any]:
-    passes = Passes(name, device, batches)
+    passes = FusedReducer(name, device, batches)
     for variant in ("bare", *VARIANTS):
         getattr(passes, variant)()
     ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
@@ -175,7 +175,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def against_kept(passes: Passes) -> dict[str, float]:
+def against_kept(passes: FusedReducer) -> dict[str, float]:
     """Largest relative difference of the post's numbers, over tensors."""
     theirs = check_gradient_snr_perparam(passes.model, passes.batches, passes.loss, len(passes.batches))
     passes.model.zero_grad()
@@ -188,7 +188,7 @@ def against_kept(passes: Passes) -> dict[str, float]:
     return worst
 
 
-def against_loop(passes: Passes) -> dict[str, Any]:
+def against_loop(passes: FusedReducer) -> dict[str, Any]:
     """Largest difference of single examples' gradients from a loop, over the largest element of each."""
     loss_fn = lambda model, batch: passes.loss(batch)  # noqa: E731
     subject = Subject(passes.model, loss_fn, "model, batch", passes.training.device)
@@ -212,7 +212,7 @@ def against_loop(passes: Passes) -> dict[str, Any]:
     return {"method": reader.method, "examples": count, "difference": worst}
 
 
-def _memory(name: str, device: torch.device, batches: int, passes: Passes) -> dict[str, float]:
+def _memory(name: str, device: torch.device, batches: int, passes: FusedReducer) -> dict[str, float]:
     """Peak beyond the bare passes, in sizes of the parameters."""
     if device.type == "cpu":
         return memory_on_the_host(batches)
@@ -254,7 +254,7 @@ def resident_peak(variant: str, batches: int) -> float:
     torch.set_num_threads(1)
     layers = [nn.Linear(MEMORY_WIDTH, MEMORY_WIDTH) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(MEMORY_WIDTH, 1))
-    passes = Passes.__new__(Passes)
+    passes = FusedReducer.__new__(FusedReducer)
     passes.model, passes.parameters = model, trainable(model)
     data = [(torch.randn(8, MEMORY_WIDTH), torch.randn(8, 1)) for _ in range(batches)]
     passes.batches = data

@@ -26,7 +26,7 @@ from gradvitals.errors import GradvitalsError
 from gradvitals.lab.shapes import Observe, Training
 from gradvitals.measure.cadence import YOUNG_STEPS
 from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 SETTLE_STEPS = 3
 THINNING_STEPS = 800
@@ -86,7 +86,7 @@ def time_monitored(config: Config, training: Training, steps: int, run: WatchedR
     model, optimizer = training.model, training.optimizer
     with watch(model, optimizer, run=run.path, config=config, batch_size=training.batch_size) as monitor:
         settle(monitor, training, run)
-        run.every, run.step_every = monitor.tap.cadence
+        run.every, run.step_every = monitor.recorder.cadence
         stretch = time_steps(training, monitor.observe, steps * run.every // config.tensor_every)
         started = time.perf_counter()
         written = monitor.flush()
@@ -122,7 +122,7 @@ def settle(monitor: Monitor, training: Training, run: WatchedRun, thinning_steps
 
     What is timed begins right after a step that was due, each time after another of those that make a cycle.
     """
-    tap, config = monitor.tap, monitor.config
+    tap, config = monitor.recorder, monitor.config
     if run.state is None:
         tap.start(grown_step(config))
     else:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.functional.norms import squared_norm
-from gradvitals.measure.stats import odd_stride
-from gradvitals.measure.views import layer_of
+from gradvitals.collect.reductions import odd_stride
+from gradvitals.collect.parameters import layer_of
 
 MOST_ROWS = 512
 MOST_COLUMNS = 4096

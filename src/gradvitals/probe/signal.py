@@ -13,7 +13,7 @@ import numpy as np
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.spikes import coefficient_of_variation
 from gradvitals.functional.thresholds import is_exploding, is_vanishing
-from gradvitals.measure.views import layer_of
+from gradvitals.collect.parameters import layer_of
 from gradvitals.probe.streaming import Stream
 
 VANISHING = 1e-10

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.streamed import Sums, gsnr_streamed
-from gradvitals.measure.stats import accumulator, odd_stride
+from gradvitals.collect.reductions import accumulator, odd_stride
 
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements of one piece: on a CPU of one thread, in whose cache they stay; on a GPU a bound on extra memory."""

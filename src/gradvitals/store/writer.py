@@ -66,6 +66,7 @@ class RunWriter:
         meta: Anything JSON can hold, kept with the run.
         resume: Go on with the run that is there, as a new segment; without one, start a new run.
         first_step: First step of this segment. Readers hide what earlier segments say about it and later steps.
+        run_id: Identity of a new run; None makes one up.
 
     Raises:
         RunError: If there is a run already and `resume` is False, or if another process is writing it.
@@ -73,10 +74,16 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, meta: Mapping[str, Any], resume: bool = False, first_step: int = 0
+        self,
+        path: str | os.PathLike[str],
+        *,
+        meta: Mapping[str, Any],
+        resume: bool = False,
+        first_step: int = 0,
+        run_id: str | None = None,
     ) -> None:
         self.path = run_file(path)
-        self.run_id = uuid.uuid4().hex
+        self.run_id = run_id or uuid.uuid4().hex
         self.dropped = 0
         """Records that this segment was never given; written with every commit, with those it had no room for."""
         self._refused = 0

@@ -1,8 +1,7 @@
 """The journal: an append-only ring of records in a memory-mapped file, one process writes and another reads.
 
-The pages belong to the kernel, so a record survives the death of the process that wrote it. A record is its length, its
-kind and its payload; the position of the writer moves only when all three are in place, so that no reader ever sees half
-of one.
+The pages belong to the kernel, so a record survives the death of the process that wrote it. A record is its length,
+its kind and its payload; the writer's position moves only when all three are in place, so no reader sees half of one.
 
     offset 0      magic, format version, capacity
     offset 64     head: bytes written since the start        (moved by the writer)
@@ -228,5 +227,5 @@ def journal_folder(run: Path) -> Path:
     """Where the journals of a run live: its own folder, or local memory if that is on a network file system."""
     if not is_shared(run):
         return run
-    shm = Path("/dev/shm")  # noqa: S108
+    shm = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="gradvitals-", dir=shm if shm.is_dir() else None))

@@ -17,8 +17,8 @@ from torch.optim import optimizer as optim
 
 from gradvitals.integrations.backward import Backwards
 from gradvitals.integrations.zero_code.watcher import Watcher
-from gradvitals.judge import say
-from gradvitals.measure.turns import STEPS
+from gradvitals.worker.worker import print_line
+from gradvitals.collect.backward import STEPS
 
 
 class _Here(threading.local):
@@ -74,7 +74,7 @@ class Hooks:
         except Exception as error:
             self._stop()
             quiet = self._watcher.settings.quiet
-            say(f"stopped watching after an error of its own: {error!r}; the script goes on", quiet)
+            print_line(f"stopped watching after an error of its own: {error!r}; the script goes on", quiet)
 
     def _heard(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

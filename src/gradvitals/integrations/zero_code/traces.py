@@ -8,7 +8,7 @@ from types import TracebackType
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 OURS = str(Path(__file__).parents[1])
-CLIPPING = str(Path(__file__).parents[2] / "measure" / "interpose.py")
+CLIPPING = str(Path(__file__).parents[2] / "measure" / "torch_hooks.py")
 
 
 def leave_out_ours() -> None:

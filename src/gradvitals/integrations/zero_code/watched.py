@@ -36,7 +36,7 @@ class Watched:
     ) -> None:
         self.found = found
         self.monitor = watch(found, resume)
-        self.parameters = list(self.monitor.tap.rows.parameters)
+        self.parameters = list(self.monitor.recorder.table.parameters)
         self.thread = thread
         """The one that trains it. Backward changes gradients without Python's lock: no other may look at them."""
         self.idle = 0
@@ -61,7 +61,7 @@ class Watched:
         self._samples.in_backward = False
         if not alone and _versions(self.parameters) == self._before:
             return False
-        if not self._late and self.monitor.tap.observes == 0:
+        if not self._late and self.monitor.recorder.observes == 0:
             self._samples.forget()  # the passes so far were given up, as those of a generator through this model
         self._samples.after_backward()
         if self._late:
@@ -89,13 +89,13 @@ class Watched:
 
     def catch_up(self, losses: Sequence[Tensor], heard: Ear) -> None:
         """Take in what has happened in its first step before it was found."""
-        tap = self.monitor.tap
-        tap.assumed_scaler = heard.scaler
+        recorder = self.monitor.recorder
+        recorder.assumed_scaler = heard.scaler
         devices = {parameter.device.type for parameter in self.parameters}
-        tap.autocast = next((kind for device, kind in heard.autocast.items() if device in devices), None)
+        recorder.autocast = next((kind for device, kind in heard.autocast.items() if device in devices), None)
         if heard.clipped:
-            for station in tap.stations:
-                station.clipped = station.step.clipped = True
+            for state in recorder.optimizers:
+                state.clipped = state.step.clipped = True
         for loss in losses:
             observe_part(self.monitor, loss)
 
@@ -105,7 +105,7 @@ class Watched:
         self.monitor.close(error)
 
     def _on_samples(self, samples: float) -> None:
-        self.monitor.tap.batch_size = samples
+        self.monitor.recorder.batch_size = samples
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[Any]:

@@ -20,9 +20,9 @@ from gradvitals.integrations.sharded import sharded_modules, show_shards
 from gradvitals.integrations.zero_code.discovery import Found, distinct_name, find, parameters_of
 from gradvitals.integrations.zero_code.settings import Settings
 from gradvitals.integrations.zero_code.watched import Watched
-from gradvitals.judge import say
-from gradvitals.measure import interpose
-from gradvitals.measure.step_hooks import hook_steps
+from gradvitals.worker.worker import print_line
+from gradvitals.collect import hooks as torch_hooks
+from gradvitals.collect.recorder import StepRecorder
 from gradvitals.monitor import Monitor
 
 MAX_RUNS = 8
@@ -175,7 +175,7 @@ class Watcher:
 
     def _has_own_monitor(self, optimizer: torch.optim.Optimizer) -> bool:
         hooks = optimizer._optimizer_step_pre_hooks.values()
-        watched = any(getattr(hook, "__module__", None) == hook_steps.__module__ for hook in hooks)
+        watched = any(getattr(hook, "__module__", None) == StepRecorder.__module__ for hook in hooks)
         self.watches_itself |= watched
         return watched
 
@@ -216,7 +216,7 @@ class Watcher:
             extra={"program": settings.program, "model": found.name},
         )
         show_shards(found.model)
-        interpose.detach(self.ear)  # so that it looks anew for what there is to listen to
+        torch_hooks.detach(self.ear)  # so that it looks anew for what there is to listen to
         try:
             return Monitor(  # not watch(): what there is to say at the end is said of all models together
                 found.model,
@@ -228,7 +228,7 @@ class Watcher:
                 alerts=settings.alerts,
             )
         finally:
-            interpose.attach(self.ear)
+            torch_hooks.attach(self.ear)
 
     def _let_go(self, watched: Watched) -> None:
         with self._finding:
@@ -248,7 +248,7 @@ class Watcher:
                 self.said_elsewhere = True
 
     def _say(self, line: str) -> None:
-        say(line, self.settings.quiet or not self.speaks)
+        print_line(line, self.settings.quiet or not self.speaks)
 
 
 def _has_others() -> bool:

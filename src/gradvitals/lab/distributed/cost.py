@@ -33,7 +33,7 @@ from gradvitals.lab.overhead import machine_name, percent
 from gradvitals.lab.shapes import Training, gpt
 from gradvitals.measure.tap import STEPS_TOGETHER
 from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 DEFAULT_RANKS = 4
 DEFAULT_ROUNDS = 2
@@ -111,7 +111,7 @@ def measure(rank: int, world: int, port: int, rounds: int, size: str, folder: st
         watched.model, watched.optimizer, run=home / "run", config=config, batch_size=bare.batch_size
     ) as monitor:
         # A young run is read more often: begin where it no longer is, so that a stretch ends with a shipment.
-        monitor.tap.start(10 * cycle + 1 - SETTLE)
+        monitor.recorder.start(10 * cycle + 1 - SETTLE)
         for _ in range(SETTLE):
             bare.step()
             watched.step(monitor.observe)

@@ -12,14 +12,14 @@ import numpy as np
 import gradvitals
 from gradvitals.config import Config
 from gradvitals.measure.cadence import Calendar
-from gradvitals.measure.landed import StepSums, Table
-from gradvitals.measure.ranks.audit import SAMPLES
-from gradvitals.measure.ranks.comparison import MAX_WITNESSES, Comparison
-from gradvitals.measure.ranks.exchange import HEADER_NUMBERS
-from gradvitals.measure.ranks.holdings import Card, Stock, fingerprint, settings_of
-from gradvitals.measure.ranks.roster import Roster
-from gradvitals.measure.ranks.verdict import Memory, Seen, audit_numbers
-from gradvitals.measure.ranks.wire import RANK_FLAGS, RANK_NUMBERS, Kind, Wire
+from gradvitals.worker.aggregate import StepSums, Table
+from gradvitals.distributed.audit import SAMPLES
+from gradvitals.distributed.audit import MAX_WITNESSES, Comparison
+from gradvitals.distributed.allreduce import HEADER_NUMBERS
+from gradvitals.distributed.topology import RankInfo, Holdings, fingerprint, settings_of
+from gradvitals.distributed.topology import Topology
+from gradvitals.distributed.audit import Memory, Seen, audit_numbers
+from gradvitals.distributed.allreduce import RANK_FLAGS, RANK_NUMBERS, Kind, StepPacker
 from gradvitals.measure.tap import STEPS_TOGETHER
 from gradvitals.types import Layout, TensorInfo
 
@@ -61,14 +61,14 @@ def on_paper(cases: Sequence[tuple[str, int, int, int]] = CASES) -> dict[str, An
     }
 
 
-def roster_of(world: int, tensors: int, slots: int) -> Roster:
+def roster_of(world: int, tensors: int, slots: int) -> Topology:
     """A run under DDP with so many ranks, seen from the first."""
     infos = tuple(
         TensorInfo(index=i, name=f"layers.{i // 9}.{i % 9}.weight", shape=(64,), dtype="bfloat16", layer="", depth=0)
         for i in range(tensors)
     )
     heads = tuple(f"head{i}" for i in range(max(1, slots // 4))) if slots else ()
-    return Roster(
+    return Topology(
         rank=0,
         world=world,
         group=None,
@@ -94,13 +94,13 @@ def roster_of(world: int, tensors: int, slots: int) -> Roster:
 
 
 def _case(name: str, world: int, tensors: int, slots: int) -> dict[str, Any]:
-    roster = roster_of(world, tensors, slots)
-    wire = Wire(roster)
-    step = StepSums(step=0, time=0.0, full=True, table=Table(roster.layout, roster.slots))
+    topology = roster_of(world, tensors, slots)
+    wire = StepPacker(topology)
+    step = StepSums(step=0, time=0.0, full=True, table=Table(topology.layout, topology.slots))
     plain, full = (NUMBER_BYTES * wire.length(Kind(full=full, detail=False)) for full in (False, True))
     largest = NUMBER_BYTES * len(wire.pack_largest(step))
     detail = NUMBER_BYTES * wire.length(Kind(full=True, detail=True))
-    audit = NUMBER_BYTES * len(Comparison(roster).pack(step))
+    audit = NUMBER_BYTES * len(Comparison(topology).pack(step))
     sent = _shipments(plain, full, detail, largest, audit)
     cycle = _cycle()
     card = _card_bytes()
@@ -119,7 +119,7 @@ def _case(name: str, world: int, tensors: int, slots: int) -> dict[str, Any]:
         "seconds_per_step": sum(_ring_seconds(size, world) for size in sent) / cycle,
         "judging_seconds": _judging_seconds(world),
         "memory_bytes": COPIES * max(sent) + NUMBER_BYTES * SAMPLES * world + world * card,
-        "start_bytes": world * card + _stock_bytes(roster),
+        "start_bytes": world * card + _stock_bytes(topology),
         "connections": world - 1,
     }
 
@@ -173,7 +173,7 @@ def _judging_seconds(world: int) -> float:
 
 def _card_bytes() -> int:
     """What a rank tells of itself when watching begins."""
-    card = Card(
+    card = RankInfo(
         version=gradvitals.__version__,
         settings=settings_of(Config(), True),
         stock=fingerprint(""),
@@ -186,14 +186,14 @@ def _card_bytes() -> int:
     return len(zlib.compress(card.to_json().encode()))
 
 
-def _stock_bytes(roster: Roster) -> int:
-    count = len(roster.layout.tensors)
-    stock = Stock(
-        tensors=roster.layout.tensors,
-        layers=roster.layout.layers,
-        heads=roster.layout.heads,
-        slots=tuple(roster.slots),
-        windows=tuple(roster.windows),
+def _stock_bytes(topology: Topology) -> int:
+    count = len(topology.layout.tensors)
+    stock = Holdings(
+        tensors=topology.layout.tensors,
+        layers=topology.layout.layers,
+        heads=topology.layout.heads,
+        slots=tuple(topology.slots),
+        windows=tuple(topology.windows),
         shards=(1,) * count,
         worker_shards=(1,) * count,
         kinds=(0,) * count,

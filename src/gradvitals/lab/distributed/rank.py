@@ -21,7 +21,7 @@ from gradvitals.lab.distributed.cell import KILLED, Cell, RankResult
 from gradvitals.lab.distributed.faults import Planted
 from gradvitals.lab.distributed.task import BATCH_SIZE, LEARNING_RATE, RESEEDED, build, shards
 from gradvitals.monitor import Monitor
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 TIMEOUT = timedelta(seconds=300)
 RUN = "run"

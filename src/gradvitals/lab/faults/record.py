@@ -19,7 +19,7 @@ from gradvitals.lab.faults.tasks import Recipe, Training, prepare
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Reading
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 QUEUE_SIZE = 100_000
 """A whole run: nothing may be dropped."""

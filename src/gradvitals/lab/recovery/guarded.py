@@ -12,7 +12,7 @@ from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.recovery.tasks import Training
 from gradvitals.types import Action
-from gradvitals.watching import watch
+from gradvitals.monitor import watch
 
 SNAPSHOT_EVERY = 25
 SETTLE = 15

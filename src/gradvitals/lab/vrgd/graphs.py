@@ -23,17 +23,17 @@ from gradvitals.optim.reduced import VarianceReduced
 WARM_UP = 3
 """Steps that run as they always do, before the passes are captured."""
 
-Passes = Callable[[], Tensor]
+FusedReducer = Callable[[], Tensor]
 """Leaves gradients in ``.grad`` and returns the loss, reading the same memory each time."""
 
 
 class Recorder(Protocol):
     """What can run passes as they are, record them once, and replay them."""
 
-    def run(self, passes: Passes) -> Tensor:
+    def run(self, passes: FusedReducer) -> Tensor:
         """Just run them, in surroundings fit to warm up for `record`."""
 
-    def record(self, passes: Passes) -> Tensor:
+    def record(self, passes: FusedReducer) -> Tensor:
         """Note what they do, without doing it. Returns the tensor that their loss will be in."""
 
     def replay(self) -> None:
@@ -48,7 +48,7 @@ class CudaRecorder:
         self._stream = _stream(device)
         self._graph = torch.cuda.CUDAGraph()
 
-    def run(self, passes: Passes) -> Tensor:
+    def run(self, passes: FusedReducer) -> Tensor:
         """Run on the stream that will be captured, in order with the current one."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -57,7 +57,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return loss
 
-    def record(self, passes: Passes) -> Tensor:
+    def record(self, passes: FusedReducer) -> Tensor:
         """Capture."""
         # Backward runs in a thread of autograd's own, which need not keep to the rules of the capturing one.
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):

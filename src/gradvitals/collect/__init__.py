@@ -1,0 +1,1 @@
+"""Readings from a live run: when gradients are read, and what is read of them."""

@@ -1,0 +1,343 @@
+"""Backward passes: counting them, noticing discarded gradients, and telling alternating optimizers apart."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import optimizer as optim
+
+from gradvitals.distributed.shards import local
+
+
+def is_distributed() -> bool:
+    """Whether gradients are shared with other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class BackwardCounter:
+    """Counts backward passes, and notices gradients that were altered or thrown away outside them.
+
+    Autograd adds to ``.grad`` in place, which moves the tensor's version by one. Any other change between two
+    backward passes is the loop's: gradients that were zeroed without a step, i.e. a batch given up.
+
+    Args:
+        on_given_up: Told after how many passes it was, as soon as the next one shows it, and whether the gradient is
+            another tensor since: one that was changed in place may have been clipped, and not thrown away.
+    """
+
+    def __init__(self, on_given_up: Callable[[int, bool], None]) -> None:
+        self.backwards = 0
+        """Backward passes that reached the parameter since the last step."""
+        self.carried = False
+        """Whether the first of them added to what the step before had left: nobody has zeroed the gradients."""
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
+        self._on_given_up = on_given_up
+        self._parameter: nn.Parameter | None = None
+        self._hook: Any = None
+        self._grad: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._read: tuple[weakref.ref[Tensor], int] | None = None
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Watch this parameter from now on."""
+        if self._parameter is not parameter:
+            self.unhook()
+            self._parameter = parameter
+            # Weakly: a parameter that held its watcher would hold the model, in a ring that Python cannot see.
+            reference = weakref.WeakMethod(self._after_accumulation)
+
+            def after_accumulation(parameter: Tensor) -> None:
+                method = reference()
+                if method is not None:
+                    method(parameter)
+
+            self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
+
+    def unhook(self) -> None:
+        """Stop watching."""
+        self.rest()
+        self._parameter = None
+
+    def rest(self) -> None:
+        """Look away for a while."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def resume(self) -> None:
+        """Watch the same parameter again; where its gradient is not what was left of the last step, as after a pass."""
+        if self._parameter is not None:
+            parameter, self._parameter = self._parameter, None
+            self.follow(parameter)
+            self.backwards, self._grad, self.carried, self._read = 0, None, False, None
+            grad = parameter.grad
+            if grad is not None and (self._left is None or not _same(self._left, grad)):
+                self.backwards, self._grad, self._version, self._left = 1, weakref.ref(grad), _version_of(grad), None
+
+    def note_left(self) -> None:
+        """A step was made while it rested."""
+        self._left = self._now()
+
+    def reset(self) -> None:
+        """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""
+        self.backwards, self._grad, self.carried = 0, None, False
+        self._left, self._read = self._now(), None
+
+    def note_read(self) -> None:
+        """The gradients are read as they are now."""
+        self._read = self._now()
+
+    def _now(self) -> tuple[weakref.ref[Tensor], int] | None:
+        grad = self._parameter.grad if self._parameter is not None else None
+        return (weakref.ref(grad), _version_of(grad)) if grad is not None else None
+
+    def altered(self) -> bool:
+        """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
+        if self._parameter is None or self._grad is None:
+            return False
+        grad = self._parameter.grad
+        if is_distributed():  # the reduction over ranks writes into gradients too, but not once they have been read
+            return self._read is not None and not _same(self._read, grad)
+        return not _same((self._grad, self._version), grad)
+
+    def _after_accumulation(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is None:
+            return
+        in_place = not torch.is_grad_enabled()  # with create_graph autograd makes a new tensor each time
+        if (
+            in_place
+            and not is_distributed()
+            and self._grad is not None
+            and not _same((self._grad, self._version + 1), grad)
+        ):
+            passes, self.backwards = self.backwards, 0
+            self._on_given_up(passes, self._grad() is not grad)
+        if self.backwards == 0 and self._left is not None and in_place:
+            self.carried = _same((self._left[0], self._left[1] + 1), grad)
+        self.backwards += 1
+        self._grad, self._version, self._read = weakref.ref(grad), _version_of(grad), None
+
+
+def _same(seen: tuple[weakref.ref[Tensor], int], grad: Tensor | None) -> bool:
+    """Whether a gradient is the tensor that was seen, at that version."""
+    return grad is not None and seen[0]() is grad and _version_of(grad) == seen[1]
+
+
+def _version_of(grad: Tensor) -> int:
+    """How often a gradient was changed in place; of a DTensor, by its own operations or behind their back."""
+    part = local(grad)
+    return grad._version if part is grad else grad._version + part._version
+
+
+MOST_SIDES = 8
+"""Optimizers that are followed in a process: a game has few, and one for every parameter is none."""
+
+TURNS = 3
+"""AlternatingOptimizers after which it is taken for a game: a single batch may be given up for other reasons."""
+
+LONG = 200
+"""Steps of a side without a turn after which it plays no more. What is frozen for an epoch is no game either."""
+
+
+class AlternatingOptimizers:
+    """Follows the steps of all optimizers in the process, and which of them step in turn.
+
+    The loss of one side reaches the parameters of the other, or finds them frozen; then the first side steps. What was
+    left in the gradients of the other is thrown away before that one steps in its turn, with gradients of its own. Two
+    optimizers that once step with gradients of the same pass train one model, however often one of them is left out,
+    and models that are trained side by side are not reached by each other's passes: neither is a game.
+
+    Args:
+        optimizers: Those whose model is watched.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.is_game = False
+        """Whether one of the optimizers is a side of a game."""
+        self._own = {id(optimizer) for optimizer in optimizers}
+        self._sides: list[_Side] = []
+        self._joint: set[frozenset[int]] = set()
+        """Pairs that have stepped with gradients of the same pass."""
+        STEPS.following.add(self)
+        STEPS.hold()
+        self._release = weakref.finalize(self, STEPS.release)
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        STEPS.following.discard(self)
+        self._release()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step."""
+        stepping = self._side(optimizer)
+        if stepping is None:
+            return
+        stepping.thread = threading.get_ident()
+        visitor, thrown_away = stepping.take_turn()
+        if visitor is not None:
+            pair = frozenset((visitor.number, stepping.number))
+            if not thrown_away:
+                self._joint.add(pair)
+            elif not self._own.isdisjoint(pair):
+                stepping.note_turn(pair)
+        self.is_game = any([side.plays and side.pair not in self._joint for side in self._sides])
+        for side in self._sides:
+            # Nobody takes turns with another thread, and to look at gradients that it computes would be a race.
+            if side.thread == stepping.thread and side.parameter() is not stepping.parameter():
+                side.note_visit(stepping)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer has stepped."""
+        stepped = self._side(optimizer)
+        if stepped is not None:
+            stepped.note_step()
+
+    def forget_steps(self) -> None:
+        """Steps were made of which nobody has told: what they have left in gradients is not known."""
+        for side in self._sides:
+            side.stepped = None
+
+    def _side(self, optimizer: torch.optim.Optimizer) -> _Side | None:
+        """The side of an optimizer; None where there are too many to follow, or it trains nothing."""
+        known = next((side for side in self._sides if side.optimizer() is optimizer), None)
+        if known is not None:
+            return known
+        self._sides = [side for side in self._sides if side.parameter() is not None and side.optimizer() is not None]
+        parameter = _first_trained(optimizer)
+        if parameter is None or len(self._sides) == MOST_SIDES:
+            return None
+        self._sides.append(_Side(optimizer, parameter))
+        return self._sides[-1]
+
+
+class _Side:
+    """One optimizer. The gradient of its first parameter tells which passes reach what it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+        self.number = id(optimizer)
+        self.optimizer = weakref.ref(optimizer)
+        self.parameter = weakref.ref(parameter)
+        self.thread = threading.get_ident()
+        self.pair: frozenset[int] = frozenset()
+        """With whom it made its last turn."""
+        self._steps = self._turns = self._last_turn = 0
+        self.stepped: tuple[weakref.ref[Tensor], int] | None = None
+        """The gradient that it has stepped with, where known, and how often it had been changed."""
+        self._visitor: _Side | None = None
+        self._visited: weakref.ref[Tensor] | None = None
+
+    def note_visit(self, visitor: _Side) -> None:
+        """Another side steps: see whether its pass has come through here, or found the door closed."""
+        parameter = self.parameter()
+        if parameter is None or self.stepped is None:
+            return
+        grad = parameter.grad
+        if not parameter.requires_grad:
+            self._visitor, self._visited = visitor, None
+        elif grad is not None and (self.stepped[0]() is not grad or self.stepped[1] != grad._version):
+            self._visitor, self._visited = visitor, weakref.ref(grad)
+
+    def take_turn(self) -> tuple[_Side | None, bool]:
+        """It is about to step. Returns who has visited it since it last did, and whether what was left is gone."""
+        self._steps += 1
+        parameter = self.parameter()
+        grad = None if parameter is None else parameter.grad
+        kept = self._visited() if self._visited is not None else None
+        visitor, self._visitor, self._visited = self._visitor, None, None
+        return (visitor, kept is not grad) if grad is not None else (None, False)
+
+    def note_turn(self, pair: frozenset[int]) -> None:
+        """It steps in its turn, after another."""
+        self._turns = self._turns + 1 if self._steps - self._last_turn <= LONG else 1
+        self._last_turn, self.pair = self._steps, pair
+
+    @property
+    def plays(self) -> bool:
+        """Whether it has made some turns, and not long ago."""
+        return self._turns >= TURNS and self._steps - self._last_turn <= LONG
+
+    def note_step(self) -> None:
+        """It has stepped with the gradients it has now."""
+        parameter = self.parameter()
+        if parameter is not None and parameter.grad is not None:
+            self.stepped = (weakref.ref(parameter.grad), parameter.grad._version)
+
+
+def _first_trained(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((parameter for parameter in parameters if parameter.requires_grad), None)
+
+
+class _Steps:
+    """Hears of every step of every optimizer in the process, while anybody listens.
+
+    Hooks of torch may not be added or removed while an optimizer goes through them, so those who find and let go of
+    models in that moment hold a listener of their own from before to after it.
+    """
+
+    def __init__(self) -> None:
+        self.following: weakref.WeakSet[AlternatingOptimizers] = weakref.WeakSet()
+        self._holders = 0
+        self._inside = 0
+        """Steps that have begun and not ended: one, or more where one optimizer steps another."""
+        self._handles: list[Any] = []
+        self._alone: weakref.ref[torch.optim.Optimizer] | None = None
+        """The one optimizer that has stepped so far; None where there are others, or none was told of yet."""
+        self._has_others = self._was_silent = False
+
+    def hold(self) -> None:
+        """Listen from here on."""
+        if self._holders == 0:
+            self._inside, self._has_others = 0, False  # a step that ended in an error has not told
+        self._holders += 1
+        self._alone, self._was_silent = None, False  # who has come to listen does not know it yet
+        if not self._handles:
+            self._handles = [
+                optim.register_optimizer_step_pre_hook(self._before),
+                optim.register_optimizer_step_post_hook(self._after),
+            ]
+
+    def release(self) -> None:
+        """One who listened does so no more; the last one ends it, unless a step is going on."""
+        self._holders -= 1
+        if self._holders == 0 and not self._inside:
+            while self._handles:
+                self._handles.pop().remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside += 1
+            if self._alone is not None and self._alone() is optimizer:
+                self._was_silent = True
+                return  # who steps alone takes no turns
+            if self._alone is not None:
+                self._alone, self._has_others = None, True
+                for turns in list(self.following) if self._was_silent else ():
+                    turns.forget_steps()
+            self._tell(AlternatingOptimizers.before_step, optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside = max(0, self._inside - 1)
+            if self._alone is None:
+                self._tell(AlternatingOptimizers.after_step, optimizer)
+                if not self._has_others:
+                    self._alone = weakref.ref(optimizer)
+
+    def _tell(
+        self, method: Callable[[AlternatingOptimizers, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
+    ) -> None:
+        for turns in list(self.following):
+            with contextlib.suppress(Exception):  # an error of ours is not one of the training loop
+                method(turns, optimizer)
+
+
+STEPS = _Steps()

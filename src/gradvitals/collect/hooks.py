@@ -1,0 +1,265 @@
+"""Hooks where torch has none: gradient clipping, GradScaler, autocast, pipelines, the end of process groups."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import utils as nn_utils
+from torch.nn.utils import clip_grad
+
+_NAMES: dict[str, Any] = vars(clip_grad)
+"""What the functions that clip look up by name."""
+
+
+class Listener(Protocol):
+    """What a Tap hears."""
+
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
+        """The L2 norm of these gradients was computed, `norms` one by one where torch did so, or even `joined`."""
+
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        """The gradients of these parameters are about to be scaled (to a norm, where known) or clamped in place."""
+
+    def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss was multiplied by this scaler's scale."""
+
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """A block of lower precision was entered."""
+
+    def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` is about to run."""
+
+    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` has run, or skipped the step."""
+
+    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """A pipeline has divided the gradients of these parameters by the number of its micro-batches."""
+
+    def before_groups_end(self) -> None:
+        """torch.distributed is about to end."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
+
+
+def attach(listener: Listener) -> None:
+    """Start telling a listener."""
+    with _lock:
+        if not _undo:
+            _install()
+        _listeners.add(listener)
+
+
+def detach(listener: Listener) -> None:
+    """Stop telling a listener; with the last one gone, torch is as it was."""
+    with _lock:
+        _listeners.discard(listener)
+        if not _listeners:
+            while _undo:
+                _undo.pop()()
+
+
+def _tell(method: str, *args: Any) -> None:
+    for listener in list(_listeners):
+        getattr(listener, method)(*args)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # another version of torch: that one event goes unheard
+        return
+    replacement = wrap(original)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if getattr(owner, name) is replacement:  # someone else may have wrapped it after us
+            setattr(owner, name, original)
+
+    _undo.append(undo)
+
+
+def _install() -> None:
+    # clip_grad_norm_ looks these two up in its module each time, so code that imported it before us is heard too.
+    _replace(clip_grad, "_get_total_norm", _hear_total_norm)
+    _replace(clip_grad, "_clip_grads_with_norm_", _hear_clip)
+    _replace(nn_utils, "get_total_norm", _hear_total_norm)
+    _replace(nn_utils, "clip_grads_with_norm_", _hear_clip)
+    _replace(nn_utils, "clip_grad_value_", _hear_clip)
+    _replace(torch.amp.autocast_mode.autocast, "__enter__", _hear_autocast)
+    _replace(torch.amp.GradScaler, "scale", _hear_scale)
+    _replace(torch.amp.GradScaler, "step", _hear_scaler_step)
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is not None:
+        _replace(stages._PipelineStageBase, "scale_grads", _hear_division)
+    if dist.is_available():
+        _replace(dist, "destroy_process_group", _hear_groups_end)
+
+
+class _Norms:
+    """What the original computes on its way: the norm of each gradient, and all of them joined where they are alike.
+
+    It stands for torch in the module of the original, and there alone, and hands everything on.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.grads: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.joined: Tensor | None = None
+        self._groups = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _foreach_norm(self, group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
+        """Of gradients of one device and type."""
+        result = torch._foreach_norm(list(group), *rest, **options)
+        if threading.get_ident() == self._thread:
+            self.grads.extend(group)
+            self.norms.extend(result)
+            self._groups += 1
+        return result
+
+    def stack(self, tensors: Any, *rest: Any, **options: Any) -> Any:
+        """Of the norms."""
+        result = torch.stack(tensors, *rest, **options)
+        mine = threading.get_ident() == self._thread and self._groups == 1
+        if mine and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
+            self.joined = result
+        return result
+
+
+def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        heard_already = _NAMES.get("torch") is not torch  # by another thread's call
+        if torch.compiler.is_compiling() or float(norm_type) != 2.0 or heard_already:
+            return original(tensors, norm_type, *args, **kwargs)
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
+        heard = _Norms()
+        _NAMES["torch"] = heard
+        try:
+            total = original(tensors, norm_type, *args, **kwargs)
+        finally:
+            _NAMES["torch"] = torch
+        if len(heard.norms) == len(tensors):
+            _tell("on_total_norm", heard.grads, heard.norms, heard.joined)
+        else:
+            _tell("on_total_norm", tensors, None)
+        return total
+
+    return get_total_norm
+
+
+def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    by_norm = "norm" in original.__name__
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            if not isinstance(parameters, Tensor):
+                parameters = list(parameters)  # a generator can be gone through once
+            limit = kwargs.get("max_norm", args[0] if args else None)
+            norm = float(limit) if by_norm and isinstance(limit, (int, float)) else None
+            _tell("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters, norm)
+        return original(parameters, *args, **kwargs)
+
+    return clip
+
+
+def _hear_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: torch.autocast) -> Any:
+        if not torch.compiler.is_compiling() and getattr(self, "_enabled", False) and self.fast_dtype is not None:
+            _tell("on_autocast", str(self.device), self.fast_dtype)
+        return original(self)
+
+    return enter
+
+
+def _hear_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.is_enabled():
+            _tell("on_loss_scaled", self)
+        return result
+
+    return scale
+
+
+def _hear_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        _tell("before_scaler_step", self, optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        _tell("after_scaler_step", self, optimizer)
+        return result
+
+    return step
+
+
+def _hear_division(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale_grads(self: Any, grad_scale_factor: int) -> Any:
+        result = original(self, grad_scale_factor)
+        _tell("on_divided", list(self.submod.parameters()), float(grad_scale_factor))
+        return result
+
+    return scale_grads
+
+
+def _hear_groups_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None or group is dist.group.WORLD:
+            _tell("before_groups_end")
+        return original(group)
+
+    return destroy_process_group
+
+
+def heard(closure: Callable[[], Any], mute: Callable[[bool], None], first: Callable[[Any], None]) -> Callable[[], Any]:
+    """A closure that does the same and tells of its first evaluation.
+
+    Args:
+        closure: What the optimizer was given.
+        mute: Called with True before every later evaluation, and with False after it: a line search evaluates again, at
+            other weights.
+        first: Called with the loss of the first evaluation.
+    """
+    evaluated = False
+
+    def evaluate() -> Any:
+        nonlocal evaluated
+        mute(evaluated)
+        try:
+            loss = closure()
+        finally:
+            mute(False)
+        if not evaluated:
+            evaluated = True
+            first(loss)
+        return loss
+
+    return evaluate
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure among the arguments of an optimizer's step hook, whose first is the optimizer itself."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -1,0 +1,411 @@
+"""The moments an optimizer keeps, and what it reports of its own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals import kernels
+from gradvitals.collect import reductions
+from gradvitals.collect.parameters import HeadView
+from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.distributed.shards import local
+from gradvitals.kernels.cut import upload
+
+SHARE_ELEMENTS = 2**10
+"""Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""
+
+MOST_SETS = 16
+"""Sets of tensors that tables are kept for."""
+
+SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that keeps the moments: inside ZeroRedundancyOptimizer, one for this rank's share of them."""
+    inner = getattr(optimizer, "optim", None) if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else None
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why this optimizer's moments give no GSNR, or None where they do."""
+    if hasattr(optimizer, "register_factors_hook"):
+        return f"{type(optimizer).__name__} averages gradients that it has scaled, element by element"
+    if isinstance(stepping(optimizer), SUPPORTED):
+        return None
+    known = ", ".join(kind.__name__ for kind in SUPPORTED)
+    return f"{type(optimizer).__name__} does not keep averages of the gradient and of its square; {known} do"
+
+
+class _State(NamedTuple):
+    """An optimizer's moments, tensor by tensor."""
+
+    rows: list[int]
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Tensor]
+    betas: dict[int, tuple[float, float]]
+    kept: list[tuple[nn.Parameter, dict[str, Any], Tensor, Any]]
+    """Where each was found, to see whether it is still there."""
+    groups: list[Any]
+    """The betas of every group."""
+
+
+class MomentSums:
+    """Reads the moments of one optimizer's parameters after its step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = stepping(optimizer)
+        self._samplers: dict[tuple[int, ...], list[tuple[reductions.Sampler, list[int]]]] = {}
+        self._readers: dict[tuple[Any, ...], Any] = {}
+        self._state = _State([], [], [], [], {}, [], [])
+
+    @torch.no_grad()
+    def add(
+        self,
+        buffer: ReadingBuffer,
+        rows: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        *,
+        below_one: bool,
+        median: bool,
+    ) -> dict[int, tuple[float, float]]:
+        """Put sums, step counts, shares and medians into the buffer; return the betas of every row read."""
+        state = self._found(rows, parameters)
+        if not state.rows:
+            return {}
+        left, rest = self._add_by_kernels(buffer, state, sums=True, below_one=below_one, median=median)
+        if left:
+            first, second = ([column[p] for p in left] for column in (state.first, state.second))
+            reductions.add_norms(buffer, "exp_avg_norm", [state.rows[p] for p in left], first)
+            reductions.add_sums_of_positive(buffer, "exp_avg_sq_sum", [state.rows[p] for p in left], second)
+        for step_rows, steps in reductions.by_device_and_dtype(state.rows, state.steps):
+            if steps[0].device.type == "cpu":  # the optimizer counts in place, and these are read later
+                buffer.add("adam_step", torch.stack(steps), step_rows)
+            else:
+                buffer.add_each("adam_step", steps, step_rows)
+        if left and below_one:
+            self._add_sampled(buffer, state, left, below_one=True, median=False)
+        if rest:
+            self._add_sampled(buffer, state, rest, below_one=False, median=True)
+        return state.betas
+
+    @torch.no_grad()
+    def add_medians(self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Put the medians alone into the buffer, where something else has told the sums."""
+        state = self._found(rows, parameters)
+        if state.rows:
+            _, rest = self._add_by_kernels(buffer, state, sums=False, below_one=False, median=True)
+            if rest:
+                self._add_sampled(buffer, state, rest, below_one=False, median=True)
+
+    def _found(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
+        if not self._holds(parameters):
+            self._state = self._look_up(rows, parameters)
+            self._samplers.clear()
+        return self._state
+
+    # -- by kernels ---------------------------------------------------------------------------------------------
+
+    def _add_by_kernels(
+        self, buffer: ReadingBuffer, state: _State, *, sums: bool, below_one: bool, median: bool
+    ) -> tuple[list[int], list[int]]:
+        """Put into the buffer what kernels can read.
+
+        Returns:
+            Positions of the tensors whose sums are left to be read, and of those whose medians are: where torch takes
+            all coordinates, it finds them exactly.
+        """
+        every = list(range(len(state.rows)))
+        found: set[int] = set()
+        counted: set[int] = set()
+        if kernels.on_device(state.first[0]) and kernels.ready("moments") is not None:
+            readable = [p for p in every if _readable(state.first[p], state.second[p])]
+            large = [p for p in readable if state.first[p].numel() > SHARE_ELEMENTS] if median else []
+            for some in _alike(state, readable) if sums else ():
+                numbers = self._read("sums", state, some, _limits(state, some, torch.float32))
+                names = ["exp_avg_norm", "exp_avg_sq_sum", *(["alive_count", "below_one_count"] if below_one else [])]
+                for name, values in zip(names, () if numbers is None else numbers, strict=False):
+                    buffer.add(name, values, [state.rows[p] for p in some])
+                    found.update(some)
+            for some in _alike(state, large):
+                if (medians := self._read("medians", state, some)) is not None:
+                    add_median(buffer, medians, state, some)
+                    counted.update(some)
+        return [p for p in every if p not in found], [p for p in every if median and p not in counted]
+
+    def _read(self, what: str, state: _State, places: Sequence[int], *more: Tensor) -> Tensor | None:
+        """Sums or medians of moments of one device and type; None where kernels fail."""
+        firsts, seconds = ([column[p] for p in places] for column in (state.first, state.second))
+        key = (firsts[0].device, firsts[0].dtype, tuple([m.numel() for m in firsts]))
+        try:
+            if key not in self._readers:
+                if len(self._readers) >= MOST_SETS:
+                    self._readers.clear()
+                module: Any = kernels.ready("moments")
+                self._readers[key] = module.MomentReader(key[2], key[0])
+            result: Tensor = getattr(self._readers[key], what)(firsts, seconds, *more)
+        except Exception as error:
+            kernels.give_up("moments", error, "moments are read by torch")
+            return None
+        return result
+
+    # -- as they are found --------------------------------------------------------------------------------------
+
+    def _holds(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the moments are still the tensors they were: a loaded checkpoint or a reset brings others."""
+        kept, state = self._state.kept, self.optimizer.state
+        return (
+            len(kept) == len(parameters) == len(state)
+            and self._state.groups == [group["betas"] for group in self.optimizer.param_groups]
+            and all(
+                state[parameter] is entry and entry["exp_avg"] is first and entry["step"] is step
+                for parameter, entry, first, step in kept
+            )
+        )
+
+    def _look_up(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
+        groups = self.optimizer.param_groups
+        betas_of = {id(p): group["betas"] for group in groups for p in group["params"]}
+        state = _State([], [], [], [], {}, [], [group["betas"] for group in groups])
+        for row, parameter in zip(rows, parameters, strict=True):
+            kept = self.optimizer.state.get(parameter)
+            beta1, beta2 = betas_of.get(id(parameter), (None, None))
+            # Betas may be tensors on the device: not worth a wait.
+            if kept and "exp_avg" in kept and isinstance(beta1, float) and isinstance(beta2, float):
+                state.betas[row] = (beta1, beta2)
+                state.rows.append(row)
+                state.first.append(local(kept["exp_avg"]))
+                state.second.append(local(kept["exp_avg_sq"]))
+                state.steps.append(local(torch.as_tensor(kept["step"])))  # a number, in states of old
+                state.kept.append((parameter, kept, kept["exp_avg"], kept["step"]))
+        return state
+
+    def _add_sampled(
+        self, buffer: ReadingBuffer, state: _State, left: Sequence[int], *, below_one: bool, median: bool
+    ) -> None:
+        """Look at a sample of coordinates: count those alive and those whose GSNR is below 1, and find the median."""
+        rows = [state.rows[p] for p in left]
+        if tuple(rows) not in self._samplers:
+            self._samplers[tuple(rows)] = reductions.samplers(rows, [state.first[p] for p in left], SHARE_ELEMENTS)
+        for sampler, positions in self._samplers[tuple(rows)]:
+            places = [left[p] for p in positions]
+            mean = sampler.gather([state.first[p] for p in places])
+            square = sampler.gather([state.second[p] for p in places])
+            in_order = [places[p] for p in sampler.order]
+            alive = sampler.sums((square > 0).to(mean.dtype))
+            if below_one:
+                threshold = _limits(state, in_order, mean.dtype)
+                limit = torch.repeat_interleave(threshold, sampler.lengths, output_size=mean.numel())
+                below = (mean.square() < limit * square) & (square > 0)
+                buffer.add("alive_count", alive, sampler.rows)
+                buffer.add("below_one_count", sampler.sums(below.to(mean.dtype)), sampler.rows)
+            if median:
+                medians = _medians(mean.double().square() / square.double(), sampler.lengths, alive)
+                add_median(buffer, medians, state, in_order)
+
+
+def add_median(buffer: ReadingBuffer, medians: Tensor, state: _State, places: Sequence[int]) -> None:
+    """Medians, each times the size of its tensor: where ranks hold shares of a tensor, theirs are averaged by size."""
+    rows = [state.rows[p] for p in places]
+    sizes = torch.tensor([state.first[p].numel() for p in places], dtype=torch.float64)
+    weights = upload(sizes, medians.device)
+    buffer.add("median_sum", medians.nan_to_num(nan=0.0) * weights, rows)
+    buffer.add("median_size", torch.where(medians.isnan(), 0.0, weights), rows)
+
+
+def _readable(first: Tensor, second: Tensor) -> bool:
+    well = kernels.usable(first) and kernels.usable(second) and bool(first.numel())
+    return well and first.stride() == second.stride() and first.dtype == second.dtype
+
+
+def _alike(state: _State, places: Sequence[int]) -> list[list[int]]:
+    """Those of one device and type together."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place in places:
+        found.setdefault((state.first[place].device, state.first[place].dtype), []).append(place)
+    return list(found.values())
+
+
+def _limits(state: _State, places: Sequence[int], kind: torch.dtype) -> Tensor:
+    """For each tensor: a coordinate's GSNR is below 1 where m² is below this times v.
+
+    With bias-corrected m and v, r < 1 where 2 m² < (1 + c1) v; c1 and both corrections depend on the step
+    count, which may live on the device, so they are worked out there.
+    """
+    device = state.first[places[0]].device
+    step = torch.stack([state.steps[p] for p in places]).to(device, kind, non_blocking=True)
+    betas = [state.betas[state.rows[p]] for p in places]
+    b1, b2 = (
+        torch.tensor([pair[which] for pair in betas], dtype=kind).to(device, non_blocking=True) for which in (0, 1)
+    )
+    debias1, debias2 = 1 - b1**step, 1 - b2**step
+    variance_of_mean = (1 - b1) / (1 + b1) * (1 + b1**step) / debias1
+    return (1 + variance_of_mean) / 2 * debias1**2 / debias2
+
+
+def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
+    """The median of each segment's numbers that are not nan; nan where there are none. Without a wait."""
+    if not ratios.numel():
+        return torch.full_like(alive, torch.nan, dtype=torch.float64)
+    segments = torch.arange(len(lengths), device=ratios.device)
+    begins = torch.cumsum(lengths, 0) - lengths
+    which = torch.repeat_interleave(segments, lengths, output_size=ratios.numel())
+    # One sort for all: the segment before the point, the ratio's place between 0 and 1 behind it, none at the end.
+    most = 1 - 2.0**-20
+    inside = torch.where(ratios.isnan(), 1.0, (ratios / (1 + ratios)).clamp(max=most))
+    inside = (which + most * inside).sort().values
+    number = alive.to(torch.int64)
+    found = torch.zeros_like(alive, dtype=torch.float64)
+    for middle in ((number - 1) // 2, number // 2):
+        place = (begins + middle.clamp(min=0)).clamp(max=ratios.numel() - 1)  # an empty segment has none
+        share = (inside[place] - segments) / most
+        found += share / (1 - share) / 2
+    return torch.where(number > 0, found, torch.nan)
+
+
+OF_GRADIENTS = {"square": "norm", "nonfinite": "nonfinite"}
+AFTER_STEP = {"weight": "weight", "update": "update_sq"}
+OF_MOMENTS = {"first": "exp_avg_norm", "second": "exp_avg_sq_sum", "step": "adam_step"}
+IN_DETAIL = {"largest": "max", "nonzero": "nonzero", "weight_before": "weight_before"}
+OF_MOMENTS_IN_DETAIL = {"alive": "alive_count", "below_one": "below_one_count"}
+"""Under which name each number of a `Vitals` goes into a buffer."""
+
+METRIC_OF = {"max": "grad/max", "nonzero": "grad/zero_fraction", "weight_before": "radial_gsnr"}
+METRIC_OF |= {"nonfinite": "grad/nonfinite", "update_sq": "update/norm", "below_one_count": "gsnr/below_one_fraction"}
+
+
+class VitalSums:
+    """Listens to one optimizer, if it tells what it sees."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, metrics: Sequence[str]) -> None:
+        self.optimizer: Any = optimizer
+        # What a variance-reduced optimizer sees are gradients that it has scaled.
+        self.available = hasattr(optimizer, "register_vitals_hook") and not hasattr(optimizer, "register_factors_hook")
+        self.metrics = set(metrics)
+        self._handle: Any = None
+        self._rows: dict[int, int] = {}
+        self._heads: Mapping[int, HeadView] = {}
+        self._told: list[Any] = []
+
+    @property
+    def expected(self) -> bool:
+        """Whether the coming step will most likely tell."""
+        return self.available and self._handle is not None and bool(self.optimizer.tells_vitals)
+
+    @property
+    def max_norm(self) -> float | None:
+        """What the optimizer clips gradients to by itself."""
+        limit: float | None = getattr(self.optimizer, "max_norm", None)
+        return limit
+
+    def follow(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], heads: Mapping[int, HeadView]) -> None:
+        """Listen from now on, for these rows; their heads are told too where they lie one after the other."""
+        if not self.available:
+            return
+        self.stop()
+        self._rows = {id(parameter): row for row, parameter in zip(rows, parameters, strict=True)}
+        self._heads = heads
+        views = {p: heads[row] for row, p in zip(rows, parameters, strict=True) if row in heads}
+        slices = {p: len(view.heads) for p, view in views.items() if view.lie_apart(p)}
+        self._handle = self.optimizer.register_vitals_hook(self._told.append, slices)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def begin(self) -> None:
+        """A step is about to be made."""
+        self._told.clear()
+
+    def take(
+        self, buffer: ReadingBuffer, gradients: ReadingBuffer | None, *, full: bool, detail: bool, moments: bool
+    ) -> tuple[set[int], dict[int, tuple[float, float]]]:
+        """Put what the optimizer reported of its step into buffers.
+
+        Args:
+            buffer: Receives what is read after the step.
+            gradients: Receives what was reported of gradients; None if these were read before the step.
+            full: Whether a full reading is due.
+            detail: Whether the costly metrics are due too.
+            moments: Whether the moments are wanted.
+
+        Returns:
+            The rows it was reported of, and the betas of those whose moments were.
+        """
+        rows: set[int] = set()
+        betas: dict[int, tuple[float, float]] = {}
+        wanted: list[tuple[ReadingBuffer, dict[str, str]]] = []
+        if gradients is not None:
+            wanted.append((gradients, OF_GRADIENTS | (IN_DETAIL if detail else {})))
+        if full:
+            wanted.append((buffer, AFTER_STEP | (OF_MOMENTS if moments else {})))
+        if detail and moments:
+            wanted.append((buffer, OF_MOMENTS_IN_DETAIL))
+        for vitals in self._told:
+            places = [i for i, p in enumerate(vitals.parameters) if id(p) in self._rows]
+            mine = [self._rows[id(vitals.parameters[i])] for i in places]
+            whole = len(places) == len(vitals.parameters)
+            rows.update(mine)
+            for into, names in wanted:
+                for reported, name in names.items():
+                    if name not in METRIC_OF or METRIC_OF[name] in self.metrics:
+                        values = vitals.numbers[reported]
+                        into.add(name, values if whole else values[places], mine)
+            if gradients is not None and full:
+                for parameter, norms in vitals.slices.items():
+                    row = self._rows.get(id(parameter))
+                    if row is not None:
+                        gradients.add("heads", norms, self._heads[row].slots)
+            if full and moments:
+                betas |= dict.fromkeys(mine, vitals.betas)
+        self._told.clear()
+        return rows, betas
+
+
+AS_GOOD_AS_ONE = 1 - 1e-6
+"""A ratio of two equal numbers may be rounded to just below 1."""
+
+
+class FactorSums:
+    """Listens to one optimizer during a measured step, if it tells its factors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, on_error: Callable[[Exception], None]) -> None:
+        self.optimizer: Any = optimizer
+        self.on_error = on_error
+        self.available = hasattr(optimizer, "register_factors_hook")
+        self._handle: Any = None
+        self._rows: dict[int, int] = {}
+        self._packet = ReadingBuffer()
+
+    def listen(self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Put what the coming step multiplies gradients by into a buffer."""
+        self._packet, self._rows = buffer, {id(p): row for p, row in zip(parameters, rows, strict=True)}
+        self.stop()
+        self._handle = self.optimizer.register_factors_hook(self._hear)
+
+    def stop(self) -> None:
+        """The step is over."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _hear(self, parameters: Sequence[Tensor], factors: Sequence[Tensor], gamma: float) -> None:
+        try:
+            mine = [(self._rows[id(p)], f) for p, f in zip(parameters, factors, strict=True) if id(p) in self._rows]
+            if mine:
+                self._add([row for row, _ in mine], [factor.detach() for _, factor in mine], gamma)
+        except Exception as error:
+            self.stop()
+            self.on_error(error)
+
+    def _add(self, rows: Sequence[int], factors: Sequence[Tensor], gamma: float) -> None:
+        buffer = self._packet
+        buffer.add_each("factor_sum", torch._foreach_norm(list(factors), 1.0), rows)  # none is negative
+        buffer.add_each("factor_low", [torch.count_nonzero(factor <= gamma) for factor in factors], rows)
+        buffer.add_each("factor_one", [torch.count_nonzero(factor >= AS_GOOD_AS_ONE) for factor in factors], rows)

@@ -1,0 +1,215 @@
+"""What a loop tells of its step: losses, the samples behind them, and which of these batches it then gave up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradvitals.collect.reductions import norm_of_all
+from gradvitals.collect.transfer import Known, ReadingBuffer
+from gradvitals.distributed.shards import local, placements
+from gradvitals.errors import NoStepError, ObserveError
+from gradvitals.worker.record import StepRecord
+
+
+def check_observed(loss: Any, batch_size: Any) -> None:
+    """Raise an `ObserveError` that says what `observe` was given instead of numbers, and what to do."""
+    if not (loss is None or isinstance(loss, (Tensor, Real)) or hasattr(loss, "__float__")):
+        inside = " as out.loss, if that is what it holds" if hasattr(loss, "loss") else ""
+        raise ObserveError(
+            f"observe got a {type(loss).__name__} as loss; expected a tensor or a number: pass the loss itself{inside}"
+        )
+    if isinstance(loss, Tensor) and not loss.numel():
+        raise ObserveError("observe got a tensor without elements as loss; expected one number or the mean of several")
+    spread = placements(loss) if isinstance(loss, Tensor) else ()
+    if any(type(placement).__name__ != "Replicate" for placement in spread):
+        raise ObserveError(
+            f"observe got a DTensor as loss that lies on the ranks as {spread}; expected one that all of them know: "
+            "pass loss.full_tensor()"
+        )
+    if batch_size is not None and not (isinstance(batch_size, Real) and float(batch_size) > 0):
+        given = repr(batch_size) if isinstance(batch_size, Real) else f"a {type(batch_size).__name__}"
+        raise ObserveError(
+            f"observe got {given} as batch_size; expected the number of samples behind the loss: pass len(inputs)"
+        )
+
+
+def _number(loss: float) -> float:
+    try:
+        return float(loss)
+    except (TypeError, ValueError) as error:
+        kind = type(loss).__name__
+        raise ObserveError(f"observe got a {kind} as loss that is not one number ({error}): pass its mean") from None
+
+
+MOST_WITHOUT_A_PASS = 100
+"""Losses that may be told before the first backward pass of a step: a loop that tells more goes on without one."""
+
+NO_STEP_FOR = 50
+"""Batches in a row that were given up, after which it is told that no step is made any more."""
+
+NO_STEP_AT_THE_END = 5
+"""The same when the run is over."""
+
+
+@dataclass(slots=True, eq=False)  # to compare losses would wait for the device
+class Observation:
+    """One call of `observe`."""
+
+    loss: Tensor | float | None
+    size: float | None
+    """Samples behind it."""
+    passes: int
+    """Backward passes of the step that had come before it."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the loss is known not to be finite; one that is on a device is not known yet."""
+        return isinstance(self.loss, float) and not math.isfinite(self.loss)
+
+
+@dataclass
+class Observed:
+    """Everything that was told of one step."""
+
+    told: list[Observation] = field(default_factory=list)
+    adds_up: bool = False
+    """Whether the step's loss is the sum of those told, and not their mean."""
+    passes: int = 0
+    """Backward passes that the step was made of."""
+    given_up: int = 0
+    """Batches whose gradients were thrown away before this step."""
+    lost: Tensor | float | None = None
+    """The loss of the last of them that was told; not finite where one of them was not."""
+    lost_norm: Tensor | float | None = None
+    """The same for the norm of its gradient, where that was read."""
+    _told_no_step: bool = False
+
+    @property
+    def losses(self) -> list[Tensor | float]:
+        """The losses of batches that are in the step."""
+        return [each.loss for each in self.told if each.loss is not None]
+
+    @property
+    def without_a_step(self) -> int:
+        """Batches that are known to have been given up since the last step."""
+        return self.given_up + sum(each.passes == 0 and each.is_broken for each in self.told)
+
+    @property
+    def batch_size(self) -> float | None:
+        """Samples of all of them together, of those who told."""
+        sizes = [each.size for each in self.told if each.size is not None]
+        return float(sum(sizes)) if sizes else None
+
+    def note(self, loss: Tensor | float | None, batch_size: float | None, passes: int) -> None:
+        """The loop told a loss, and the samples behind it, after so many backward passes.
+
+        Raises:
+            ObserveError: If these are not numbers; nothing of them is kept.
+            NoStepError: If many batches have come since the last step, and were all given up.
+        """
+        plain = type(loss) is Tensor and batch_size is None and loss.is_cpu and loss.dim() == 0
+        if not plain:
+            check_observed(loss, batch_size)
+        if not isinstance(loss, Tensor) and loss is not None:
+            loss = _number(loss)
+        if isinstance(loss, Tensor):
+            loss = local(loss)
+            # On the host there is nothing to wait for.
+            at_hand = type(loss) is Tensor and loss.is_cpu and loss.is_floating_point()
+            at_hand = at_hand and not torch.compiler.is_compiling()
+            if loss.dim():
+                loss = loss.detach().float().mean()
+            loss = loss.item() if at_hand else loss.detach().clone()
+        if self.adds_up and self.told and loss is not None:
+            first = self.told.pop()
+            loss = loss if first.loss is None else first.loss + _beside(first.loss, loss)
+        self.told.append(Observation(loss, batch_size, passes))
+        if len(self.told) > MOST_WITHOUT_A_PASS and passes == 0:
+            first = self.told.pop(0)
+            self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all
+        if passes == 0 or self.given_up:  # else all that was told is of batches in the step
+            self._check(NO_STEP_FOR)
+
+    def give_up(self, passes: float, counts: bool) -> int:
+        """The gradients of so many backward passes were thrown away, as is now seen by the next one.
+
+        Args:
+            passes: How many; what was told of them is no part of the step.
+            counts: Whether this was a batch given up, as far as can be known.
+
+        Returns:
+            How many observations are left.
+        """
+        # Who tells a loss before its backward pass has told that of the next batch already.
+        before = bool(self.told) and self.told[0].passes == 0
+        told, self.told = self.told, []
+        self.given_up += counts
+        for each in told:
+            if before and each.passes >= passes:
+                self.told.append(Observation(each.loss, each.size, 0))
+            elif counts:
+                self._lose(each, batches=0)
+        return len(self.told)
+
+    def lose_norms(self, known: Known) -> None:
+        """The same for what is known of the norms of these gradients."""
+        norm = norm_of_all(known)
+        if norm is not None:
+            self.lost_norm = _with(norm.item() if norm.is_cpu else norm, self.lost_norm)
+
+    def _check(self, most: int) -> None:
+        if self._told_no_step or self.without_a_step < most:
+            return
+        # Gradients may be thrown away for other reasons than to skip a batch: to see what an input does, for one.
+        if self.is_broken or any(each.is_broken for each in self.told):
+            self._told_no_step = True
+            raise NoStepError(self.without_a_step)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the loss of a batch that was given up, or its gradient, is known not to be finite."""
+        known = (number for number in (self.lost, self.lost_norm) if isinstance(number, float))
+        return not all(map(math.isfinite, known))
+
+    def check_end(self) -> None:
+        """The run is over; raise a `NoStepError` where it had stopped to make steps before, unless that was told."""
+        self.lost = None if self.lost is None else float(self.lost)  # nothing is left that waiting could slow down
+        self.lost_norm = None if self.lost_norm is None else float(self.lost_norm)
+        self._check(NO_STEP_AT_THE_END)
+
+    def _lose(self, one: Observation, batches: int = 1) -> None:
+        """What was told here is of a batch that is in no step."""
+        self.given_up += batches
+        if one.loss is not None:
+            self.lost = _with(one.loss, self.lost)
+
+    def write(self, record: StepRecord, buffer: ReadingBuffer) -> None:
+        """Put everything into the record of the step; numbers that are on a device go into the buffer."""
+        for index, each in enumerate(self.told):
+            loss = each.loss
+            if isinstance(loss, Tensor):
+                buffer.add(f"loss{index}", loss)
+                loss = None
+            record.losses.append((loss, each.size))
+        record.passes, record.given_up = self.passes, self.given_up
+        for name in ("lost", "lost_norm"):
+            number = getattr(self, name)
+            if isinstance(number, Tensor):
+                buffer.add(name, number)
+            elif number is not None:
+                setattr(record, name, number)
+
+
+def _with(last: Tensor | float, before: Tensor | float | None) -> Tensor | float:
+    """The last number there was, but not finite where one of those before it was not."""
+    return last if before is None else last + 0 * _beside(last, before)
+
+
+def _beside(first: Tensor | float, loss: Tensor | float) -> Tensor | float:
+    return loss.to(first.device) if isinstance(first, Tensor) and isinstance(loss, Tensor) else loss

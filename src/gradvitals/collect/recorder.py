@@ -1,0 +1,1179 @@
+"""StepRecorder: follows the training loop through a step and reads its gradients at the right moment.
+
+Gradients are read once per step, at the first of these moments at which they are complete: inside `clip_grad_norm_`
+(the norms are free there), at `Monitor.observe`, at `GradScaler.step`, or at the optimizer's step. What needs the state
+after the step (moments, weights, updates) is read in the optimizer's post-hook. Nothing here looks at a number that is
+on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.collect import hooks, reductions
+from gradvitals.collect.backward import AlternatingOptimizers, BackwardCounter
+from gradvitals.collect.microbatch import MicrobatchSums, add_heads
+from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
+from gradvitals.collect.observed import Observed
+from gradvitals.collect.parameters import HeadView, ParameterTable
+from gradvitals.collect.reductions import LARGEST, NONFINITE, NONZERO, NORM, FusedReducer
+from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
+from gradvitals.collect.transfer import Known, ReadingBuffer, Transfer
+from gradvitals.collect.updates import Changes, UpdateNorms
+from gradvitals.config import Config
+from gradvitals.distributed.audit import Audit
+from gradvitals.distributed.fsdp import Place, parts_of, sharded_units, why_no_parts
+from gradvitals.distributed.shards import local
+from gradvitals.distributed.topology import Topology
+from gradvitals.errors import ClippedTwiceError, LoopError
+from gradvitals.worker.record import Context, OptimizerStep, Part, StepRecord
+
+EXACT = (torch.float32, torch.float64)
+"""Norms of half-precision gradients come rounded to half precision: not good enough to keep."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What an optimizer is about to step with, still on the device. For a Guard."""
+
+    norms: list[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
+    """Norms of its gradients, one per tensor, before any clipping: rows, and a vector or a list of single numbers."""
+    parameters: Sequence[nn.Parameter]
+    """The parameter of every row."""
+    scale: Tensor | None
+    """The loss scale that the norms still carry; None for none."""
+    losses: list[Tensor | float]
+    """What the loop observed in this step."""
+    clipped: bool
+    """Whether the loop clipped the gradients since."""
+    max_norm: float | None
+    """What it clipped their norm to, if known."""
+    by_hand: bool = False
+    """Whether it did so without torch's functions, so that the gradients may be anything by now."""
+
+
+class SafeCall:
+    """Runs parts of the recording by name. An error ends that part, and never reaches the training loop.
+
+    Args:
+        on_error: Called with the name of a part and its error; that part is not run again.
+        on_gpu: Whether tensors may be on a GPU.
+    """
+
+    def __init__(self, on_error: Callable[[str, Exception], None], *, on_gpu: bool) -> None:
+        self.timer = CostTimer()
+        self._on_error = on_error
+        self._on_gpu = on_gpu
+        self._broken: set[str] = set()
+        self._reported: set[str] = set()
+        self._ended = False
+
+    def __call__(self, part: str, work: Callable[..., Any], *args: Any) -> Any:
+        """Run one part, unless it failed before. Returns what it returns, None after an error."""
+        if self._ended or part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            return None  # a CUDA graph must not capture anything of ours
+        timer = self.timer
+        timer.__enter__()
+        try:
+            return work(*args)
+        except Exception as error:
+            self.fail(part, error)
+            return None
+        finally:
+            timer.__exit__()
+
+    def end(self) -> None:
+        """Run nothing any more."""
+        self._ended = True
+
+    def fail(self, part: str, error: Exception) -> None:
+        """Report the error of a part. One in what the loop passed concerns that call alone, and is reported once."""
+        if not isinstance(error, LoopError):
+            self._broken.add(part)
+        elif str(error) in self._reported:
+            return
+        else:
+            self._reported.add(str(error))
+        self._on_error(part, error)
+
+
+@dataclass
+class Draft:
+    """The step in progress."""
+
+    record: StepRecord
+    due: Due
+    buffer: ReadingBuffer = field(default_factory=ReadingBuffer)
+    observed: Observed = field(default_factory=Observed)
+    paid_norm: bool = False
+    """Whether norms were read that the loop did not compute itself."""
+
+
+class OptimizerState:
+    """One optimizer: its rows, what is read of them, and where it is in the current step."""
+
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config, *, reduced: bool) -> None:
+        self.index = index
+        self.optimizer = optimizer
+        self.config = config
+        self.backward = BackwardCounter(self._discarded)
+        self.updates = UpdateNorms()
+        self.changes = Changes()
+        self.vitals = VitalSums(optimizer, config.metrics)
+        self.fused = FusedReducer()
+        self.moments: MomentSums | None = None
+        if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
+            self.moments = MomentSums(optimizer)
+        self.micro: MicrobatchSums | None = None
+        self.factors: FactorSums | None = None
+        self.on_discarded: Callable[[OptimizerState, int, bool], None] = lambda state, passes, surely: None
+        self._reduced = reduced
+        self.rows: list[int] = []
+        self.parameters: list[nn.Parameter] = []
+        self.row_set: set[int] = set()
+        self.held: list[int] = []
+        """Rows of which this rank holds something."""
+        self._dense: list[nn.Parameter] | None = None
+        """The parameters of the held rows if one multi-tensor call can read all of their gradients."""
+        self._one_device = True
+        self._members: list[int] = []
+        self.betas: dict[int, tuple[float, float]] = {}
+        self.fractions: dict[int, float] = {}
+        self.scaler: torch.amp.GradScaler | None = None
+        self.expects_clip = False
+        self.clips_by_hand = False
+        self.in_scaler_step = False
+        self.settled = False
+        """Whether a whole step has shown which parameter backward reaches first."""
+        self._reported_twice = False
+        self._on_error: Callable[[str, Exception], None] = lambda part, error: None
+        self.start_step()
+
+    def start_step(self) -> OptimizerStep:
+        """Start a new step."""
+        self.step = OptimizerStep()
+        self.reading: ReadingBuffer | None = None
+        self.read_at = -1
+        self.clipped = self.stepped = self.windowed = self.arrived = False
+        self.loops_limit: float | None = None
+        """What the loop clipped these gradients to."""
+        self.defers = False
+        """Whether the reading is left to the optimizer, which sees the gradients in its step anyway."""
+        return self.step
+
+    def assign(
+        self, rows: list[int], table: ParameterTable, timer: CostTimer, on_error: Callable[[str, Exception], None]
+    ) -> None:
+        """Take charge of these rows."""
+        self._on_error = on_error
+        self._members = self._current_members()
+        parameters = [table.parameters[row] for row in rows]
+        if rows == self.rows and all(map(is_, parameters, self.parameters)):
+            return
+        self.rows, self.parameters = rows, parameters
+        self.row_set = set(rows)
+        self.held = [row for row in rows if table.tensor(row).numel()]  # a shard may be empty
+        held = [table.parameters[row] for row in self.held]
+        kinds = {(type(local(p)), p.device, p.dtype) for p in held}
+        self._one_device = len({p.device for p in parameters}) <= 1
+        self._dense = held if len(kinds) == 1 and not table.is_spread and not table.has_sparse else None
+        dense = [row for row in self.held if row not in table.looked_up]
+        self.changes.follow(dense, [table.parameters[row] for row in dense], [table.weight(row) for row in dense])
+        self._assign_microbatches(table, timer)
+        self.vitals.follow(self.held, held, table.heads)
+        if self.factors is None and "vrgd/mean" in self.config.metrics:
+            self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
+        self.follow_first(table)
+
+    def _assign_microbatches(self, table: ParameterTable, timer: CostTimer) -> None:
+        if self.micro is not None:
+            self.micro.disarm()
+            self.micro = None
+        source = "ranks" if self._reduced else "microbatch"
+        if "gsnr" in self.config.metrics and source in self.config.sources:
+            self.micro, _ = parts_of(
+                table.model,
+                table.parameters,
+                table.heads,
+                rows=self.rows,
+                arrivals=table.arrivals,
+                timer=timer,
+                on_error=partial(self._on_error, "microbatch"),
+                reduced=self._reduced,
+            )
+
+    def follow_first(self, table: ParameterTable) -> None:
+        """Count backward passes at the parameter that backward reaches first, or is likely to."""
+        reached = [table.parameters[row] for row in table.arrivals if row in self.row_set]
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for parameter in (*reached[:1], *trainable[-1:]):
+            self.backward.follow(parameter)
+            return
+
+    def _discarded(self, passes: int, surely: bool) -> None:
+        if self.micro is not None and self.micro.armed:
+            self.micro.restart()
+        if surely:  # what was clipped is gone
+            self.clipped = self.step.clipped = False
+        self.on_discarded(self, passes, surely)
+
+    def _current_members(self) -> list[int]:
+        return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def has_changed(self) -> bool:
+        """Whether the optimizer has other parameters than when its rows were assigned."""
+        return self._current_members() != self._members
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its gradients are still to be read: not for this step yet, or it steps once more."""
+        return self.stepped or not self.arrived
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has gradients of the current step to read."""
+        return not self.stepped and self.backward.backwards > 0
+
+    def is_stale(self, observes: int) -> bool:
+        """Whether a reading must be taken (again): none yet, or another backward has run since."""
+        if self.reading is None or self.defers:
+            return True
+        if self.clipped:
+            return False
+        if not self.settled:  # a backward may have missed the counter
+            return not self.backward.altered()
+        return self.read_at != self.backward.backwards or (self.backward.backwards == 0 and observes > 1)
+
+    def note_scale(self, assumed: torch.amp.GradScaler | None) -> None:
+        """Put the loss scale in force into the reading; note whether gradients still carry it."""
+        scaler = self.scaler or assumed
+        if scaler is None or scaler._scale is None:
+            self.step.stage = "clipped" if self.clipped or self.backward.altered() else "raw"
+            return
+        self.step.scaled = self.still_scaled(scaler)
+        self.step.stage = "clipped" if self.clipped else "unscaled"
+        assert self.reading is not None
+        # The scaler changes its scale in place, and may do so before the buffer leaves.
+        self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
+
+    def still_scaled(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether the scaler has not divided this optimizer's gradients by its scale yet."""
+        state = scaler._per_optimizer_states[id(self.optimizer)]
+        return bool(state["stage"].name == "READY")
+
+    def forget_reading(self, passes: int) -> Known:
+        """Drop the reading of discarded gradients. Returns their norms, if read after so many passes and unscaled."""
+        reading, self.reading = self.reading or ReadingBuffer(), None
+        whole = not self.defers and self.read_at == passes and not reading.named(f"scale{self.index}")
+        return reading.named("norm") if whole else []
+
+    def inputs(self, draft: Draft, table: ParameterTable) -> StepInputs | None:
+        """What it is about to step with; None if its gradients were not read."""
+        if self.reading is None:
+            return None
+        scales = self.reading.named(f"scale{self.index}") if self.step.scaled and not self.step.ignore_scale else []
+        return StepInputs(
+            norms=self.reading.named("norm"),
+            parameters=table.parameters,
+            scale=scales[0][1][0] if scales else None,
+            losses=draft.observed.losses,
+            clipped=self.clipped or self.clips_by_hand,
+            by_hand=self.clips_by_hand,
+            max_norm=draft.record.max_norm if self.clipped else None,
+        )
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def read_gradients(
+        self,
+        table: ParameterTable,
+        norms: dict[int, Tensor],
+        joined: Tensor | None,
+        due: Due,
+        safe: SafeCall,
+        *,
+        count_nonfinite: bool,
+        may_defer: bool,
+    ) -> bool:
+        """Read the gradients as they are now.
+
+        Args:
+            table: All parameters.
+            norms: Norms already known by row, from clipping; they are not computed again.
+            joined: The same, in that order, in one tensor.
+            due: What is due at this step.
+            safe: Runs each part.
+            count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
+            may_defer: Whether the numbers may come as late as after the step, from an optimizer that reports them.
+
+        Returns:
+            Whether norms were computed that the loop did not compute itself.
+        """
+        self.defers = may_defer and not norms and not self.clips_by_hand and self.vitals.expected
+        self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
+        self.backward.note_read()
+        buffer = self.reading
+        reused = len(norms)
+        if joined is not None and reused == len(joined) == len(self.held) and not table.aside:
+            buffer.add("norm", joined, list(norms) if not isinstance(norms, _Ordered) else norms.rows)
+        elif norms:
+            rows = [row for row in self.held if row in norms and row not in table.aside]
+            reused = len(rows)
+            if self._one_device:
+                buffer.add_each("norm", [norms[row] for row in rows], rows)
+            else:
+                for some, group in reductions.by_device_and_dtype(rows, [norms[row] for row in rows]):
+                    buffer.add_each("norm", group, some)
+        if not due.full and not count_nonfinite:
+            if reused == len(self.held) or not (due.norm or norms):
+                return False
+            if self._dense is not None and not norms and not self.defers and self._read_dense(buffer):
+                return True
+        rows = [row for row in self.held if row not in table.aside]
+        if self.defers:
+            stepped = set(self._members)
+            rows = [row for row in rows if id(table.parameters[row]) not in stepped]
+        self.read_rows(rows, table, norms, due, safe, count_nonfinite=count_nonfinite)
+        return reused < len(self.held) and not self.defers
+
+    def _read_dense(self, buffer: ReadingBuffer) -> bool:
+        """Read all norms in one multi-tensor call, if every parameter has a plain gradient."""
+        assert self._dense is not None
+        grads = [parameter.grad for parameter in self._dense]
+        if any(grad is None for grad in grads):
+            return False
+        buffer.add_each("norm", reductions.norms(cast(list[Tensor], grads)), self.held)
+        return True
+
+    def read_rows(
+        self,
+        wanted: Sequence[int],
+        table: ParameterTable,
+        norms: Mapping[int, Tensor],
+        due: Due,
+        safe: SafeCall,
+        *,
+        count_nonfinite: bool,
+    ) -> None:
+        """Read some rows of a reading that has begun."""
+        buffer, wants = self.reading, self.config.metrics
+        found = [(row, grad) for row in wanted if (grad := table.gradient(row)) is not None]
+        if not found or buffer is None:
+            return
+        every = [row for row, _ in found]
+        heads = table.heads if due.full and self.micro is not None and self.micro.armed else {}
+        asked = {LARGEST: "max"} if due.detail and "grad/max" in wants else {}
+        asked |= {NONZERO: "nonzero"} if due.detail and "grad/zero_fraction" in wants else {}
+        asked |= {NONFINITE: "nonfinite"} if count_nonfinite and "grad/nonfinite" in wants else {}
+        left = safe("kernels", self._read_fused, asked, found, norms, heads)
+        found = found if left is None else left
+        if due.detail and "radial_gsnr" in wants:
+            safe("radial_gsnr", self.add_norms, buffer, "weight_before", every, table)
+        rows, grads = [row for row, _ in found], [grad for _, grad in found]
+        if not rows:
+            return
+        own = [(row, grad) for row, grad in found if row not in norms]
+        if own:
+            safe("norm", reductions.add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
+        if heads:
+            safe("heads", add_heads, buffer, "heads", table.heads, rows, grads)
+        if LARGEST in asked:
+            safe("grad/max", reductions.add_largest, buffer, "max", rows, grads)
+        if NONZERO in asked:
+            safe("grad/zero_fraction", reductions.add_nonzero_counts, buffer, "nonzero", rows, grads)
+        if NONFINITE in asked:
+            safe("grad/nonfinite", reductions.add_nonfinite_counts, buffer, "nonfinite", rows, grads)
+
+    def _read_fused(
+        self,
+        asked: dict[int, str],
+        found: list[tuple[int, Tensor]],
+        norms: Mapping[int, Tensor],
+        heads: Mapping[int, HeadView],
+    ) -> list[tuple[int, Tensor]]:
+        """Read everything at once with kernels, if there are any; returns what is left to torch."""
+        buffer = self.reading
+        assert buffer is not None
+        left = []
+        for known in (False, True):  # the norms of some may be known, from clipping
+            some = [(row, grad) for row, grad in found if (row in norms) == known]
+            names = asked if known else {NORM: "norm"} | asked
+            if not names:
+                some = [(row, grad) for row, grad in some if row in heads]
+            rows, grads = [row for row, _ in some], [grad for _, grad in some]
+            unread = self.fused.read(buffer, names, rows, grads, heads=heads, name_of_heads="heads")
+            left += [some[p] for p in unread]
+        return left
+
+    def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int], table: ParameterTable) -> None:
+        """Add the norms of weights."""
+        weights = [table.tensor(row) for row in rows]
+        left = self.fused.read(buffer, {NORM: name}, rows, weights)
+        if left:
+            reductions.add_norms(buffer, name, [rows[p] for p in left], [weights[p] for p in left])
+
+    def push_windows(
+        self, table: ParameterTable, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None
+    ) -> dict[int, int | None]:
+        """Add this step's gradients to the sliding windows.
+
+        Returns:
+            For each row that went into a window: the steps in a block if the window is complete, or None.
+        """
+        self.windowed = True
+        scaler = self.scaler or assumed
+        scale = scaler._scale if scaler is not None and self.still_scaled(scaler) else None
+        pushed: dict[int, int | None] = {}
+        for row, window in table.windows.items():
+            grad = table.gradient(row) if row in self.row_set else None
+            if grad is not None:
+                pushed[row] = window.push(grad, scale, buffer)
+        return pushed
+
+    def spoil_windows(self, table: ParameterTable) -> None:
+        """What went into the windows was not the whole gradient of the step."""
+        for row, window in table.windows.items():
+            if row in self.row_set:
+                window.spoil()
+
+    # -- around the optimizer's step ----------------------------------------------------------------------------
+
+    def before_update(self, draft: Draft, table: ParameterTable) -> None:
+        """Remember what the optimizer's step is about to change."""
+        due = draft.due
+        if due.full and self.factors is not None and self.factors.available:
+            self.factors.listen(draft.buffer, self.rows, self.parameters)
+        if self.vitals.available:
+            self.vitals.begin()
+            if self.vitals.max_norm is not None:  # what the moments get is clipped
+                draft.record.max_norm, self.step.clipped = self._lower_limit(self.vitals.max_norm), True
+        if due.change and "update/norm" in self.config.metrics:
+            self.changes.before_step()
+            if due.full and not self.vitals.expected:
+                self.updates.before(self.held, [table.tensor(row) for row in self.held])
+
+    def _lower_limit(self, own: float) -> float:
+        """The norm that gradients end up with at most: the loop may have clipped them before the optimizer does."""
+        loops = self.loops_limit
+        if loops is None or not 0 < loops < math.inf:
+            return own
+        if not self._reported_twice:
+            self._reported_twice = True
+            self._on_error("clip", ClippedTwiceError(loops, own))
+        return min(loops, own)
+
+    def after_update(self, draft: Draft, table: ParameterTable, safe: SafeCall) -> None:
+        """Read what there is to read right after the optimizer's step."""
+        due, wants = draft.due, self.config.metrics
+        if self.factors is not None:
+            safe("vrgd/mean", self.factors.stop)
+        if "update/norm" in wants:
+            if due.change:
+                safe("changes", self.changes.add, draft.buffer)
+            else:
+                self.changes.forget()
+        reported: set[int] = set()
+        if self.vitals.available:
+            reported = safe("vitals", self._take_vitals, draft, table) or set()
+        if not due.full:
+            return
+        if reported:
+            safe("weights", self._read_other_weights, draft, table, reported)
+            if self.moments is not None and due.detail and "gsnr/median" in wants:
+                safe("medians", self._read_medians, draft, reported)
+            return
+        if self.moments is not None:
+            safe("moments", self._read_moments, draft)
+        safe("update", self._read_weights, draft, table)
+
+    def _take_vitals(self, draft: Draft, table: ParameterTable) -> set[int]:
+        gradients = self.reading if self.defers else None
+        due = draft.due
+        rows, betas = self.vitals.take(
+            draft.buffer, gradients, full=due.full, detail=due.detail, moments=self.moments is not None
+        )
+        if due.full and rows:
+            self.betas, self.fractions = {**self.betas, **betas}, {}
+        missing = [row for row in self.held if row not in rows] if self.defers and not rows else []
+        found = [(row, grad) for row in missing if (grad := table.gradient(row)) is not None]
+        if found and self.reading is not None:  # the step was made by other means than the one before
+            reductions.add_norms(self.reading, "norm", [row for row, _ in found], [grad for _, grad in found])
+        return rows
+
+    def _read_other_weights(self, draft: Draft, table: ParameterTable, reported: set[int]) -> None:
+        others = [row for row in self.held if row not in reported]
+        if others and {"weight/norm", "update/norm"} & set(self.config.metrics):
+            self.add_norms(draft.buffer, "weight", others, table)
+
+    def _read_moments(self, draft: Draft) -> None:
+        assert self.moments is not None
+        held = set(self.held)
+        parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in held]
+        detail, wants = draft.due.detail, self.config.metrics
+        self.betas = self.moments.add(
+            draft.buffer,
+            self.held,
+            parameters,
+            below_one=detail and "gsnr/below_one_fraction" in wants,
+            median=detail and "gsnr/median" in wants,
+        )
+
+    def _read_medians(self, draft: Draft, reported: set[int]) -> None:
+        assert self.moments is not None
+        of = dict(zip(self.rows, self.parameters, strict=True))
+        rows = [row for row in self.held if row in reported]
+        self.moments.add_medians(draft.buffer, rows, [of[row] for row in rows])
+
+    @torch.no_grad()
+    def _read_weights(self, draft: Draft, table: ParameterTable) -> None:
+        wants, weights = self.config.metrics, [table.tensor(row) for row in self.held]
+        if weights and {"weight/norm", "update/norm"} & set(wants):
+            self.add_norms(draft.buffer, "weight", self.held, table)
+        if "update/norm" in wants:
+            self.fractions = self.updates.after(draft.buffer, weights)
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self.backward.unhook()
+        self.vitals.stop()
+        if self.micro is not None:
+            self.micro.disarm()
+        if self.factors is not None:
+            self.factors.stop()
+
+
+class _Ordered(dict[int, Tensor]):
+    """Norms by row, in an order that stays the same from step to step."""
+
+    def __init__(self, rows: list[int], norms: Sequence[Tensor]) -> None:
+        super().__init__(zip(rows, norms, strict=True))
+        self.rows = rows
+
+
+class StepRecorder:
+    """Reads the gradients of a run at the right moment and hands on a record of every step.
+
+    Hooks of torch call it: the clip and GradScaler (`hooks`), the optimizer before and after its step, and backward at
+    one parameter, or at all of them if the step is due for a full reading. Any thread may clip, of any model; backward
+    changes `.grad` without Python's lock, so only the thread that trains may look at gradients.
+
+    Args:
+        table: The parameters to watch.
+        optimizers: The optimizers that step them. A step ends when each has stepped, or one steps again.
+        config: What to read and how often.
+        deliver: Called on the training thread with the record of a step and its numbers, once they are on the host.
+        on_error: Called with the name of a part and its error; that part stops, training does not.
+        batch_size: Samples per optimizer step, if it is the same at every step.
+        topology: The ranks that train the model; None for a single process.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Config,
+        *,
+        deliver: Callable[[StepRecord, list[Part]], None],
+        on_error: Callable[[str, Exception], None],
+        batch_size: float | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        self.config, self.on_error, self.batch_size = config, on_error, batch_size
+        on_gpu = any(parameter.is_cuda for parameter in table.parameters)
+        on_host = all(parameter.device.type == "cpu" for parameter in table.parameters)
+        alone = topology is None and len(optimizers) == 1
+        adapts = alone and (on_host or config.overhead_budget is not None)
+        self.schedule = ReadSchedule(config, audits=topology is not None, adapts=adapts)
+        self.on_schedule_change: Callable[[], None] = lambda: None
+        self.autocast: str | None = None
+        """The dtype that autocast computes in, if it was seen to."""
+        self.count_nonfinite = False
+        """Set once a norm was not finite: how much of it is worth a pass only then."""
+        self.guarded = False
+        """Whether a Guard decides, so that gradients are read as they are when the optimizer steps."""
+        self.on_scaler_skip: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_groups_end: Callable[[], None] | None = None
+        self.table = table
+        self.safe = SafeCall(self._failed, on_gpu=on_gpu)
+        self._audit = Audit(table.model) if topology is not None and config.audit_every is not None else None
+        self._order_known = False
+        self.assumed_scaler: torch.amp.GradScaler | None = None
+        self.observes = 0
+        self.observes_expected = math.inf  # how often the loop observes in a step is known after the first
+        self.muted = False
+        self.thread: int | None = None
+        """The thread that last observed, clipped or stepped: until it is known, norms are left to `on_clip`."""
+        self._clip_order: list[int] = []
+        self._first_gradient: _FirstLayerGradient | None = None
+        self._may_grow = topology is None  # ranks have agreed on what they hold
+        self._last_end = time.perf_counter()
+        self._context = Context()
+        self.context_changed = True
+        self.transfer = Transfer(deliver)
+        several = topology is not None and topology.num_sources > 1
+        self.optimizers = [OptimizerState(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
+        self._assign_rows()
+        self._handles: list[Any] = []
+        for state in self.optimizers:
+            state.on_discarded = self._on_discarded
+            self._handles += self._hook_steps(state)
+        self.start(0)
+        if topology is not None:
+            self._first_gradient = _FirstLayerGradient(table, lambda: self.draft.buffer)
+        self._alternating = AlternatingOptimizers(optimizers)
+        hooks.attach(self)
+
+    def _assign_rows(self) -> None:
+        for state, rows in zip(self.optimizers, self.table.by_optimizer(), strict=True):
+            state.assign(rows, self.table, self.safe.timer, self.safe.fail)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def start(self, step: int) -> None:
+        """Start with the step of this number."""
+        self.step = self.first = step
+        for state in self.optimizers:
+            self._arm(state, step)
+        self.draft = self._new_draft()
+
+    def _arm(self, state: OptimizerState, step: int) -> None:
+        """Collect the gradients of micro-batches from here on if the step to come is due."""
+        due = self.schedule.due(step)
+        if state.micro is not None:
+            if due.full:
+                self.safe("microbatch", self._arm_micro, state, due)
+            elif state.micro.is_hooked:
+                self.safe("microbatch", state.micro.disarm)
+        if self._audit is not None and due.audit and state is self.optimizers[0]:
+            self.safe("audit", self._audit.arm)
+
+    def _arm_micro(self, state: OptimizerState, due: Due) -> None:
+        assert state.micro is not None
+        state.micro.arm(radial=due.detail and "radial_gsnr" in self.config.metrics)
+
+    def _new_draft(self) -> Draft:
+        self.observes = 0
+        due = self.schedule.due(self.step)
+        record = StepRecord(
+            step=self.step,
+            full=due.full,
+            detail=due.detail,
+            audit=due.audit,
+            optimizers=[state.start_step() for state in self.optimizers],
+        )
+        return Draft(record, due)
+
+    def finish(self) -> None:
+        """Hand the step on and start the next."""
+        draft, record = self.draft, self.draft.record
+        for state in self.optimizers:
+            state.expects_clip, state.settled = state.clipped, True
+            if state.reading is not None:
+                draft.buffer.extend(state.reading)
+        self.observes_expected = max(1, self.observes)
+        if self.table.arrivals and not self._order_known:
+            self._learn_order()
+        record.time = time.time()
+        record.batch_size = draft.observed.batch_size or self.batch_size
+        record.alternating = self._alternating.is_game
+        draft.observed.write(record, draft.buffer)
+        now = time.perf_counter()
+        record.wall_seconds, self._last_end = now - self._last_end, now
+        if record.full:
+            self._note_context()
+        self.step += 1
+        self.draft = self._new_draft()
+        self.transfer.add(record, draft.buffer)
+        cost = self.safe.timer.take()
+        if self.schedule.account(
+            full=record.full, wall_seconds=record.wall_seconds, cost_seconds=cost, paid_norm=draft.paid_norm
+        ):
+            self.on_schedule_change()
+
+    def _learn_order(self) -> None:
+        self._order_known = True
+        self.table.learn_order()
+        if self._first_gradient is not None:
+            self._first_gradient.follow(self.table)
+        for state in self.optimizers:
+            state.follow_first(self.table)
+
+    def _note_context(self) -> None:
+        """Describe anew what the numbers stand for, if that changed."""
+        betas: dict[int, tuple[float, float]] = {}
+        fractions: dict[int, float] = {}
+        sampled: dict[int, tuple[int, int]] = {}
+        for state in self.optimizers:
+            betas |= state.betas
+            fractions |= state.fractions
+            sampled |= state.changes.lengths
+        context = Context(
+            layout=self.table.layout,
+            slots=self.table.slots,
+            optimizer_rows=[state.rows for state in self.optimizers],
+            betas=betas,
+            fractions=fractions,
+            sampled=sampled,
+            weights=self.table.change_weights,
+            autocast=self.autocast,
+        )
+        if context != self._context:
+            self._context, self.context_changed = context, True
+
+    def take_context(self) -> Context | None:
+        """What the numbers stand for from here on, if that changed since the last call."""
+        if not self.context_changed:
+            return None
+        self.context_changed = False
+        return self._context
+
+    def flush(self) -> None:
+        """Send all finished steps to the host."""
+        self.safe("step", self.transfer.send)
+
+    def poll(self) -> None:
+        """Hand on the steps that have arrived on the host."""
+        self.safe("step", self.transfer.poll)
+
+    def read_every_step(self) -> None:
+        """From now on read every step and send it by itself: someone acts on what is read."""
+        self.schedule.every_step = self.transfer.each_step = True
+
+    def _on_discarded(self, state: OptimizerState, passes: int, surely: bool) -> None:
+        if not self.muted:  # no error may leave: this is in the loop's backward
+            self.safe("observe", self._forget, state, passes, surely)
+
+    def _forget(self, state: OptimizerState, passes: int, surely: bool) -> None:
+        alone = len(self.optimizers) == 1  # else each of them reports it
+        norms = state.forget_reading(passes)
+        if not any(one.stepped for one in self.optimizers):
+            self.observes = self.draft.observed.give_up(passes if alone else math.inf, surely and alone)
+            self.safe("norms given up", self.draft.observed.lose_norms, norms if surely and alone else [])
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, state: OptimizerState, norms: dict[int, Tensor] | None = None, joined: Tensor | None = None
+    ) -> None:
+        """Read an optimizer's gradients as they are now, with norms that are known already."""
+        table, due = self.table, self.draft.due
+        if due.full:
+            if state.has_changed() and self._may_grow:
+                table.refresh()
+                self._assign_rows()
+            table.note_frozen()
+        table.lay_out(state.rows)
+        if state.windowed:
+            state.spoil_windows(table)
+        with torch.no_grad():
+            self.draft.paid_norm |= state.read_gradients(
+                table,
+                norms or {},
+                joined,
+                due,
+                self.safe,
+                count_nonfinite=self.count_nonfinite,
+                may_defer=not self.guarded,
+            )
+            state.note_scale(self.assumed_scaler)
+
+    def _push_windows(self, state: OptimizerState) -> None:
+        """Add an optimizer's gradients to the sliding windows, once per step."""
+        if self.table.windows and not state.windowed:
+            pushed = state.push_windows(self.table, self.draft.buffer, self.assumed_scaler)
+            self.draft.record.windows |= pushed
+
+    def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        """Note a loss and, if no clipping is expected to come, read the gradients now."""
+        self.thread = threading.get_ident()
+        if not self.muted:
+            self.safe("observe", self._note, loss, batch_size)
+
+    def _note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        states = self.optimizers
+        again = any(state.stepped and state.backward.backwards for state in states)
+        if again and not any(state.is_fresh for state in states):
+            self.finish()  # an optimizer that has stepped continues alone
+        self.observes += 1
+        self.draft.observed.note(loss, batch_size, max(one.backward.backwards for one in states))
+        for state in states:
+            if state.expects_clip or not state.is_fresh or not state.is_stale(self.observes):
+                continue
+            certain = self.observes >= self.observes_expected and not self.guarded
+            # A loop that alters gradients by hand after its last observe can only be read at every one.
+            if certain or state.clips_by_hand or self.observes_expected == math.inf:
+                self._read(state)
+            if certain and state.clips_by_hand:
+                self.safe("window", self._push_windows, state)
+
+    # -- what torch's own functions show: see `hooks.Listener` --------------------------------------------------
+
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
+        """The loop computed norms, most likely to clip: read now and reuse them."""
+        if not self.muted and threading.get_ident() == self.thread:
+            self.safe("clip", self._on_total_norm, grads, norms, joined)
+
+    def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
+        rows = self._rows_of(grads)
+        known: dict[int, Tensor] = {}
+        # Norms of a sharded model are summands: each rank has its own part.
+        if norms is not None and type(joined) is Tensor and joined.dtype in EXACT and -1 not in rows:
+            known = _Ordered(rows, norms)
+        elif norms is not None:
+            joined = None
+            pairs = zip(rows, norms, strict=True)
+            known = {row: local(norm) for row, norm in pairs if row >= 0 and norm.dtype in EXACT}
+        for state in self.optimizers:
+            if not state.stepped and not state.row_set.isdisjoint(rows) and state.is_stale(self.observes):
+                self._read(state, known, joined)
+
+    def _rows_of(self, grads: Sequence[Tensor]) -> list[int]:
+        """The row of each gradient, -1 for one of another model. As a rule they come in the same order each time."""
+        parameters, order = self.table.parameters, self._clip_order
+        if len(grads) == len(order) and all(map(is_, grads, [parameters[row].grad for row in order])):
+            return order
+        row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
+        rows = [row_of.get(id(grad), -1) for grad in grads]
+        if -1 not in rows:
+            self._clip_order = rows
+        return rows
+
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
+        """These gradients are about to be clipped: the last moment to read them whole."""
+        if self.muted:
+            return
+        clipped = set(map(id, parameters))
+        ours = [one for one in self.optimizers if not clipped.isdisjoint(map(id, one.parameters))]
+        if ours:
+            self.thread = threading.get_ident()
+            self.safe("clip", self._on_clip, ours, max_norm)
+
+    def _on_clip(self, states: Sequence[OptimizerState], max_norm: float | None) -> None:
+        for state in states:
+            if state.stepped:
+                continue
+            if state.is_stale(self.observes):
+                self._read(state)
+            self.safe("window", self._push_windows, state)
+            state.clipped = state.step.clipped = True
+            self.draft.record.max_norm = state.loops_limit = max_norm
+
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """Lower precision is in use; that of the first step is taken for that of training."""
+        if self.observes_expected == math.inf and any(p.device.type == device for p in self.table.parameters):
+            self.autocast = str(dtype).removeprefix("torch.")
+
+    def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler is in use; until the first step shows who steps us, assume that it scales our loss."""
+        if self.observes_expected == math.inf:
+            self.assumed_scaler = scaler
+
+    def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
+        for state in self.optimizers:
+            if state.optimizer is optimizer:
+                state.scaler = scaler
+                self.safe("read", self._reach, state)
+                state.in_scaler_step = True
+
+    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """If the optimizer's hooks did not run, the scaler skipped the step."""
+        if any(state.optimizer is optimizer and state.in_scaler_step for state in self.optimizers):
+            if self.on_scaler_skip is not None:
+                self.on_scaler_skip(optimizer)
+            self.skip_step(optimizer)
+
+    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """A pipeline turned sums into means: the micro-batches are to be divided alike."""
+        divided = set(map(id, parameters))
+        for state in self.optimizers:
+            if not divided.isdisjoint(map(id, state.parameters)):
+                state.step.divided *= factor
+
+    def before_groups_end(self) -> None:
+        """Process groups are about to end: what ranks have read so far is all there is."""
+        self.safe("step", self.transfer.finish, 10.0)
+        if self.on_groups_end is not None:
+            self.safe("ranks", self.on_groups_end)
+
+    # -- the optimizer's step -----------------------------------------------------------------------------------
+
+    def _hook_steps(self, state: OptimizerState) -> list[Any]:
+        """Have this recorder called before and after every step of an optimizer; returns the handles."""
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            self.thread = threading.get_ident()
+            closure = hooks.closure_of(args, kwargs)
+            if closure is None:
+                if not state.in_scaler_step and state.is_due:
+                    self.safe("read", self._reach_alone, state)
+                self.safe("update", self._before_update, state)
+                return None
+            # Gradients are stale until the closure has run, so they are read from inside it.
+            if state.stepped:
+                self.safe("step", self.finish)
+            self.safe("update", self._before_update, state)
+            first = partial(self.safe, "read", after_closure)
+            wrapped = hooks.heard(closure, partial(setattr, self, "muted"), first)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": wrapped}
+            return (args[0], wrapped, *args[2:]), kwargs
+
+        def after_closure(loss: Any) -> None:
+            if not self.draft.observed.losses and isinstance(loss, (Tensor, float)):
+                self._note(loss, None)
+            self._reach(state)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            state.in_scaler_step = False
+            self.safe("after", state.after_update, self.draft, self.table, self.safe)
+            if self._audit is not None and self.draft.due.audit:
+                self.safe("audit", self._take_audit, self._audit, state)
+            self.safe("step", self._leave, state)
+
+        of = state.optimizer
+        return [of.register_step_pre_hook(before_step), of.register_step_post_hook(after_step)]
+
+    def _reach_alone(self, state: OptimizerState) -> None:
+        """An optimizer is about to step, and no scaler steps it."""
+        self._reach(state)
+        state.scaler = None
+        if self.assumed_scaler is not None:
+            state.step.ignore_scale = True
+            if state.step.stage == "unscaled":
+                state.step.stage = "raw"
+
+    def _reach(self, state: OptimizerState) -> None:
+        """An optimizer is about to step: its gradients are complete."""
+        if state.stepped:
+            self.finish()
+        # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
+        if not state.clipped and state.scaler is None and state.backward.altered():
+            state.clips_by_hand = True
+        if state.is_stale(self.observes):
+            self._read(state)
+        if self.table.aside:
+            self.safe("partial", self._read_sums, state)
+        if self.table.windows:
+            self.safe("window", self._push_windows, state)
+        if state.micro is not None and state.micro.armed:
+            self.safe("microbatch", self._take_microbatches, state)
+
+    def _take_microbatches(self, state: OptimizerState) -> None:
+        assert state.micro is not None
+        state.step.micro_batches, norms = state.micro.finish()
+        if state.step.micro_batches >= 2 or state.micro.reduced:  # a single one is the gradient itself
+            self.draft.buffer.extend(norms)
+
+    @torch.no_grad()
+    def _read_sums(self, state: OptimizerState) -> None:
+        """Read what ranks hold summands of: here, where all of them come once per step."""
+        rows = self.table.add_up()
+        state.read_rows(rows, self.table, {}, self.draft.due, self.safe, count_nonfinite=self.count_nonfinite)
+
+    def _before_update(self, state: OptimizerState) -> None:
+        """An optimizer is about to change its weights."""
+        found_inf = getattr(state.optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor):
+            self.draft.buffer.add("found_inf", found_inf.detach().clone())  # a loop may use one tensor for all
+        state.before_update(self.draft, self.table)
+
+    def _take_audit(self, audit: Audit, state: OptimizerState) -> None:
+        """Take fingerprints of what this optimizer made, to be compared with those of other ranks."""
+        audit.after_step(self.draft.buffer, state.rows, state.parameters, state.optimizer)
+        if state is self.optimizers[0]:
+            audit.fingerprints(self.draft.buffer)
+
+    def _leave(self, state: OptimizerState) -> None:
+        """An optimizer has stepped, or was skipped."""
+        record = self.draft.record
+        if state is self.optimizers[0]:
+            lr = state.optimizer.param_groups[0].get("lr")
+            if isinstance(lr, Tensor):
+                self.draft.buffer.add("lr", lr.detach().clone())
+            elif lr is not None:
+                record.lr = float(lr)
+        state.stepped = True
+        observed = self.draft.observed
+        observed.passes = max(observed.passes, state.backward.backwards)
+        record.carried = record.carried or state.backward.carried
+        state.backward.reset()
+        self._arm(state, self.step + 1)
+        if all(other.stepped for other in self.optimizers):
+            self.finish()
+
+    # -- for a Guard --------------------------------------------------------------------------------------------
+
+    def arrive(self, optimizer: torch.optim.Optimizer) -> StepInputs | None:
+        """Read what this optimizer is about to step with; its own hook then reads nothing again."""
+        state = self._state_of(optimizer)
+        if not self.guarded:
+            self.guarded = True
+            self.read_every_step()
+        if not state.in_scaler_step and state.is_due:
+            self.safe("read", self._reach_alone, state)
+        state.arrived = True
+        return state.inputs(self.draft, self.table)
+
+    def abandon(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer's step ended in an error."""
+        self._state_of(optimizer).arrived = self._state_of(optimizer).in_scaler_step = False
+
+    def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer's step will not be made."""
+        state = self._state_of(optimizer)
+        state.in_scaler_step = False
+        self.draft.record.skipped = True
+        self.safe("step", self._leave, state)
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        return next(state for state in self.optimizers if state.optimizer is optimizer)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _failed(self, part: str, error: Exception) -> None:
+        self.on_error(part, error)
+        if part == "step":  # without it no step would ever end
+            self.safe.end()
+            self._unhook()
+
+    def close(self) -> None:
+        """Hand on a step that some optimizer has made, and take every hook away."""
+        if any(state.stepped for state in self.optimizers):
+            self.safe("step", self.finish)
+        self.safe("observe", self.draft.observed.check_end)
+        self.safe("step", self.transfer.finish, 10.0)
+        self._unhook()
+        self._alternating.stop()
+        for handle in self._handles:
+            handle.remove()
+
+    def _unhook(self) -> None:
+        """Take away every hook but those of optimizers, which may not go while they are being called."""
+        hooks.detach(self)
+        for state in self.optimizers:
+            state.close()
+        if self._audit is not None:
+            self._audit.disarm()
+        if self._first_gradient is not None:
+            self._first_gradient.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, the schedule and the sliding windows."""
+        schedule = self.schedule
+        return {
+            "step": self.step,
+            "every": schedule.every,
+            "norm_every": schedule.norm_every,
+            "windows": self.table.windows_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved step."""
+        self.schedule.every = int(state["every"])
+        self.schedule.norm_every = int(state.get("norm_every", 1))
+        self.table.load_windows_state(state["windows"])
+        self.start(int(state["step"]))
+
+
+class _FirstLayerGradient:
+    """Takes the norm of one small gradient of this rank alone, at every step, before the reduction hides whose it was.
+
+    Backward reaches it last, so NaN from anywhere is in it.
+
+    Args:
+        table: The watched parameters.
+        buffer: Returns the buffer of the step in progress.
+    """
+
+    def __init__(self, table: ParameterTable, buffer: Callable[[], ReadingBuffer]) -> None:
+        self._buffer = buffer
+        self._row = -1
+        self._leaf: Tensor | None = None
+        self._handle: Any = None
+        self._forward_handle: Any = None
+        self.follow(table)
+
+    def follow(self, table: ParameterTable) -> None:
+        """Hook the smallest parameter of the layer nearest the input."""
+        trainable = [row for row in table.order if table.parameters[row].requires_grad]
+        if not trainable:
+            return
+        layers = [table.layout.tensors[row].layer for row in trainable]
+        first = [row for row, layer in zip(trainable, layers, strict=True) if layer == layers[0]]
+        chosen = min(first, key=lambda row: table.parameters[row].numel())
+        if chosen == self._row:
+            return
+        self.stop()
+        self._row = chosen
+        for unit, (place,) in sharded_units(table.model, table.parameters, [chosen]).items():
+            self._follow_whole(unit, place)
+            return
+        self._hook(table.parameters[chosen])
+
+    def _follow_whole(self, unit: nn.Module, place: Place) -> None:
+        """Hook what `fully_shard` puts in the place of a parameter, which is there when its unit runs."""
+        reference = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            own = reference()
+            if own is not None:
+                with contextlib.suppress(Exception):  # in the middle of forward: it must continue
+                    own._hook(place.current())
+
+        self._forward_handle = unit.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+    def _hook(self, leaf: Tensor | None) -> None:
+        if leaf is None or leaf is self._leaf:
+            return
+        reference = weakref.WeakMethod(self._take)  # a parameter must not hold its watcher
+
+        def incoming(grad: Tensor) -> None:
+            take = reference()
+            if take is not None:
+                take(grad)
+
+        if self._handle is not None:
+            self._handle.remove()
+        self._leaf, self._handle = leaf, leaf.register_hook(incoming)
+
+    @torch.no_grad()
+    def _take(self, grad: Tensor) -> None:
+        with contextlib.suppress(Exception):  # in the middle of backward: it must continue
+            if not grad.is_sparse and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._buffer().add("own_norm", torch.linalg.vector_norm(local(grad), dtype=torch.float32))
+
+    def stop(self) -> None:
+        """Take the hooks away."""
+        for handle in (self._handle, self._forward_handle):
+            if handle is not None:
+                handle.remove()
+        self._leaf = self._handle = self._forward_handle = None
+
+
+def missing_sources(
+    config: Config, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module
+) -> Iterator[tuple[str, str]]:
+    """GSNR sources that were asked for and cannot be had, each with the reason."""
+    if "gsnr" not in config.metrics:
+        return
+    if "adam" in config.sources:
+        for reason in dict.fromkeys(filter(None, map(unavailable_reason, optimizers))):
+            yield "the optimizer's moments", reason
+    hidden = why_no_parts(model)
+    if {"microbatch", "ranks"} & set(config.sources) and hidden is not None:
+        yield "micro-batches", hidden

@@ -1,0 +1,382 @@
+"""Multi-tensor reductions: norms, extremes, counts, inner products and evenly spread samples of many tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradvitals import kernels
+from gradvitals.collect.transfer import Known, ReadingBuffer
+from gradvitals.kernels.cut import sliceable
+
+if TYPE_CHECKING:
+    from gradvitals.collect.parameters import HeadView
+
+CHUNK_ELEMENTS = 2**21
+"""Elements looked at together where an elementwise result is needed: 8 MB of float32."""
+
+SMALL_ELEMENTS = 2**16
+"""Tensors of up to this size are handled many at a time; for larger ones a launch of their own does not matter."""
+
+SAMPLE_ELEMENTS = 2**12
+"""Coordinates that stand for a whole tensor where only a sample is read."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are kept in: float32, or float64 for float64 tensors."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The stored values of a sparse tensor, each index once; a dense tensor as it is.
+
+    On a GPU `coalesce` waits for the device, as every optimizer for sparse gradients does too.
+    """
+    if not tensor.is_sparse:
+        return tensor
+    values = tensor.coalesce().values()
+    return values if values.numel() else values.new_zeros(1)
+
+
+def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Split tensors into lists that one multi-tensor call can take."""
+    if len({(tensor.device, tensor.dtype, tensor.layout) for tensor in tensors}) == 1 and not tensors[0].is_sparse:
+        yield list(rows), list(tensors)  # nearly always
+        return
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for row, tensor in zip(rows, tensors, strict=True):
+        tensor = dense(tensor)
+        group_rows, group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        group_rows.append(row)
+        group.append(tensor)
+    yield from groups.values()
+
+
+def norm_of_all(known: Known) -> Tensor | None:
+    """The norm of everything whose norms a buffer has; None where there are none, or on several devices."""
+    norms = [numbers if isinstance(numbers, Tensor) else torch.stack(list(numbers)) for _, numbers in known]
+    if len({some.device for some in norms}) != 1:
+        return None
+    whole: Tensor = torch.linalg.vector_norm(torch.cat(norms))
+    return whole
+
+
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """L2 norm of every tensor of one device and dtype, as one multi-tensor call."""
+    kind = accumulator(tensors[0].dtype)
+    # Naming the dtype it would use anyway makes the call half again as slow on a CPU.
+    return torch._foreach_norm(list(tensors), 2.0, dtype=None if tensors[0].dtype == kind else kind)
+
+
+def add_norms(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """L2 norm of every tensor: one multi-tensor call for each device and dtype."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        buffer.add_each(name, norms(group), group_rows)
+
+
+def add_sums_of_positive(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Sum of every tensor whose elements are not negative."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        kind = accumulator(group[0].dtype)
+        if group[0].is_cuda:
+            buffer.add_each(name, torch._foreach_norm(group, 1.0, dtype=kind), group_rows)
+        else:
+            buffer.add_each(name, [tensor.sum(dtype=kind) for tensor in group], group_rows)
+
+
+def add_largest(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Largest absolute value of every tensor; nan where it holds one."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        if group[0].is_cuda:
+            kind = accumulator(group[0].dtype)
+            buffer.add_each(name, torch._foreach_norm(group, float("inf"), dtype=kind), group_rows)
+        else:
+            extremes = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in group]
+            buffer.add_each(name, extremes, group_rows)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A one-dimensional view in storage order, whatever the strides; a copy only where none exists."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    storage_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(storage_order).reshape(-1)
+
+
+def chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Cut a tensor into flat pieces of bounded size."""
+    return list(flat(tensor).split(CHUNK_ELEMENTS))
+
+
+def batches_of_small(
+    rows: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
+    """Sort tensors by size.
+
+    Returns:
+        Batches of small tensors, each of bounded size, as (rows, positions in the list given), and the positions of
+        the large ones.
+    """
+    batches: list[tuple[list[int], list[int]]] = []
+    large: list[int] = []
+    room = 0
+    for position, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
+        if tensor.numel() > SMALL_ELEMENTS:
+            large.append(position)
+            continue
+        if tensor.numel() > room:
+            batches.append(([], []))
+            room = CHUNK_ELEMENTS
+        room -= tensor.numel()
+        batches[-1][0].append(row)
+        batches[-1][1].append(position)
+    return batches, large
+
+
+def add_nonzero_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Number of elements of every tensor that are not zero; for small ones on a GPU the sum of |sign|."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        kind = accumulator(group[0].dtype)
+        if not group[0].is_cuda:
+            buffer.add_each(name, [torch.count_nonzero(tensor) for tensor in group], group_rows)
+            continue
+        batches, large = batches_of_small(group_rows, group)
+        for batch_rows, positions in batches:
+            signs = torch._foreach_sign([group[p] for p in positions])
+            buffer.add_each(name, torch._foreach_norm(signs, 1.0, dtype=kind), batch_rows)
+        counts = [torch.linalg.vector_norm(group[p], 0, dtype=kind) for p in large]
+        buffer.add_each(name, counts, [group_rows[p] for p in large])
+
+
+def add_nonfinite_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Number of NaN and infinite elements of every tensor: x - x is 0 for all others."""
+    for row, tensor in zip(rows, tensors, strict=True):
+        for piece in chunks(dense(tensor)):
+            buffer.add(name, torch.linalg.vector_norm(piece - piece, 0, dtype=accumulator(piece.dtype)), [row])
+
+
+def add_inner_products(
+    buffer: ReadingBuffer, name: str, rows: Sequence[int], left: Sequence[Tensor], right: Sequence[Tensor]
+) -> None:
+    """Inner product of each pair of tensors, accumulated in float32 or better. Sparse ones are left out.
+
+    For small tensors on a GPU there is no multi-tensor sum, but one of absolute values: the positive products less
+    the negative ones.
+    """
+    together = {
+        row: (a, b if a.stride() == b.stride() else torch.empty_like(a, dtype=b.dtype).copy_(b))
+        for row, a, b in zip(rows, left, right, strict=True)
+        if not b.is_sparse
+    }
+    for group_rows, group in by_device_and_dtype(list(together), [b for _, b in together.values()]):
+        kind = accumulator(group[0].dtype)
+        weights = [together[row][0] for row in group_rows]
+        batches, large = batches_of_small(group_rows, group) if group[0].is_cuda else ([], range(len(group)))
+        for batch_rows, chosen in batches:
+            products = torch._foreach_mul([weights[p].to(kind) for p in chosen], [group[p].to(kind) for p in chosen])
+            buffer.add_each(name, torch._foreach_norm(torch._foreach_clamp_min(products, 0.0), 1.0), batch_rows)
+            negative = torch._foreach_norm(torch._foreach_clamp_max(products, 0.0), 1.0)
+            buffer.add_each(name, torch._foreach_neg(negative), batch_rows)
+        for p in large:
+            converts = group[p].dtype != kind or weights[p].dtype != kind
+            cut: Callable[[Tensor], Sequence[Tensor]] = chunks if converts else _whole  # converting takes memory
+            for x, y in zip(cut(weights[p]), cut(group[p]), strict=True):
+                buffer.add(name, torch.dot(x.to(kind), y.to(kind)), [group_rows[p]])
+
+
+class Sampler:
+    """Reads the same evenly spread coordinates of many tensors into one flat buffer.
+
+    Tensors of up to `most` elements are read whole; of larger ones every s-th element in storage order is read,
+    with s odd so that it does not fall into step with rows of even length.
+    """
+
+    def __init__(self, rows: Sequence[int], tensors: Sequence[Tensor], most: int) -> None:
+        # Whole tensors first: they can be joined in one launch, strided ones take one each.
+        self.order = sorted(range(len(rows)), key=lambda p: tensors[p].numel() > most)
+        self.rows = [rows[p] for p in self.order]
+        sizes = [tensors[p].numel() for p in self.order]
+        self.strides = [odd_stride(size, most) for size in sizes]
+        lengths = [math.ceil(size / stride) for size, stride in zip(sizes, self.strides, strict=True)]
+        self.fractions = [length / size for length, size in zip(lengths, sizes, strict=True)]
+        self.num_whole = self.strides.count(1)
+        self.num_samples = sum(lengths)
+        self.lengths = torch.tensor(lengths).to(tensors[0].device, non_blocking=True)
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sampled coordinates of all tensors, in the order of `rows`."""
+        flats = [flat(tensors[p]) for p in self.order]
+        whole = flats[: self.num_whole]
+        strided = [t[::s] for t, s in zip(flats[self.num_whole :], self.strides[self.num_whole :], strict=True)]
+        joined = [torch.cat(part) for part in (whole, strided) if part]
+        samples = torch.cat(joined) if len(joined) > 1 else joined[0]
+        return samples.to(accumulator(samples.dtype))
+
+    def sums(self, samples: Tensor) -> Tensor:
+        """Sum of the samples of each tensor."""
+        return torch.segment_reduce(samples, "sum", lengths=self.lengths, axis=0, unsafe=True)
+
+
+def samplers(
+    rows: Sequence[int], tensors: Sequence[Tensor], most: int = SAMPLE_ELEMENTS
+) -> list[tuple[Sampler, list[int]]]:
+    """A Sampler for each device and dtype, with the positions of its tensors in the list given."""
+    position = {row: index for index, row in enumerate(rows)}
+    return [
+        (Sampler(group_rows, group, most), [position[row] for row in group_rows])
+        for group_rows, group in by_device_and_dtype(rows, tensors)
+    ]
+
+
+def odd_stride(numel: int, most: int) -> int:
+    """The step that leaves at most `most` of `numel` elements."""
+    return math.ceil(numel / most) | 1 if numel > most else 1
+
+
+def _whole(tensor: Tensor) -> tuple[Tensor]:
+    return (flat(tensor),)
+
+
+MOST_SETS = 256
+"""Sets remembered at a time: a model's gradients may come in other portions once in a while."""
+
+MOST_LAYOUTS = 2**16
+"""Ways to lie in memory that are remembered."""
+
+NORM, LARGEST, NONZERO, NONFINITE, INNER = range(5)
+"""What can be asked of every tensor."""
+
+
+class FusedReducer:
+    """Remembers how each set of tensors was cut into chunks, and where it lay."""
+
+    def __init__(self) -> None:
+        self._readers: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[tuple[Any, ...], bool] = {}  # whether kernels can read what lies like this
+
+    def read(
+        self,
+        buffer: ReadingBuffer,
+        names: Mapping[int, str],
+        rows: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        others: Sequence[Tensor | None] | None = None,
+        heads: Mapping[int, HeadView] | None = None,
+        name_of_heads: str = "",
+        heads_instead: bool = False,
+    ) -> list[int]:
+        """Put what is asked for into the buffer.
+
+        Args:
+            buffer: Takes the numbers.
+            names: Under which name each of them goes there.
+            rows: Of the tensors.
+            tensors: To read.
+            others: What `INNER` products are taken with; None for those that are to be read without.
+            heads: Views of rows that are to be read head by head too.
+            name_of_heads: The name that the heads' norms go by.
+            heads_instead: Whether the norm of a tensor with heads is left out.
+
+        Returns:
+            Positions of the tensors that kernels cannot read; all of them where there are no kernels.
+        """
+        every = list(range(len(rows)))
+        if not tensors or not kernels.on_device(tensors[0]) or kernels.ready("reader") is None:
+            return every
+        others = others or [None] * len(rows)
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        left = []
+        for position, (row, tensor, other) in enumerate(zip(rows, tensors, others, strict=True)):
+            view = heads.get(row) if heads else None
+            # For every tensor, in every reading: as little as can be.
+            layout = (row, view is None, *_layout_of(tensor), *(() if other is None else _layout_of(other)))
+            well = self._known.get(layout)
+            if well is None:
+                well = self._note(layout, _readable(tensor, other, view))
+            if not well:
+                left.append(position)
+                continue
+            kind = (tensor.get_device(), tensor.dtype, None if other is None else other.dtype)
+            alike.setdefault(kind, []).append(position)
+        for places in alike.values():
+            if heads:
+                places.sort(key=lambda p: rows[p] in heads)
+            some = [rows[p] for p in places]
+            beside = [other for p in places if (other := others[p]) is not None]
+            views = {i: heads[row] for i, row in enumerate(some) if row in heads} if heads else {}
+            try:
+                numbers = self._numbers(names, some, [tensors[p] for p in places], beside, views)
+            except Exception as error:
+                kernels.give_up("reader", error, "gradients are read by torch")
+                left += places
+                continue
+            self._add(buffer, names, some, numbers, views, name_of_heads, heads_instead, bool(beside))
+        return sorted(left)
+
+    def _note(self, layout: tuple[Any, ...], well: bool) -> bool:
+        if len(self._known) >= MOST_LAYOUTS:
+            self._known.clear()
+        self._known[layout] = well
+        return well
+
+    def _numbers(
+        self,
+        names: Mapping[int, str],
+        rows: Sequence[int],
+        tensors: Sequence[Tensor],
+        beside: Sequence[Tensor],
+        views: Mapping[int, HeadView],
+    ) -> Tensor:
+        key = (bool(views), tensors[0].device, tensors[0].dtype, tuple(rows))
+        if key not in self._readers:
+            if len(self._readers) >= MOST_SETS:
+                self._readers.clear()
+            reader: Any = kernels.ready("reader")
+            self._readers[key] = reader.Reader()
+        slices = {place: len(view.heads) for place, view in views.items()}
+        counts = any(name in names for name in (LARGEST, NONZERO, NONFINITE))
+        numbers: Tensor = self._readers[key].read(tensors, counts=counts, others=beside or None, slices=slices)
+        return numbers
+
+    @staticmethod
+    def _add(
+        buffer: ReadingBuffer,
+        names: Mapping[int, str],
+        rows: Sequence[int],
+        numbers: Tensor,
+        views: Mapping[int, HeadView],
+        name_of_heads: str,
+        heads_instead: bool,
+        has_others: bool,
+    ) -> None:
+        for which, name in names.items():
+            if which == INNER and not has_others:
+                continue
+            values = numbers[which, : len(rows)]
+            number = len(rows) - len(views) if which == NORM and heads_instead else len(rows)
+            if number:
+                buffer.add(name, values[:number], rows[:number])
+        begin = len(rows)
+        for view in views.values():
+            buffer.add(name_of_heads, numbers[NORM, begin : begin + len(view.heads)], view.slots)
+            begin += len(view.heads)
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What decides whether kernels can read a tensor."""
+    if tensor.layout is not torch.strided:
+        return (tensor.layout,)
+    return type(tensor), tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride()
+
+
+def _readable(tensor: Tensor, other: Tensor | None, view: HeadView | None) -> bool:
+    if not kernels.usable(tensor):
+        return False
+    if other is not None and not (kernels.usable(other) and other.stride() == tensor.stride()):
+        return False
+    return view is None or (view.lie_apart(tensor) and sliceable(tensor.numel(), len(view.heads)))

@@ -1,0 +1,174 @@
+"""Which steps are read, and which in full: a function of the step number, thinned on a CPU to stay within a budget."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gradvitals.config import Config
+
+YOUNG_STEPS = 500
+"""While a run is this young it is read more often: most of what goes wrong is there from the start."""
+
+YOUNG_EVERY = 10
+AUDIT_YOUNG_EVERY = 50
+
+CHANGE_EVERY = 10
+"""In an older run weights are sampled in two consecutive steps out of so many: two, to compare their directions."""
+
+NORM_EVERY = (1, 2, 5, 10, 20, 50)
+"""Steps from one norm that costs a pass over the gradients to the next, on a CPU."""
+
+DEFAULT_SHARE = 0.02
+"""What monitoring may take of a step's time on a CPU if `Config.overhead_budget` does not say."""
+
+WARM_UP_STEPS = 10
+REVIEW_STEPS = 50
+"""Steps from one look at the budget to the next."""
+
+MAX_EVERY = 10_000
+
+
+def is_due(step: int, every: int, factor: int = 1, young_every: int = YOUNG_EVERY) -> bool:
+    """Whether a step is one of every n; in a young run also one of every ten, and at first a power of two.
+
+    Args:
+        step: The step.
+        every: Steps from one reading to the next.
+        factor: For what is read only with every so many of these readings.
+        young_every: Steps from one reading to the next at most, while the run is young.
+
+    >>> [step for step in range(45) if is_due(step, 50)]
+    [0, 1, 2, 4, 8, 10, 20, 30, 40]
+    >>> [step for step in range(480, 700) if is_due(step, 50)]
+    [480, 490, 500, 550, 600, 650]
+    """
+    young = min(every, young_every) if step < YOUNG_STEPS else every
+    return step % (young * factor) == 0 or (step < young * factor and step & (step - 1) == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is due at a step."""
+
+    full: bool
+    """A per-tensor reading."""
+    detail: bool
+    """The costly metrics with it."""
+    audit: bool
+    """A comparison of ranks."""
+    norm: bool = True
+    """The norm, even if it costs a pass over the gradients."""
+    change: bool = True
+    """A sample of the weights, before and after the step."""
+
+
+class CostTimer:
+    """Adds up the time spent inside it, on the training thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._entered = 0.0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._entered
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class ReadSchedule:
+    """Says what is due at a step. Ranks that ask about the same step get the same answer.
+
+    Args:
+        config: What was asked for.
+        audits: Whether there are ranks to compare.
+        adapts: Whether readings may be thinned to stay within a budget: one process, on a CPU or with a budget set.
+    """
+
+    def __init__(self, config: Config, *, audits: bool, adapts: bool) -> None:
+        self.every = config.tensor_every
+        """Steps from one per-tensor reading to the next."""
+        self.norm_every = 1
+        """Steps from one norm to the next, if it costs a pass over the gradients."""
+        self.every_step = False
+        """Whether someone acts on what is read, so that every step must be read."""
+        self._factor = config.detail_factor
+        self._audit_every = config.audit_every if audits else None
+        self._least_every = config.tensor_every
+        self.share = config.overhead_budget or DEFAULT_SHARE
+        self._adapts = adapts and self.share < 1
+        self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # full or plain: seconds, steps
+        self._wall = [0.0, 0.0]
+        self._seen = 0
+
+    def due(self, step: int) -> Due:
+        """What is due at this step."""
+        young = YOUNG_EVERY * max(1, self.every // self._least_every)
+        full = is_due(step, self.every, young_every=young)
+        audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
+        if full or audit:
+            detail = full and is_due(step, self.every, self._factor, young_every=young)
+            return Due(True, detail, audit)
+        if self.every_step:
+            return _EVERYTHING_PLAIN
+        norm = step % self.norm_every == 0
+        change = (step < YOUNG_STEPS and norm) or (step + 1) % CHANGE_EVERY <= 1
+        return Due(False, False, False, norm, change)
+
+    def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:
+        """Account for one step; returns whether this changed the schedule.
+
+        A plain step that reads a norm costs c, a full reading C more, a step takes t. With norms every k steps and full
+        readings every n the share is (c / k + C / n) / t: each may take half of the budget.
+        """
+        if not self._adapts:
+            return False
+        self._seen += 1
+        if self._seen <= WARM_UP_STEPS:
+            return False
+        self._wall[0] += wall_seconds
+        self._wall[1] += 1
+        if full or paid_norm:
+            self._costs[full][0] += cost_seconds
+            self._costs[full][1] += 1
+        if self._seen % REVIEW_STEPS or self._costs[True][1] < 2:
+            return False
+        return self._review()
+
+    def _review(self) -> bool:
+        step_seconds = self._wall[0] / self._wall[1]
+        plain = self._costs[False][0] / self._costs[False][1] if self._costs[False][1] else 0.0
+        full = self._costs[True][0] / self._costs[True][1]
+        allowed = self.share * step_seconds / 2
+        needed = plain / allowed if allowed else 1.0
+        norm_every = next((k for k in NORM_EVERY if k >= needed), NORM_EVERY[-1])
+        times = max(1, -(-max(0.0, full - plain) // (allowed * self._least_every)) if allowed else 1)
+        every = int(min(times * self._least_every, MAX_EVERY))
+        norm_every = 1 if self.every_step else norm_every
+        now = (self.every, self.norm_every)
+        # Thin at once, but read more often again only if there is room to spare.
+        changed = every > now[0] or norm_every > now[1] or 2 * every < now[0] or 2 * norm_every < now[1]
+        if changed:
+            self.every, self.norm_every = every, norm_every
+            self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}
+            self._wall = [0.0, 0.0]
+        return changed and (self.every, self.norm_every) != now
+
+    @property
+    def spent(self) -> float:
+        """Share of the time that monitoring took since the schedule last changed."""
+        return sum(seconds for seconds, _ in self._costs.values()) / self._wall[0] if self._wall[0] else 0.0
+
+
+_EVERYTHING_PLAIN = Due(False, False, False)

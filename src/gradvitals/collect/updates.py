@@ -1,0 +1,208 @@
+"""How far a step moved the weights: sampled coordinates, read before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradvitals import kernels
+from gradvitals.collect import reductions
+from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.distributed.shards import local, placements
+
+COORDINATES = 64
+"""Coordinates of each tensor, evenly spread."""
+
+
+class _Group:
+    """Tensors of one device and dtype."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+        self.rows = rows
+        self.views = [reductions.flat(t)[:: reductions.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.lengths = [view.numel() for view in self.views]
+        self._lengths = torch.tensor(self.lengths).to(tensors[0].device, non_blocking=True)
+        self.before = self.gather()
+        self.last: Tensor | None = None
+
+    def gather(self) -> Tensor:
+        values = torch.cat(self.views)
+        return values.to(reductions.accumulator(values.dtype))
+
+    def look(self) -> None:
+        self.before, self.last = self.gather(), None
+
+    def add(self, buffer: ReadingBuffer) -> None:
+        now = self.gather()
+        change = now - self.before
+        sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
+        buffer.add("change_sq", sums, self.rows)
+        if self.last is not None:
+            buffer.add("change_dot", torch.dot(change, self.last), self.rows[:1])
+        self.before, self.last = now, change
+
+
+class _HostGroup:
+    """Tensors in the host's memory, which numpy reads many times faster than torch joins strided views there."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+        self.rows = rows
+        self.views = [reductions.flat(t).numpy()[:: reductions.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.lengths = [len(view) for view in self.views]
+        self._starts = np.cumsum([0, *self.lengths[:-1]])
+        self._before = np.concatenate(self.views)
+        self._earlier: NDArray[Any] | None = None
+
+    def look(self) -> None:
+        self._before, self._earlier = np.concatenate(self.views), None
+
+    def add(self, buffer: ReadingBuffer) -> None:
+        now = np.concatenate(self.views)
+        buffer.add_later(partial(_compared, self.rows, self._starts, now, self._before, self._earlier))
+        self._before, self._earlier = now, self._before
+
+
+def _compared(
+    rows: list[int], starts: NDArray[Any], now: NDArray[Any], before: NDArray[Any], earlier: NDArray[Any] | None
+) -> list[tuple[str, list[int], NDArray[Any]]]:
+    """What the coordinates of all rows have done in a step, and how that agrees with the step before."""
+    with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
+        change = now - before
+        compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
+        if earlier is not None:
+            last = before - earlier
+            compared.append(("change_dot", rows[:1], (change @ last).reshape(1)))
+    return compared
+
+
+class _KernelGroup:
+    """Tensors on a GPU, read in one launch: to join many strided views takes torch a large part of a millisecond."""
+
+    def __init__(self, rows: list[int], tensors: list[Tensor], reader: Any) -> None:
+        self.rows = rows
+        strides = [reductions.odd_stride(t.numel(), COORDINATES) for t in tensors]
+        self.lengths = [-(-t.numel() // stride) for t, stride in zip(tensors, strides, strict=True)]
+        self._reader = reader.ChangeReader([reductions.flat(t) for t in tensors], strides, COORDINATES)
+        self._has_last = False
+
+    def look(self) -> None:
+        self._reader.look()
+        self._has_last = False
+
+    def add(self, buffer: ReadingBuffer) -> None:
+        squares, products = self._reader.look().unbind(0)
+        buffer.add("change_sq", squares, self.rows)
+        if self._has_last:
+            buffer.add("change_dot", products, self.rows)
+        self._has_last = True
+
+
+Group = _Group | _HostGroup | _KernelGroup
+
+
+def _group(rows: list[int], tensors: list[Tensor]) -> Group:
+    if all(map(kernels.usable, tensors)) and (reader := kernels.ready("changes")) is not None:
+        try:
+            return _KernelGroup(rows, tensors, reader)
+        except Exception as error:
+            kernels.give_up("changes", error, "changes of weights are read by torch")
+    on_host = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float64)
+    return _HostGroup(rows, tensors) if on_host else _Group(rows, tensors)
+
+
+class Changes:
+    """Follows sampled coordinates of one optimizer's parameters from step to step."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, tuple[int, int]] = {}
+        """Coordinates read of each row, and all that this rank has of it."""
+        self._rows: list[int] = []
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._weights: Sequence[float] = ()
+        self._are_spread = False
+        self._addresses: list[int] = []
+        self._groups: list[Group] | None = None
+        self._is_known = False
+        """Whether it is known where the last step has left the weights."""
+
+    def follow(
+        self, rows: Sequence[int], parameters: Sequence[nn.Parameter], weights: Sequence[float] | None = None
+    ) -> None:
+        """Follow these parameters from the next step on; those of one weight among ranks are summed together."""
+        self._rows, self._parameters, self._groups = list(rows), list(parameters), None
+        self._weights = weights if weights is not None else [1.0] * len(self._rows)
+        self._are_spread = any(map(placements, self._parameters))
+
+    def before_step(self) -> None:
+        """Sample the weights, unless the sample after the last step still holds."""
+        if self._groups is None or self._moved():
+            self._look_first()
+        elif not self._is_known:
+            for group in self._groups:
+                group.look()
+            self._is_known = True
+
+    def forget(self) -> None:
+        """A step moved the weights without a sample after it."""
+        self._is_known = False
+
+    @torch.no_grad()
+    def _look_first(self) -> None:
+        self._addresses = self._where()
+        self._groups, self._is_known = [], True
+        for weight in dict.fromkeys(self._weights):
+            alike = [p for p, other in enumerate(self._weights) if other == weight]
+            rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
+            self._groups += [_group(*group) for group in reductions.by_device_and_dtype(rows, tensors)]
+        sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
+        self.lengths = {
+            row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
+        }
+
+    def add(self, buffer: ReadingBuffer) -> None:
+        """After a step: put the sum of squared changes of every tensor, and their agreement with the last, in."""
+        if self._groups is None or not self._is_known or self._moved():
+            return
+        for group in self._groups:
+            group.add(buffer)
+
+    def _where(self) -> list[int]:
+        tensors = map(local, self._parameters) if self._are_spread else self._parameters
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def _moved(self) -> bool:
+        return self._where() != self._addresses  # the loop has put other storage under a parameter
+
+
+class UpdateNorms:
+    """Samples one optimizer's parameters before its step and measures their change after it."""
+
+    def __init__(self) -> None:
+        self._samplers: tuple[tuple[int, ...], list[tuple[reductions.Sampler, list[int]]]] | None = None
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def before(self, rows: Sequence[int], parameters: Sequence[Tensor]) -> None:
+        """Remember a sample of the weights."""
+        if self._samplers is None or self._samplers[0] != tuple(rows):
+            self._samplers = (tuple(rows), reductions.samplers(rows, parameters))
+        self._before = [sampler.gather([parameters[p] for p in chosen]) for sampler, chosen in self._samplers[1]]
+
+    @torch.no_grad()
+    def after(self, buffer: ReadingBuffer, parameters: Sequence[Tensor]) -> dict[int, float]:
+        """Put sums of squared changes into the buffer; return the share of each tensor they cover."""
+        fractions: dict[int, float] = {}
+        if self._samplers is None:
+            return fractions
+        for (sampler, chosen), before in zip(self._samplers[1], self._before, strict=True):
+            change = sampler.gather([parameters[p] for p in chosen]) - before
+            buffer.add("update_sq", sampler.sums(change.square()), sampler.rows)
+            fractions.update(zip(sampler.rows, sampler.fractions, strict=True))
+        self._before = []
+        return fractions

@@ -1,0 +1,591 @@
+"""How the sums of a step are packed, added up over all ranks and unpacked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed as dist
+
+from gradvitals.distributed.audit import Comparison
+from gradvitals.distributed.topology import Topology
+from gradvitals.worker.aggregate import NUM_BLOCKS, PartSums, RowSums, StepSums, Table, WindowSums
+from gradvitals.worker.record import STAGES, Context, Floats
+
+EVERY_STEP = ("norm", "nonfinite", "change")
+FULL_STEP = (
+    "weight",
+    "update",
+    "first_moment",
+    "second_moment",
+    "adam_step",
+    "beta1",
+    "beta2",
+    "factor_sum",
+    "factor_low",
+    "factor_one",
+    "parts",
+)
+DETAIL_STEP = ("nonzero", "alive", "below_one", "weight_before", "inner", "inner_squares")
+
+OF_PARTS = frozenset({"parts", "inner", "inner_squares"})
+"""Gradients before they are reduced: every data worker has others."""
+
+OF_WEIGHTS = frozenset({"weight", "update", "change"})
+
+AVERAGED = frozenset({"adam_step", "beta1", "beta2"})
+"""Rows that are the same on all who hold a shard, so that they are averaged rather than added up."""
+
+LARGEST = ("max",)
+"""Rows of which the largest is wanted: in a second vector, of detail steps only."""
+
+SLOTS = ("heads", "parts")
+
+SCALARS = (
+    "loss",
+    "loss_weight",
+    "batch_size",
+    "batch_told",
+    "lr",
+    "lr_told",
+    "max_norm",
+    "max_norm_told",
+    "under_scaler",
+    "skipped",
+    "carried",
+    "alternating",
+    "uncounted",
+    "unscaled",
+    "clipped",
+    "moments_clipped",
+    "change_square",
+    "change_dot",
+    "change_dot_told",
+    "parts_count",
+    "parts_samples",
+    "parts_known",
+    "parts_told",
+    "parts_weight",
+    "parts_weight_per_sample",
+    "parts_square_per_sample",
+)
+
+RANK_NUMBERS = ("ranks/step_seconds", "ranks/errors")
+"""One number of every rank, at full steps."""
+
+RANK_FLAGS = ("ranks/nonfinite",)
+"""One number of every rank, at every step; kept where one of them is not 0."""
+
+WINDOW_NUMBERS = 3 + NUM_BLOCKS + 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sort of step it is; the same on all ranks."""
+
+    full: bool
+    detail: bool
+
+
+class StepPacker:
+    """Packs the steps of this rank, and unpacks what all ranks together have sent."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.num_rows = len(topology.layout.tensors)
+        self.num_slots = len(topology.slots)
+        self._local_of = {int(row): index for index, row in enumerate(topology.rows)}
+
+    # -- the layout ---------------------------------------------------------------------------------------------
+
+    def names(self, kind: Kind) -> tuple[str, ...]:
+        """The row sums that such a step may have."""
+        return _names(kind)
+
+    def length(self, kind: Kind) -> int:
+        """Numbers in the vector of such a step."""
+        rows = 2 * self.num_rows * len(self.names(kind))
+        slots = self.num_slots * len(SLOTS) if kind.full else 0
+        ranks = self.topology.world * (len(RANK_FLAGS) + (len(RANK_NUMBERS) if kind.full else 0))
+        return len(SCALARS) + rows + slots + ranks + WINDOW_NUMBERS * len(self.topology.windows)
+
+    # -- packing ------------------------------------------------------------------------------------------------
+
+    def pack(self, step: StepSums, kind: Kind) -> Floats:
+        """This rank's share of a step."""
+        vector = np.zeros(self.length(kind))
+        cursor = _Cursor(vector)
+        cursor.put([self._scalars(step)[name] for name in SCALARS])
+        topology = self.topology
+        for name in self.names(kind):
+            values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
+            sums = step.rows.get(name)
+            if sums is not None:
+                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
+                # Inner products would have to be summed over the shards before they are squared.
+                read = sums.present & topology.is_whole if name in ("inner", "inner_squares") else sums.present
+                # Who does not step a tensor that another rank steps has yet to be sent its new values.
+                read = read & topology.is_current if name in OF_WEIGHTS else read
+                values[topology.rows] = np.where(read, sums.values * weights, 0.0)
+                present[topology.rows] = np.where(read, weights, 0.0)
+        for name in SLOTS if kind.full else ():
+            values = cursor.take(self.num_slots)
+            of_slots = step.slots.get(name)
+            if of_slots is not None:
+                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
+                values[topology.slot_numbers] = of_slots * weights[step.table.slot_rows]
+        for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
+            cursor.take(topology.world)[topology.rank] = step.ranks[name][0] if name in step.ranks else 0.0
+        for row in topology.windows:
+            self._put_window(cursor.take(WINDOW_NUMBERS), step, row)
+        return vector
+
+    def _scalars(self, step: StepSums) -> dict[str, float]:
+        topology = self.topology
+        once = topology.share  # a data worker counts once, however many ranks it has
+        size = step.batch_size
+        loss_weight = once * (size if size is not None else 1.0) if step.loss is not None else 0.0
+        square, dot = step.changes if step.changes is not None else (0.0, None)
+        parts, shares = step.parts, topology.num_sources
+        numbers = {
+            "loss": step.loss * loss_weight if step.loss is not None else 0.0,
+            "loss_weight": loss_weight,
+            "batch_size": once * size if size is not None else 0.0,
+            "batch_told": float(size is not None),
+            "lr": step.lr if step.lr is not None else 0.0,
+            "lr_told": float(step.lr is not None),
+            "max_norm": step.max_norm if step.max_norm is not None else 0.0,
+            "max_norm_told": float(step.max_norm is not None),
+            "under_scaler": float(step.under_scaler),
+            "skipped": float(step.skipped),
+            "carried": float(step.carried),
+            "alternating": float(step.alternating),
+            "uncounted": float("nonfinite" in step.rows and not step.counted),
+            "unscaled": float(step.stage == "unscaled"),
+            "clipped": float(step.stage == "clipped"),
+            "moments_clipped": float(step.moments_stage == "clipped"),
+            "change_square": square,
+            "change_dot": dot if dot is not None else 0.0,
+            "change_dot_told": float(dot is not None),
+        }
+        if parts is None:
+            return numbers | dict.fromkeys((name for name in SCALARS if name.startswith("parts")), 0.0)
+        return numbers | {
+            "parts_count": once * parts.count,
+            "parts_samples": once * parts.samples,
+            "parts_known": float(parts.sizes_known),
+            "parts_told": 1.0,
+            "parts_weight": once * parts.weight / shares,
+            "parts_weight_per_sample": once * parts.weight_per_sample / shares,
+            "parts_square_per_sample": once * parts.square_per_sample / shares**2,
+        }
+
+    def _put_window(self, numbers: Floats, step: StepSums, row: int) -> None:
+        here = self._local_of.get(row)
+        window = step.windows.get(here) if here is not None else None
+        if here is None or window is None:
+            return
+        weight = self.topology.weights[here]
+        numbers[0], numbers[1] = weight, weight * window.square
+        if window.block_steps is not None and window.sums is not None:
+            numbers[2] = weight * window.block_steps
+            numbers[3:] = weight * window.sums
+
+    def pack_largest(self, step: StepSums) -> Floats:
+        """This rank's share of what is not added up: the largest is taken, nan counting as infinite."""
+        vector = np.full(self.num_rows * len(LARGEST), -math.inf)
+        for place, name in enumerate(LARGEST):
+            sums = step.rows.get(name)
+            if sums is not None:
+                values = np.where(np.isnan(sums.values), math.inf, sums.values)
+                vector[place * self.num_rows + self.topology.rows] = np.where(sums.present, values, -math.inf)
+        return vector
+
+    # -- unpacking ----------------------------------------------------------------------------------------------
+
+    def unpack(self, vector: Floats, kind: Kind, own: StepSums, table: Table) -> StepSums:
+        """The step of all ranks, from the sum of their vectors.
+
+        Args:
+            vector: The sum.
+            kind: What sort of step it is.
+            own: The step as this rank packed it, for what is the same everywhere.
+            table: The rows of all ranks.
+
+        """
+        topology, cursor = self.topology, _Cursor(vector)
+        told = dict(zip(SCALARS, cursor.take(len(SCALARS)).tolist(), strict=True))
+        world = topology.world
+        step = StepSums(step=own.step, time=own.time, full=own.full, table=table, wall_seconds=own.wall_seconds)
+        step.stage = STAGES[2 if told["clipped"] else 1 if told["unscaled"] else 0]
+        step.moments_stage = "clipped" if told["moments_clipped"] else None
+        step.batch_size = told["batch_size"] if told["batch_told"] == world else None
+        step.loss = told["loss"] / told["loss_weight"] if told["loss_weight"] else None
+        step.lr = told["lr"] / told["lr_told"] if told["lr_told"] else None
+        step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
+        step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
+        step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0
+        step.single_part, step.num_sources = own.single_part, topology.num_sources
+        for name in self.names(kind):
+            values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
+            read = present > 0
+            if read.any():
+                step.rows[name] = RowSums(self._whole(name, values, present, read), read)
+        # Ranks begin to count elements when they have seen that there are any, some a step later than others. Until
+        # all do, a tensor counts once, however many say so.
+        if "nonfinite" in step.rows and told["uncounted"]:
+            step.rows["nonfinite"].values = (step.rows["nonfinite"].values > 0).astype(np.float64)
+        for name in SLOTS if kind.full else ():
+            step.slots[name] = cursor.take(self.num_slots).copy()
+        for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
+            numbers = cursor.take(world)
+            if name in RANK_NUMBERS or numbers.any():
+                step.ranks[name] = numbers.copy()
+        if "change" in step.rows:
+            step.changes = (told["change_square"], told["change_dot"] if told["change_dot_told"] else None)
+        if told["parts_told"] == world and "parts" in step.rows:
+            step.parts = PartSums(
+                count=told["parts_count"],
+                samples=told["parts_samples"],
+                sizes_known=told["parts_known"] == told["parts_told"],
+                weight=told["parts_weight"],
+                weight_per_sample=told["parts_weight_per_sample"],
+                square_per_sample=told["parts_square_per_sample"],
+            )
+        for row in topology.windows:
+            self._get_window(cursor.take(WINDOW_NUMBERS), step, row)
+        return step
+
+    def _whole(self, name: str, values: Floats, present: Floats, read: NDArray[np.bool_]) -> Floats:
+        """A number of the whole tensor, where some of those who hold the same may not have read it."""
+        if name in OF_PARTS:
+            return values
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shares = 1.0 if name in AVERAGED else self.topology.expected
+            return np.where(read, values * (shares / present), 0.0)
+
+    def _get_window(self, numbers: Floats, step: StepSums, row: int) -> None:
+        weight, square, block_steps = numbers[:3]
+        if weight > 0:
+            whole = self.topology.expected[row] / weight
+            steps = round(block_steps / weight) if block_steps > 0 else None
+            step.windows[row] = WindowSums(square * whole, steps, numbers[3:] * whole if steps else None)
+
+    def unpack_largest(self, vector: Floats, step: StepSums) -> None:
+        """Put the largest of all ranks into a step."""
+        for place, name in enumerate(LARGEST):
+            values = vector[place * self.num_rows : (place + 1) * self.num_rows]
+            if (values > -math.inf).any():
+                step.rows[name] = RowSums(values.copy(), values > -math.inf)
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks have met at different steps."""
+
+
+class _Cursor:
+    """Goes through a vector from front to back."""
+
+    def __init__(self, vector: Floats) -> None:
+        self._vector, self._at = vector, 0
+
+    def take(self, count: int) -> Floats:
+        part = self._vector[self._at : self._at + count]
+        self._at += count
+        return part
+
+    def put(self, numbers: Sequence[float]) -> None:
+        self.take(len(numbers))[:] = numbers
+
+
+@lru_cache
+def _names(kind: Kind) -> tuple[str, ...]:
+    return tuple(_all_names(kind))
+
+
+def _all_names(kind: Kind) -> Iterator[str]:
+    yield from EVERY_STEP
+    if kind.full:
+        yield from FULL_STEP
+    if kind.detail:
+        yield from DETAIL_STEP
+
+
+STEPS_TOGETHER = 8
+"""Plain steps that ranks add up at once."""
+
+ROLL_CALL_SECONDS = 5.0
+ROLL_CALL_PAUSE = 1.0
+"""When ranks are lost, those that are left answer within these times: in all, and after the one before."""
+
+LOST_WORDS = ("connection", "peer", "socket", "gloo", "nccl", "timed out", "broken pipe")
+"""What the errors of collectives mention when a rank is gone."""
+
+HEADER_NUMBERS = 7
+"""Numbers that are compared before those of a chunk are added up."""
+
+
+class LostRanksError(RuntimeError):
+    """Other ranks do not answer any more."""
+
+
+Collectives = Generator[Any, None, Floats]
+"""Yields each collective it started; is resumed once that is done."""
+
+
+class RankReducer:
+    """Adds up what all ranks read of some steps, asynchronously. Every rank must bring the same steps in order.
+
+    Nothing waits: a chunk of steps is a generator that starts one collective after the other, and `poll`, called once
+    per step, resumes it when the last one is done.
+
+    Args:
+        topology: The ranks that take part.
+        deliver: Called with every step once it is added up.
+        on_lost: Called once, with the error and the ranks that are missing if known, when the exchange ended for good.
+            From then on steps pass through as this rank alone saw them.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        deliver: Callable[[StepSums], None],
+        on_lost: Callable[[Exception, Sequence[int]], None],
+    ) -> None:
+        self.topology = topology
+        self.packer = StepPacker(topology)
+        self.comparison = Comparison(topology)
+        self.ended = False
+        """Whether ranks stopped exchanging numbers."""
+        self.leaving = False
+        """Whether this rank says so the next time."""
+        self.each_step = False
+        """Whether every step is a chunk of its own: someone acts on what is read."""
+        self.collectives = 0
+        """Collectives so far."""
+        self.bytes_sent = 0
+        self.errors = 0
+        """Errors of gradvitals on this rank, which the one that keeps the run is to know of."""
+        self._deliver = deliver
+        self._on_lost = on_lost
+        self._table = Table(Context(layout=topology.layout, slots=topology.slots))
+        self._seconds: list[float] = []
+        self._waiting: list[StepSums] = []
+        self._chunks: deque[list[StepSums]] = deque()
+        self._running: Generator[Any, None, list[StepSums]] | None = None
+        self._steps: list[StepSums] = []
+        self._work: Any = None
+
+    # -- from the training thread -------------------------------------------------------------------------------
+
+    def add(self, step: StepSums) -> None:
+        """Take a step of this rank. Chunks end at full readings and fixed step numbers, so all ranks cut alike."""
+        self._waiting.append(step)
+        if step.full or self.each_step or step.step % STEPS_TOGETHER == 0:
+            self.send()
+
+    def send(self) -> None:
+        """Start with what is waiting."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._chunks.append(waiting)
+        self.poll()
+
+    def poll(self) -> None:
+        """Continue as far as possible. Never waits."""
+        while self._running is not None or self._chunks:
+            if self._running is None:
+                self._steps = self._chunks.popleft()
+                if self.ended:
+                    self._pass_through()
+                    continue
+                self._running = self._share(self._steps)
+            if not self._advance():
+                return
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until everything is added up, for at most so many seconds; returns whether it is."""
+        self.send()
+        deadline = time.monotonic() + seconds
+        while self._running is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.poll()
+        return self._running is None
+
+    def explain(self, error: BaseException) -> None:
+        """Training ended with an error: if it is that other ranks are gone, find out which."""
+        if not self.ended and speaks_of_loss(error):
+            self._lose(LostRanksError(_first_line(error)))
+
+    def end(self) -> None:
+        """Take no part any more, nor wait for others: these find out when they wait for this rank."""
+        self.ended = True
+        self._running = self._work = None
+        self._pass_through()
+        self.poll()
+
+    def leave(self) -> None:
+        """This rank missed a step: tell the others the next time, and all of them end."""
+        self.leaving = True
+
+    def _advance(self) -> bool:
+        """Continue with the running chunk; returns whether it ended."""
+        assert self._running is not None
+        try:
+            if self._work is not None:
+                if not self._work.is_completed():
+                    return False
+                self._wait()
+            self._work = next(self._running)
+            return self._work.is_completed() and self._advance()
+        except StopIteration as stop:
+            self._running = self._work = None
+            for step in stop.value:
+                self._deliver(step)
+        except Exception as error:
+            self._running = self._work = None
+            if dist.is_initialized():  # else the training has ended, and with it the ranks
+                self._lose(error)
+            self.ended = True
+            self._pass_through()
+        return True
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            span = f"steps {self._steps[0].step} to {self._steps[-1].step}"
+            raise LostRanksError(
+                f"gradvitals' all-reduce ({span}, {self.topology.world} ranks) failed: {_first_line(error)}"
+            ) from error
+
+    def _lose(self, error: Exception) -> None:
+        if not self.ended:
+            self.ended = True
+            out_of_step = isinstance(error, OutOfStepError)
+            self._on_lost(error, [] if out_of_step else missing_ranks(self.topology))
+
+    def _pass_through(self) -> None:
+        """Hand steps on as this rank alone saw them: everything but how the gradient came about, if replicated."""
+        steps, self._steps = self._steps, []
+        if self.topology.is_replicated:
+            for step in steps:
+                step.parts, step.single_part, step.ranks = None, False, {}
+                self._deliver(step)
+
+    # -- one chunk ----------------------------------------------------------------------------------------------
+
+    def _share(self, steps: Sequence[StepSums]) -> Generator[Any, None, list[StepSums]]:
+        kinds = [Kind(full=step.full, detail=step.detail) for step in steps]
+        self._note_own(steps)
+        vectors = [self.packer.pack(step, kind) for step, kind in zip(steps, kinds, strict=True)]
+        audits = [step for step in steps if step.audit]
+        audit_vectors = [self.comparison.pack(step) for step in audits]
+        joined = np.concatenate([*vectors, *audit_vectors])
+        yield from self._check(steps, len(joined))
+        together = yield from self._reduce(joined, dist.ReduceOp.SUM)
+        ends = np.cumsum([len(vector) for vector in (*vectors, *audit_vectors)])
+        cut = np.split(together, ends[:-1])
+        table = self._table_of(steps[-1])
+        shared = [
+            self.packer.unpack(vector, kind, own, table)
+            for vector, kind, own in zip(cut[: len(steps)], kinds, steps, strict=True)
+        ]
+        yield from self._share_largest(steps, shared, kinds)
+        seen = dict(zip((step.step for step in audits), zip(audits, cut[len(steps) :], strict=True), strict=True))
+        for step in shared:
+            if step.step in seen:
+                own, vector = seen[step.step]
+                yield from self.comparison.unpack(vector, own, step, self._reduce)
+        return shared
+
+    def _check(self, steps: Sequence[StepSums], length: int) -> Generator[Any, None, None]:
+        """Find that all ranks bring the same steps, before anything is added up.
+
+        Gloo ends the process if ranks bring vectors of different lengths, so these are compared first.
+
+        Raises:
+            OutOfStepError: On all ranks alike.
+        """
+        own = np.array([steps[0].step, steps[-1].step, length], dtype=np.float64)
+        sent = np.append(np.append(own, -own), float(self.leaving))
+        assert len(sent) == HEADER_NUMBERS
+        found = yield from self._reduce(sent, dist.ReduceOp.MAX)
+        if found[-1] > 0:
+            raise OutOfStepError("a rank does not take part any more")
+        if (found[:3] != -found[3:6]).any():
+            least, most = (-found[3:5]).astype(int), found[:2].astype(int)
+            raise OutOfStepError(
+                f"ranks are at different steps: {least[0]} to {least[1]} on one, {most[0]} to {most[1]} on another"
+            )
+
+    def _note_own(self, steps: Sequence[StepSums]) -> None:
+        """What this rank reports of itself: whether it had NaN by itself, and at full steps how long they took."""
+        for step in steps:
+            broken = step.is_broken or (step.loss is not None and not math.isfinite(step.loss))
+            if (parts := step.rows.get("parts")) is not None:
+                broken |= not np.isfinite(parts.values[parts.present]).all()
+            step.ranks["ranks/nonfinite"] = np.array([float(broken)])
+            self._seconds.append(step.wall_seconds)
+            if step.full:
+                step.ranks["ranks/step_seconds"] = np.array([np.mean(self._seconds)])
+                step.ranks["ranks/errors"] = np.array([float(self.errors)])
+                self._seconds = []
+
+    def _table_of(self, own: StepSums) -> Table:
+        """The rows of all ranks; if all have the same ones, as this rank describes them by now."""
+        return own.table if self.topology.num_stages == 1 else self._table
+
+    def _share_largest(
+        self, steps: Sequence[StepSums], shared: Sequence[StepSums], kinds: Sequence[Kind]
+    ) -> Generator[Any, None, None]:
+        detailed = [place for place, kind in enumerate(kinds) if kind.detail]
+        if not detailed:
+            return
+        vectors = [self.packer.pack_largest(steps[place]) for place in detailed]
+        largest = yield from self._reduce(np.concatenate(vectors), dist.ReduceOp.MAX)
+        for place, vector in zip(detailed, np.split(largest, len(detailed)), strict=True):
+            self.packer.unpack_largest(vector, shared[place])
+
+    def _reduce(self, vector: Floats, how: dist.ReduceOp.RedOpType) -> Collectives:
+        tensor = torch.from_numpy(np.ascontiguousarray(vector))
+        self.collectives += 1
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        yield dist.all_reduce(tensor, how, group=self.topology.group, async_op=True)
+        return tensor.numpy()
+
+
+def speaks_of_loss(error: BaseException) -> bool:
+    """Whether an error is what a rank gets to see when others are gone."""
+    return not isinstance(error, OSError) and any(word in str(error).lower() for word in LOST_WORDS)
+
+
+def missing_ranks(topology: Topology) -> list[int]:
+    """Ranks that have not said that they, too, miss others; none where that cannot be found out."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        store = c10d.PrefixStore(f"gradvitals/lost/{topology.group.group_name}", c10d._get_default_store())
+        store.set(f"here/{topology.rank}", "1")
+        missing, since, deadline = list(range(topology.world)), time.monotonic(), time.monotonic() + ROLL_CALL_SECONDS
+        # Those who live have noticed at the same moment; wait until nobody more has come for a while.
+        while missing and time.monotonic() < min(deadline, since + ROLL_CALL_PAUSE):
+            time.sleep(0.02)
+            still = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            since = time.monotonic() if len(still) < len(missing) else since
+            missing = still
+        return missing
+    except Exception:  # the store may have died with its rank
+        return []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]

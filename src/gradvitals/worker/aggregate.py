@@ -1,0 +1,971 @@
+"""From the record of a step to its readings: all arithmetic of a live run, in float64, without torch.
+
+What is kept of a row adds up over the parts of a tensor: squares rather than norms, counts rather than shares. So the
+sums of many ranks are again such sums, and one process and a thousand of them are aggregated alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals import functional
+from gradvitals.config import Config
+from gradvitals.types import Layout, Reading, Stage
+from gradvitals.worker.record import STAGES, Context, Flags, Floats, StepRecord, pack, unpack
+
+NUM_BLOCKS = 10
+"""Blocks of steps in a sliding window."""
+
+
+@dataclass
+class RowSums:
+    """One number for each row, and which rows it was read of. What was read may be nan."""
+
+    values: Floats
+    present: Flags
+
+    @property
+    def known(self) -> Floats:
+        """The numbers, nan where nothing was read."""
+        return np.where(self.present, self.values, np.nan)
+
+
+@dataclass
+class PartSums:
+    """The gradients a step's gradient is made of, as `functional.signal_and_noise_of_sums` wants them."""
+
+    count: float
+    """How many there were."""
+    samples: float
+    """Samples in all of them together; their number where the loop did not tell."""
+    sizes_known: bool
+    weight: float
+    """Sum of their weights w in the step's gradient."""
+    weight_per_sample: float
+    """Sum of w / b, where b is how many samples a part has."""
+    square_per_sample: float
+    """Sum of w² / b."""
+
+
+class Ring:
+    """The last `size` values of many named series. Values that are not finite are not kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.names: tuple[str, ...] = ()
+        self.values = np.full((size, 0), np.nan)
+        self._next = np.zeros(0, dtype=np.int64)
+
+    def align(self, names: Sequence[str]) -> None:
+        """Have exactly these columns, keeping what is known of each name."""
+        if names is self.names or tuple(names) == self.names:
+            return
+        column = {name: index for index, name in enumerate(self.names)}
+        values = np.full((self.size, len(names)), np.nan)
+        position = np.zeros(len(names), dtype=np.int64)
+        for index, name in enumerate(names):
+            if name in column:
+                values[:, index] = self.values[:, column[name]]
+                position[index] = self._next[column[name]]
+        self.names, self.values, self._next = tuple(names), values, position
+
+    def push(self, columns: NDArray[np.intp], values: Floats | float) -> None:
+        """Add one finite value to each of these series, over its oldest."""
+        places = self._next[columns]
+        self.values[places, columns] = values
+        self._next[columns] = (places + 1) % self.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names and values as plain lists."""
+        return {"names": list(self.names), "values": self.values.tolist(), "next": self._next.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; one of another length is left aside."""
+        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
+        if len(values) == self.size:
+            self.names, self.values = tuple(state["names"]), values
+            self._next = np.array(state["next"], dtype=np.int64)
+
+
+class NormHistory:
+    """Moving average and variation of norms, without the values that are judged by them.
+
+    Running sums make a step cost the same however long the window is. Norms that are not finite are not in them.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.names: tuple[str, ...] = ()
+        self._values = np.zeros((window, 0))
+        self._counted = np.zeros((window, 0))
+        self._position = 0
+        self._recount()
+
+    def push(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
+        """Judge new norms by those before them, then remember them.
+
+        Returns:
+            The spike ratio, norm over its moving average, and the coefficient of variation of the window so far.
+            Both are nan before there are two norms to compare with.
+        """
+        if names != self.names:
+            self._align(names)
+        count = np.where(self._count >= 2, self._count, np.nan)
+        mean = self._sum / count
+        variance = np.maximum(self._sum_sq - count * mean**2, 0) / (count - 1)
+        self._remember(norms)
+        return norms / mean, np.sqrt(variance) / mean
+
+    def _remember(self, norms: Floats) -> None:
+        finite = np.isfinite(norms)
+        entering = norms if finite.all() else np.where(finite, norms, 0.0)
+        values, counted = self._values[self._position], self._counted[self._position]
+        spike_leaves = bool(np.any(values * self._count > 100 * self._sum))
+        self._sum += entering - values
+        self._sum_sq += entering**2 - values**2
+        self._count += finite - counted
+        values[:], counted[:] = entering, finite
+        self._position = (self._position + 1) % self.window
+        if self._position == 0 or spike_leaves:
+            self._recount()  # running sums collect rounding, most of all when a spike leaves the window
+
+    def _recount(self) -> None:
+        self._sum, self._sum_sq = self._values.sum(0), (self._values**2).sum(0)
+        self._count = self._counted.sum(0)
+
+    def _align(self, names: Sequence[str]) -> None:
+        """Have exactly these columns, keeping what is known of each name."""
+        column = {name: index for index, name in enumerate(self.names)}
+        kept = [(index, column[name]) for index, name in enumerate(names) if name in column]
+        new, old = [index for index, _ in kept], [index for _, index in kept]
+        values, counted = np.zeros((2, self.window, len(names)))
+        values[:, new], counted[:, new] = self._values[:, old], self._counted[:, old]
+        self.names, self._values, self._counted = tuple(names), values, counted
+        self._recount()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window as plain lists, nan where there is nothing."""
+        values = np.where(self._counted > 0, self._values, np.nan)
+        return {"names": list(self.names), "values": values.tolist(), "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved window; one of another length is left aside."""
+        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
+        if len(values) == self.window:
+            self.names, self._position = tuple(state["names"]), int(state["position"])
+            self._counted = np.isfinite(values).astype(np.float64)
+            self._values = np.where(self._counted > 0, values, 0.0)
+            self._recount()
+
+
+class RatioHistory:
+    """Signal over noise as a ratio of means over recent readings, with its interval from their spread.
+
+    Recent is at most `window` readings, and none from before half the run: gradients shrink fast while a run is
+    young, and in a ratio of means the first readings would outweigh all that follow.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._signal = Ring(window)
+        self._noise = Ring(window)
+        self._steps = Ring(window)
+
+    def push(self, names: Sequence[str], signal: Floats, noise: Floats, step: int) -> None:
+        """Remember one reading's signal and noise of every row."""
+        columns = np.flatnonzero(np.isfinite(signal) & np.isfinite(noise))
+        for ring in self._rings().values():
+            ring.align(names)
+        self._signal.push(columns, signal[columns])
+        self._noise.push(columns, noise[columns])
+        self._steps.push(columns, float(step))
+
+    def estimate(
+        self, known: NDArray[np.bool_], step: int, correlation: Floats | float = 0.0
+    ) -> tuple[Floats, Floats, Floats]:
+        """The ratio and its 95 % interval, row by row; inf where there is signal and no noise at all.
+
+        Args:
+            known: Rows that the latest reading has a number for. The others are silent: what was so before is no
+                news of now.
+            step: The step it is now.
+            correlation: Correlation between one reading and the next, by which their number counts for less.
+        """
+        recent = self._steps.values >= step / 2
+        x, y = np.where(recent, self._signal.values, 0.0), np.where(recent, self._noise.values, 0.0)
+        count = recent.sum(0).astype(np.float64)
+        mean_x, mean_y = x.sum(0) / count, y.sum(0) / count
+        dx, dy = np.where(recent, x - mean_x, 0.0), np.where(recent, y - mean_y, 0.0)
+        dof = np.where(count > 1, count - 1, np.nan)
+        var_x, var_y, cov = (dx * dx).sum(0) / dof, (dy * dy).sum(0) / dof, (dx * dy).sum(0) / dof
+        effective = count * (1 - correlation) / (1 + correlation)
+        value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
+        value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)
+        return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
+
+    def last_step(self) -> float:
+        """The step of the latest reading; nan before the first."""
+        steps = self._steps.values
+        return float(np.nanmax(steps)) if np.isfinite(steps).any() else np.nan
+
+    def _rings(self) -> dict[str, Ring]:
+        return {"signal": self._signal, "noise": self._noise, "steps": self._steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All rings."""
+        return {name: ring.state_dict() for name, ring in self._rings().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved rings."""
+        for name, ring in self._rings().items():
+            ring.load_state_dict(state[name])
+
+
+SQUARED = {"weight": "weight", "weight_before": "weight_before", "exp_avg_norm": "first_moment"}
+"""Norms that are kept as squares, and what these are called."""
+
+SUMMED = {
+    "nonzero": "nonzero",
+    "exp_avg_sq_sum": "second_moment",
+    "adam_step": "adam_step",
+    "alive_count": "alive",
+    "below_one_count": "below_one",
+    "median_sum": "median_sum",
+    "median_size": "median_size",
+    "factor_sum": "factor_sum",
+    "factor_low": "factor_low",
+    "factor_one": "factor_one",
+}
+"""Numbers that are kept as they came."""
+
+
+PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") for half in ("lo", "hi"))
+
+
+class Table:
+    """What does not change from step to step, as arrays."""
+
+    def __init__(self, context: Context) -> None:
+        layout, slots = context.layout, context.slots
+        self.context = context
+        self.layout = layout
+        self.names = tuple(info.name for info in layout.tensors)
+        self.with_whole = ("", *self.names)
+        self.with_layers = (*self.with_whole, *(f"layer:{name}" for name in layout.layers))
+        self.with_heads = (*self.with_layers, *(f"head:{name}" for name in layout.heads))
+        self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
+        self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
+        """The layer of each tensor."""
+        self.slots = slots
+        self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
+        num_rows = len(self.names)
+        self.sampled: Floats = np.full((2, num_rows), np.nan)
+        """Coordinates of each row that its change is read from, and all there are; nan for a row without any."""
+        for row, found in context.sampled.items():
+            self.sampled[:, row] = found
+        self.fractions: Floats = np.ones(num_rows)
+        for row, share in context.fractions.items():
+            self.fractions[row] = share
+        self.has_betas: Flags = np.zeros(num_rows, dtype=bool)
+        self.betas: Floats = np.zeros((2, num_rows))
+        for row, betas in context.betas.items():
+            self.betas[:, row], self.has_betas[row] = betas, True
+        self.weights: Floats = np.ones(num_rows) if context.weights is None else np.array(context.weights)
+
+
+@dataclass
+class WindowSums:
+    """What a sliding window tells of one row at one step."""
+
+    square: float
+    """Squared norm of the coordinates it follows."""
+    block_steps: int | None
+    """Steps in a block, where the window is complete."""
+    sums: Floats | None
+    """Then the squared norm of its sum, and of what is left without each block."""
+
+
+@dataclass
+class StepSums:
+    """One step, of one process or of all."""
+
+    step: int
+    time: float
+    full: bool
+    table: Table
+    detail: bool = False
+    audit: bool = False
+    stage: Stage = "raw"
+    moments_stage: Stage | None = None
+    """What the optimizer's moments are of, where it differs: gradients that the loop clipped."""
+    batch_size: float | None = None
+    loss: float | None = None
+    lr: float | None = None
+    max_norm: float | None = None
+    under_scaler: bool = False
+    skipped: bool = False
+    carried: bool = False
+    alternating: bool = False
+    given_up: int = 0
+    """Batches whose gradients the loop threw away before this step."""
+    lost_loss: float | None = None
+    """The loss of the last of them, where told."""
+    lost_norm: float | None = None
+    """The norm of its gradient, where read."""
+    rows: dict[str, RowSums] = field(default_factory=dict)
+    slots: dict[str, Floats] = field(default_factory=dict)
+    """For each slice of an attention head."""
+    changes: tuple[float, float | None] | None = None
+    """Of the coordinates followed: the sum of squared changes, and their inner product with the last ones."""
+    last_change: float | None = None
+    """The sum of squared changes of the step before, where it is known without that step."""
+    parts: PartSums | None = None
+    num_sources: int = 1
+    """Data workers that the parts come from."""
+    windows: dict[int, WindowSums] = field(default_factory=dict)
+    ranks: dict[str, Floats] = field(default_factory=dict)
+    """One number a rank."""
+    prints: dict[str, Floats] = field(default_factory=dict)
+    """Fingerprints of an audit, as they came."""
+    values: dict[str, float] = field(default_factory=dict)
+    tensors: dict[str, Floats] = field(default_factory=dict)
+    """Values that are complete already and go into the reading as they are."""
+    wall_seconds: float = 0.0
+    counted: bool = False
+    """Whether elements that are not finite were counted, rather than tensors that have any."""
+    is_broken: bool = False
+    """Whether the gradient of this process alone was seen to hold NaN or Inf."""
+    single_part: bool = False
+    """Whether micro-batches were counted and there was but one."""
+
+    def __post_init__(self) -> None:
+        self.num_rows = len(self.table.names)
+        self.outlier = False
+
+    def has(self, name: str) -> bool:
+        """Whether anything was read under a name."""
+        return name in self.rows
+
+    def known(self, name: str) -> Floats:
+        """One number a row, nan where there is none."""
+        return self.rows[name].known
+
+    def total(self, name: str) -> float:
+        """The sum over all rows read."""
+        sums = self.rows[name]
+        return float(sums.values[sums.present].sum())
+
+    def norm(self, name: str) -> Floats:
+        """Norms, from what is kept as squares."""
+        return np.sqrt(self.rows[name].known)
+
+    def by_head(self, of_slots: Floats) -> Floats:
+        """Sum the parts of a head over the q, k and v weights it has."""
+        sums: Floats = np.zeros(len(self.table.layout.heads))
+        np.add.at(sums, self.table.slot_heads, of_slots)
+        return sums
+
+    def reading(self, **fields: Any) -> Reading:
+        """A Reading of this step, with its batch size and stage where not given."""
+        return Reading(
+            **{"step": self.step, "time": self.time, "batch_size": self.batch_size, "stage": self.stage, **fields}
+        )
+
+
+def aggregate(record: StepRecord, table: Table, config: Config) -> StepSums:
+    """Put the numbers of one step together."""
+    return _Aggregation(record, table, config).sums()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a step, once all numbers are known."""
+
+    loss: float | None = None
+    """Averaged over the observations by their size; None if the loop reported none."""
+    sizes: tuple[float | None, ...] = ()
+    """Samples behind each observation, if reported."""
+    skipped_size: float = 0.0
+    """Samples of batches that are not in the step."""
+    given_up: int = 0
+    lost_loss: float | None = None
+    """The loss of the last discarded batch, if reported."""
+    lost_norm: float | None = None
+    """The norm of its gradient, if read."""
+
+
+def losses_of(record: StepRecord, *, is_clean: bool) -> Losses:
+    """Put together what the loop observed.
+
+    Args:
+        record: The step.
+        is_clean: Whether the step's gradient is known to be finite.
+    """
+    sections = record.sections
+    losses = []
+    for index, (loss, _) in enumerate(record.losses):
+        if loss is None and (section := sections.get(f"loss{index}")) is not None:
+            loss = float(section.values[0])
+        if loss is not None:
+            losses.append(loss)
+    lost = float(sections["lost"].values[0]) if "lost" in sections else record.lost
+    lost_norm = float(sections["lost_norm"].values[0]) if "lost_norm" in sections else record.lost_norm
+    sizes = [size for _, size in record.losses]
+    given_up, skipped_size = record.given_up, 0.0
+    broken = [not math.isfinite(loss) for loss in losses]
+    # Fewer backward passes than losses, and a finite gradient: the loop skipped the batches with a non-finite loss.
+    if any(broken) and 0 < record.passes <= len(losses) - sum(broken) and is_clean:
+        given_up += sum(broken)
+        lost = next(loss for loss in reversed(losses) if not math.isfinite(loss))
+        if len(sizes) == len(losses):
+            skipped_size = sum(size or 0.0 for size, bad in zip(sizes, broken, strict=True) if bad)
+            sizes = [size for size, bad in zip(sizes, broken, strict=True) if not bad]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+    return Losses(_mean(losses, sizes), tuple(sizes), skipped_size, given_up, lost, lost_norm)
+
+
+def _mean(losses: list[float], sizes: list[float | None]) -> float | None:
+    if not losses:
+        return None
+    if len(losses) == 1:
+        return losses[0]
+    weights = [size for size in sizes if size is not None]
+    if len(weights) == len(sizes) == len(losses):
+        return float(np.average(losses, weights=weights))
+    return float(np.mean(losses))
+
+
+class _Aggregation:
+    """One step."""
+
+    def __init__(self, record: StepRecord, table: Table, config: Config) -> None:
+        self.record, self.table, self.config = record, table, config
+        self.num_rows = len(table.names)
+        self.sections = record.sections
+        self.loss_scale, self.grad_scale = np.ones((2, self.num_rows))
+        self.part_scale = np.ones(self.num_rows)
+        """What micro-batches are multiplied by, over their share of the gradient."""
+        self.under_scaler = False
+        self.losses = losses_of(record, is_clean=self._is_clean())
+        self.batch_size = record.batch_size
+        if self.losses.skipped_size and record.batch_size is not None:
+            self.batch_size = record.batch_size - self.losses.skipped_size
+        for index, (one, rows) in enumerate(zip(record.optimizers, table.context.optimizer_rows, strict=True)):
+            if f"scale{index}" in self.sections and not one.ignore_scale:
+                self.under_scaler = True
+                self.loss_scale[rows] = self.sections[f"scale{index}"].values[0]
+                if one.scaled:
+                    self.grad_scale[rows] = self.loss_scale[rows]
+            if self.under_scaler or one.divided != 1:
+                self.part_scale[rows] = self.loss_scale[rows] * one.divided
+
+    def sums(self) -> StepSums:
+        """The sums of the step."""
+        record, table = self.record, self.table
+        # If optimizers were read at different stages, the furthest from raw says what to expect.
+        stage = max((one.stage for one in record.optimizers), key=STAGES.index)
+        found_inf = self.sections.get("found_inf")
+        lr = self.sections.get("lr")
+        step = StepSums(
+            step=record.step,
+            time=record.time,
+            full=record.full,
+            detail=record.detail,
+            audit=record.audit,
+            table=table,
+            stage=stage,
+            moments_stage="clipped" if any(one.clipped for one in record.optimizers) else None,
+            batch_size=self.batch_size,
+            loss=self.losses.loss,
+            given_up=self.losses.given_up,
+            lost_loss=self.losses.lost_loss,
+            lost_norm=self.losses.lost_norm,
+            lr=record.lr if lr is None else float(lr.values[0]),
+            max_norm=record.max_norm,
+            under_scaler=self.under_scaler,
+            skipped=record.skipped or (found_inf is not None and bool(found_inf.values.any())),
+            carried=record.carried,
+            alternating=record.alternating,
+            wall_seconds=record.wall_seconds,
+            single_part=any(one.micro_batches == 1 for one in record.optimizers),
+            is_broken=self._is_broken(),
+        )
+        self._take_gradients(step)
+        for name, kept in SQUARED.items():
+            if name in self.sections:
+                sums = self._rows(name)
+                step.rows[kept] = RowSums(np.square(sums.values), sums.present)
+        for name, kept in SUMMED.items():
+            if name in self.sections:
+                step.rows[kept] = self._rows(name)
+        if "update_sq" in self.sections:
+            sums = self._rows("update_sq")
+            step.rows["update"] = RowSums(sums.values / table.fractions, sums.present)
+        if "change_sq" in self.sections:
+            self._take_changes(step)
+        if "first_moment" in step.rows and table.has_betas.any():
+            known = table.has_betas & step.rows["first_moment"].present
+            step.rows["beta1"], step.rows["beta2"] = (RowSums(betas, known) for betas in table.betas)
+        count = max((one.micro_batches for one in record.optimizers), default=0)
+        if count and {"micro0", "micro_heads0"} & self.sections.keys():
+            self._take_parts(step, count)
+        for name in PRINTS:
+            if name in self.sections:
+                by_row = name.startswith(("check", "state"))
+                section = self.sections[name]
+                step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
+        for row, block_steps in record.windows.items():
+            sampled = self.sections.get(f"window_sq{row}")
+            square = step.rows["norm"].values[row] if sampled is None else sampled.values[0]
+            whole = self.sections[f"window{row}"].values if block_steps else None
+            step.windows[row] = WindowSums(float(square), block_steps, whole)
+        return step
+
+    def _is_broken(self) -> bool:
+        """Whether NaN or Inf was in this process's own gradient, before any reduction, as far as it was looked at."""
+        own = self.sections.get("own_norm")
+        return own is not None and not bool(np.isfinite(own.values).all())
+
+    def _rows(self, name: str) -> RowSums:
+        return RowSums(self.sections[name].sums(self.num_rows), self.sections[name].present(self.num_rows))
+
+    def _parts(self, name: str, num_rows: int) -> tuple[Floats, Flags]:
+        """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
+        if name not in self.sections:
+            return np.zeros(num_rows), np.zeros(num_rows, dtype=bool)
+        return self.sections[name].sums(num_rows), self.sections[name].present(num_rows)
+
+    def _is_clean(self) -> bool:
+        """Whether the gradient is known to be finite, and this process's own."""
+        alone = self.table.context.weights is None
+        return alone and "norm" in self.sections and bool(np.isfinite(self.sections["norm"].values).all())
+
+    def _take_gradients(self, step: StepSums) -> None:
+        if "norm" not in self.sections:
+            return
+        norms = self._rows("norm")
+        step.rows["norm"] = RowSums(np.square(norms.values / self.grad_scale), norms.present)
+        if "nonfinite" in self.sections:
+            step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
+        else:  # not counted: 1 for "at least one"
+            broken = norms.present & ~np.isfinite(norms.values)
+            step.rows["nonfinite"] = RowSums(broken.astype(np.float64), norms.present)
+        if "max" in self.sections:
+            largest = self._rows("max")
+            step.rows["max"] = RowSums(largest.values / self.grad_scale, largest.present)
+        if "heads" in self.sections:
+            of_slots, _ = self._parts("heads", len(self.table.slot_rows))
+            step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
+
+    def _take_changes(self, step: StepSums) -> None:
+        """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
+        counts, sizes = self.table.sampled
+        sums = self._rows("change_sq")
+        read = sums.present & np.isfinite(counts)
+        step.rows["change"] = RowSums(np.where(read, sums.values / counts * sizes, 0.0), read)
+        weights = self.table.weights
+        square = float((sums.values * weights)[read].sum())
+        dot = self.sections.get("change_dot")
+        agreement = None if dot is None else float((dot.values * weights[dot.rows]).sum())
+        step.changes = (square, agreement)
+        if "last_change_sq" in self.sections:
+            step.last_change = float(self.sections["last_change_sq"].values.sum())
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _take_parts(self, step: StepSums, count: int) -> None:
+        sizes, sizes_known = self._part_sizes(count)
+        by_size = self.config.micro_batch_weights == "size"
+        weights = sizes / sizes.sum() if by_size else np.full(count, 1 / count)
+        # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
+        mine, reached = np.zeros((2, self.num_rows), dtype=bool)
+        for one, rows in zip(self.record.optimizers, self.table.context.optimizer_rows, strict=True):
+            mine[rows] = one.micro_batches == count
+        squares, inner_squares, inner = np.zeros((3, self.num_rows))
+        of_heads = np.zeros(len(self.table.slot_rows))
+        slot_scale = self.part_scale[self.table.slot_rows]
+        has_inner = np.zeros(self.num_rows, dtype=bool)
+        for i, weight in enumerate(weights):
+            norms, hit = self._parts(f"micro{i}", self.num_rows)
+            slot_norms, slot_hit = self._parts(f"micro_heads{i}", len(self.table.slot_rows))
+            slot_squares = np.square(slot_norms / slot_scale)
+            reached |= hit  # a row that no micro-batch was seen to reach came to life too late to be followed
+            reached[self.table.slot_rows[slot_hit]] = True
+            squares += np.square(norms / self.part_scale) / weight
+            np.add.at(squares, self.table.slot_rows, slot_squares / weight)
+            of_heads += slot_squares / weight
+            along, along_hit = self._parts(f"micro_radial{i}", self.num_rows)
+            inner += along / self.part_scale
+            inner_squares += np.square(along / self.part_scale) / weight
+            has_inner |= along_hit
+        read = mine & reached
+        step.rows["parts"] = RowSums(squares, read)
+        if len(of_heads):
+            step.slots["parts"] = of_heads
+        if has_inner.any():
+            step.rows["inner"] = RowSums(inner, has_inner & read)
+            step.rows["inner_squares"] = RowSums(inner_squares, has_inner & read)
+        step.parts = PartSums(
+            count=count,
+            samples=float(sizes.sum()),
+            sizes_known=sizes_known,
+            weight=float(weights.sum()),
+            weight_per_sample=float((weights / sizes).sum()),
+            square_per_sample=float((weights**2 / sizes).sum()),
+        )
+
+    def _part_sizes(self, count: int) -> tuple[Floats, bool]:
+        """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
+        sizes = self.losses.sizes
+        if len(sizes) == count and all(size is not None for size in sizes):
+            return np.array(sizes, dtype=np.float64), True
+        told_in_part = len(sizes) > 1 and any(size is not None for size in sizes)
+        if self.batch_size is not None and not told_in_part:
+            return np.full(count, self.batch_size / count), True
+        return np.ones(count), False
+
+
+def is_estimable(step: StepSums) -> bool:
+    """Whether a step has parts enough to tell signal from noise."""
+    return step.parts is not None and step.parts.count > 1 + 1e-9 and not math.isnan(step.parts.weight)
+
+
+OUTLIER_RATIO = 5.0
+"""A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
+
+ROUNDING = 2e-6
+"""Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
+
+STUDENT_T = 2.262
+"""97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
+
+
+class Aggregator:
+    """Turns the sums of a run's steps, in order, into `Reading`s. Holds the moving averages between them."""
+
+    def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
+        self.config = config
+        self.on_error = on_error
+        self._broken: set[str] = set()
+        self._norms = NormHistory(config.norm_window)
+        self._micro = RatioHistory(config.gsnr_window)
+        self._radial = RatioHistory(config.gsnr_window)
+        self._adam = RatioHistory(config.gsnr_window)
+        self._window_norms: dict[str, list[float]] = {}
+        self._last_change = (-1, math.nan)
+
+    def finish(self, step: StepSums) -> list[Reading]:
+        """The readings of one step: first what needs no samples, then one for each GSNR source.
+
+        An error in one of them is told, and that one is silent from then on.
+        """
+        readings: list[Reading] = []
+        for part, applies, make in (
+            ("general", True, self._general),
+            ("microbatch", is_estimable(step), self._from_parts),
+            ("adam", step.has("first_moment"), self._from_moments),
+            ("window", bool(step.windows), self._window),
+        ):
+            if not applies or part in self._broken:
+                continue
+            try:
+                # Zero over zero is an answer here: there is nothing to tell.
+                with np.errstate(all="ignore"):
+                    reading = make(step)
+            except Exception as error:
+                self._broken.add(part)
+                self.on_error(part, error)
+                continue
+            if reading is not None:
+                readings.append(reading)
+        return readings
+
+    # -- norms, loss, weights -----------------------------------------------------------------------------------
+
+    def _general(self, step: StepSums) -> Reading:
+        values = {name: value for name, value in (("loss", step.loss), ("lr", step.lr)) if value is not None}
+        tensors: dict[str, Floats] = {}
+        sizes = step.table.sizes
+        if step.has("norm"):
+            norm, total = step.norm("norm"), math.sqrt(step.total("norm"))
+            ratio, variation = self._norms.push(step.table.with_whole, np.concatenate(([total], norm)))
+            step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
+            values |= {"grad/norm": total, "grad/nonfinite": step.total("nonfinite")}
+            values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
+            tensors |= {"grad/norm": norm, "grad/nonfinite": step.known("nonfinite")}
+            tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
+        if step.has("max"):
+            tensors["grad/max"] = step.known("max")
+            values["grad/max"] = float(np.max(step.rows["max"].values[step.rows["max"].present]))
+        if step.has("nonzero"):
+            zeros = sizes - step.known("nonzero")
+            tensors["grad/zero_fraction"] = zeros / sizes
+            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.rows["nonzero"].present].sum())
+        for name, metric in (("sum", "mean"), ("low", "at_gamma"), ("one", "at_one")):
+            if step.has(f"factor_{name}"):
+                sums = step.known(f"factor_{name}")
+                tensors[f"vrgd/{metric}"] = sums / sizes
+                values[f"vrgd/{metric}"] = float(np.nansum(sums) / sizes[np.isfinite(sums)].sum())
+        if step.has("weight"):
+            tensors["weight/norm"] = step.norm("weight")
+            values["weight/norm"] = math.sqrt(step.total("weight"))
+        if step.has("update"):
+            tensors["update/norm"] = step.norm("update")
+            values["update/norm"] = math.sqrt(step.total("update"))
+            tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
+            if values["weight/norm"] > 0:
+                values["update/ratio"] = values["update/norm"] / values["weight/norm"]
+        if step.has("change"):
+            values |= self._changes(step, tensors)
+        if step.carried:
+            values["grad/carried"] = 1.0
+        if step.alternating:
+            values["step/in_turn"] = 1.0
+        if step.given_up:
+            values["batches/given_up"] = float(step.given_up)
+            lost = {"batches/given_up_loss": step.lost_loss, "batches/given_up_norm": step.lost_norm}
+            values |= {name: value for name, value in lost.items() if value is not None}
+        if step.max_norm is not None:
+            values["clip/max_norm"] = step.max_norm
+        if step.under_scaler:
+            values["step/skipped"] = float(step.skipped)
+        elif step.skipped:  # nobody but a Guard leaves steps out without a scaler
+            values["step/left_out"] = 1.0
+        for name, numbers in step.tensors.items():
+            tensors[name] = numbers
+        return step.reading(values=values | step.values, tensors=tensors, ranks=step.ranks)
+
+    def _changes(self, step: StepSums, tensors: dict[str, Floats]) -> dict[str, float]:
+        """The root mean square change of every tensor and of all, and whether it goes on in the same direction."""
+        sizes = step.table.sizes
+        tensors["update/rms"] = np.sqrt(step.known("change") / sizes)
+        values = {"update/rms": math.sqrt(step.total("change") / sizes[step.rows["change"].present].sum())}
+        assert step.changes is not None
+        square, agreement = step.changes
+        last_step, last_square = self._last_change
+        if step.last_change is not None and last_step != step.step - 1:  # that one was passed over
+            last_step, last_square = step.step - 1, step.last_change
+        if agreement is not None and last_step == step.step - 1 and last_square * square > 0:
+            values["update/cosine"] = agreement / math.sqrt(last_square * square)
+        self._last_change = (step.step, square)
+        return values
+
+    # -- the sources of GSNR ------------------------------------------------------------------------------
+
+    def _from_parts(self, step: StepSums) -> Reading:
+        """From the gradients that a step's gradient is made of: micro-batches, ranks, or both at once."""
+        layout, parts = step.table.layout, step.parts
+        assert parts is not None
+        read = step.rows["parts"].present & step.rows["norm"].present
+        square = np.where(read, step.rows["norm"].values, np.nan)
+        signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
+        names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
+        if layout.heads and "heads" in step.slots and "parts" in step.slots:
+            heads, whole = step.by_head(step.slots["parts"]), step.by_head(step.slots["heads"])
+            more_signal, more_noise = _signal_and_noise(heads, whole, parts)
+            names = step.table.with_heads
+            all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
+        if not step.outlier:
+            self._micro.push(names, all_signal, all_noise, step.step)
+        per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
+        mean_size = parts.samples / parts.count
+        values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
+        if parts.sizes_known:
+            values |= _noise_scale(*(float(part[0]) for part in per_sample))
+        if step.has("inner_squares") and step.has("weight_before"):
+            along = read & step.rows["inner_squares"].present
+            weight = step.known("weight_before")
+            total = np.where(along, np.square(step.rows["inner"].values) / weight, np.nan)
+            radial = _signal_and_noise(step.rows["inner_squares"].values / weight, total, parts)
+            if not step.outlier:
+                self._radial.push(step.table.names, *radial, step.step)
+            tensors["radial_gsnr"] = mean_size * self._radial.estimate(np.isfinite(radial[0]), step.step)[0]
+        return step.reading(
+            source="ranks" if step.num_sources > 1 else "microbatch",
+            batch_size=float(mean_size) if parts.sizes_known else None,
+            values=values,
+            tensors=tensors,
+            layers=layers,
+            heads=heads_out,
+        )
+
+    def _from_moments(self, step: StepSums) -> Reading:
+        layout = step.table.layout
+        rows = np.flatnonzero(step.rows["beta1"].present)
+        beta1, beta2 = step.known("beta1")[rows], step.known("beta2")[rows]
+        signal, noise = np.full((2, step.num_rows), np.nan)
+        signal[rows], noise[rows] = functional.adam_signal_and_noise(
+            step.known("first_moment")[rows],
+            step.known("second_moment")[rows],
+            beta1=beta1,
+            beta2=beta2,
+            step=step.known("adam_step")[rows],
+        )
+        noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
+        begun = step.known("adam_step") >= 2  # one gradient has no spread
+        names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
+        # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
+        gap = step.step - self._adam.last_step()
+        correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
+        self._adam.push(names, all_signal, all_noise, step.step)
+        known = np.isfinite(all_signal) & np.isfinite(all_noise)
+        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
+        if step.has("below_one"):
+            tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
+        if step.has("median_sum"):
+            tensors["gsnr/median"] = np.full(step.num_rows, np.nan)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = step.known("median_sum")[rows] / step.known("median_size")[rows]
+            tensors["gsnr/median"][rows] = functional.adam_gsnr_from_sums(
+                ratio, 1.0, beta1=beta1, beta2=beta2, step=step.known("adam_step")[rows]
+            )
+        stage = step.moments_stage or step.stage
+        return step.reading(source="adam", values=values, tensors=tensors, layers=layers, stage=stage)
+
+    def _window(self, step: StepSums) -> Reading | None:
+        names = step.table.names
+        for row, window in step.windows.items():
+            norms = self._window_norms.setdefault(names[row], [])
+            norms.append(window.square)
+            del norms[: -2 * self.config.window_steps]
+        if not any(window.block_steps for window in step.windows.values()):
+            return None
+        value, low, high = np.full((3, step.num_rows), np.nan)
+        for row, window in step.windows.items():
+            length = (window.block_steps or 0) * NUM_BLOCKS
+            squares = np.array(self._window_norms[names[row]][-length:])
+            if not length or len(squares) < length or window.sums is None:
+                continue
+            total, *without = window.sums
+            blocks = squares.reshape(NUM_BLOCKS, -1).sum(1)
+            value[row] = _gsnr_of_sums(blocks.sum(), total, length)
+            left = _gsnr_of_sums(blocks.sum() - blocks, np.array(without), length - length // NUM_BLOCKS)
+            error = math.sqrt((NUM_BLOCKS - 1) / NUM_BLOCKS * np.square(left - left.mean()).sum())
+            low[row], high[row] = value[row] - STUDENT_T * error, value[row] + STUDENT_T * error
+        return step.reading(source="window", tensors={"gsnr": value, "gsnr_low": low, "gsnr_high": high})
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def _histories(self) -> dict[str, NormHistory | RatioHistory]:
+        return {
+            "norms": self._norms,
+            "micro": self._micro,
+            "radial": self._radial,
+            "adam": self._adam,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All moving averages."""
+        histories = {name: history.state_dict() for name, history in self._histories().items()}
+        return {**histories, "window_norms": {name: list(norms) for name, norms in self._window_norms.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved moving averages."""
+        for name, history in self._histories().items():
+            if name in state:  # one saved before there was this source has none of it
+                history.load_state_dict(state[name])
+        self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
+
+
+def _signal_and_noise(squares: Floats, total: Floats, parts: PartSums) -> tuple[Floats, Floats]:
+    signal, noise = functional.signal_and_noise_of_sums(
+        squares, total, parts.weight, parts.weight_per_sample, parts.square_per_sample
+    )
+    second_moment = squares / parts.weight_per_sample
+    return np.asarray(signal), np.where(noise <= ROUNDING * second_moment, 0.0, noise)
+
+
+def _with_sums(
+    table: Table, signal: Floats, noise: Floats, read: NDArray[np.bool_]
+) -> tuple[tuple[str, ...], Floats, Floats]:
+    """Put the sums of the whole model before those of the tensors, and those of every layer after them.
+
+    A sum over tensors of which one was read and is not finite is not known: nan.
+    """
+    layer, num_layers, whole = table.depths, len(table.layout.layers), []
+    finite = np.isfinite(signal) & np.isfinite(noise)
+    broken = np.bincount(layer, weights=read & ~finite, minlength=num_layers) > 0
+    empty = np.bincount(layer, weights=finite, minlength=num_layers) == 0
+    for sums in (signal, noise):
+        known = np.where(finite, sums, 0.0)
+        layers = np.bincount(layer, weights=known, minlength=num_layers)
+        total = math.nan if broken.any() or not finite.any() else known.sum()
+        whole.append(np.concatenate([[total], sums, np.where(broken | empty, np.nan, layers)]))
+    return table.with_layers, whole[0], whole[1]
+
+
+def _spread(
+    layout: Layout, estimate: Any
+) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
+    """Cut (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
+    of = dict(zip(("gsnr", "gsnr_low", "gsnr_high"), estimate, strict=True))
+    last, end = 1 + len(layout.tensors), 1 + len(layout.tensors) + len(layout.layers)
+    values = {name: float(part[0]) for name, part in of.items()}
+    tensors = {name: part[1:last] for name, part in of.items()}
+    layers, heads = ({name: part[cut] for name, part in of.items()} for cut in (slice(last, end), slice(end, None)))
+    return values, tensors, layers, heads if len(heads["gsnr"]) else {}
+
+
+def _noise_scale(ratio: float, low: float, high: float) -> dict[str, float]:
+    """B_simple = noise / signal per sample, from the ratio the other way up and its interval.
+
+    Where the interval of the signal reaches zero the noise scale is not identifiable: nan, with a lower end only.
+    """
+    identifiable = low > 0
+    return {
+        "noise_scale": 1 / ratio if identifiable else math.nan,
+        "noise_scale_low": 1 / high if high > 0 else math.nan,
+        "noise_scale_high": 1 / low if identifiable else math.inf if high > 0 else math.nan,
+    }
+
+
+def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
+    return functional.gsnr_from_norms(sum_of_squares / count, square_of_sum / count**2, count)
+
+
+# -- the sums of several ranks, on their way to the worker --------------------------------------------------------
+
+_SCALARS = (
+    "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
+    "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
+    "last_change", "num_sources", "wall_seconds", "counted", "single_part", "values",
+)  # fmt: skip
+
+
+def sums_to_bytes(step: StepSums) -> bytes:
+    """A step that was added up over ranks, for the journal."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, sums in step.rows.items():
+        arrays[f"rows/{name}"], arrays[f"present/{name}"] = sums.values, sums.present.astype(np.float64)
+    for kind in ("slots", "ranks", "tensors"):
+        arrays |= {f"{kind}/{name}": numbers for name, numbers in getattr(step, kind).items()}
+    for row, window in step.windows.items():
+        if window.sums is not None:
+            arrays[f"window/{row}"] = window.sums
+    meta: dict[str, Any] = {name: getattr(step, name) for name in _SCALARS}
+    meta["parts"] = None if step.parts is None else asdict(step.parts)
+    meta["windows"] = [(row, window.square, window.block_steps) for row, window in step.windows.items()]
+    return pack(meta, arrays)
+
+
+def sums_from_bytes(data: bytes, table: Table) -> StepSums:
+    """The inverse of `sums_to_bytes`."""
+    meta, arrays = unpack(data)
+    parts, windows = meta.pop("parts"), meta.pop("windows")
+    meta["changes"] = None if meta["changes"] is None else tuple(meta["changes"])
+    step = StepSums(table=table, **meta)
+    step.parts = None if parts is None else PartSums(**parts)
+    for name, numbers in arrays.items():
+        kind, _, rest = name.partition("/")
+        if kind == "rows":
+            step.rows[rest] = RowSums(numbers, arrays[f"present/{rest}"] > 0)
+        elif kind in ("slots", "ranks", "tensors"):
+            getattr(step, kind)[rest] = numbers
+    for row, square, block_steps in windows:
+        step.windows[row] = WindowSums(square, block_steps, arrays.get(f"window/{row}"))
+    return step

@@ -1,0 +1,114 @@
+"""The way back: messages from the worker to the training process, which looks for them once per step."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradvitals.types import Finding, Reading
+from gradvitals.worker.journal import Journal
+from gradvitals.worker.record import reading_from_bytes, reading_to_bytes
+
+MESSAGE, READING = 1, 2
+"""Kinds of records on the way back."""
+
+LARGEST_MESSAGE = 1 << 16
+"""Bytes above which a message goes through a file of its own."""
+
+MOST_WAITING = 1000
+"""Messages that may wait for a training process that does not look for them."""
+
+Message = dict[str, Any]
+"""What happened, under `what`, and its numbers. Findings and readings are objects on both ends."""
+
+
+class Channel(Protocol):
+    """Both ends of the way back."""
+
+    def send(self, message: Message) -> None:
+        """From the worker. Never blocks."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is anything to receive. Called at every step."""
+
+    def receive(self) -> Iterator[Message]:
+        """Yield all messages there are."""
+
+
+class ThreadChannel:
+    """For a worker that is a thread of the training process."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Message] = deque()
+
+    def send(self, message: Message) -> None:
+        """Add a message."""
+        self._queue.append(message)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is anything to receive."""
+        return bool(self._queue)
+
+    def receive(self) -> Iterator[Message]:
+        """Yield all messages there are."""
+        while self._queue:
+            yield self._queue.popleft()
+
+
+class JournalChannel:
+    """For a worker that is a process: a second journal, written by the worker."""
+
+    def __init__(self, journal: Journal, folder: Path) -> None:
+        self._journal = journal
+        self._folder = folder
+        self._files = 0
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        """Messages that found no room yet."""
+
+    def send(self, message: Message) -> None:
+        """Add a message."""
+        if isinstance(message.get("reading"), Reading):
+            self._write(READING, reading_to_bytes(message["reading"]))
+            return
+        if isinstance(message.get("finding"), Finding):
+            message = {**message, "finding": message["finding"].to_json()}
+        data = json.dumps(message).encode()
+        if len(data) > LARGEST_MESSAGE:
+            self._files += 1
+            path = self._folder / f"message-{self._files}.json"
+            path.write_bytes(data)
+            data = json.dumps({"what": "file", "name": path.name}).encode()
+        self._write(MESSAGE, data)
+
+    def _write(self, kind: int, data: bytes) -> None:
+        self._waiting.append((kind, data))
+        while self._waiting and self._journal.append(*self._waiting[0]):
+            self._waiting.popleft()
+        while len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is anything to receive."""
+        return self._journal.has_records
+
+    def receive(self) -> Iterator[Message]:
+        """Yield all messages there are."""
+        for kind, data in self._journal.read():
+            if kind == READING:
+                yield {"what": "reading", "reading": reading_from_bytes(data)}
+                continue
+            message = json.loads(data)
+            if message["what"] == "file":
+                path = self._folder / Path(message["name"]).name
+                message = json.loads(path.read_bytes())
+                path.unlink(missing_ok=True)
+            if "finding" in message:
+                message["finding"] = Finding.from_json(message["finding"])
+            yield message
+        self._journal.release()

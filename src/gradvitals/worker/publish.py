@@ -1,0 +1,318 @@
+"""Sinks and alerts: which numbers go out while a run is in progress, and a thread for each destination."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from gradvitals import notices
+from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading
+
+WORST_TENSORS: Mapping[str, bool] = {"grad/norm": True, "grad/spike_ratio": True, "update/ratio": True, "gsnr": False}
+"""The metrics that single tensors are shown of, and whether the largest are the worst."""
+
+WORST = 3
+"""Tensors of each of these metrics that a reading can bring to a sink."""
+
+MOST_TENSORS = 20
+"""Tensors that a run can bring to a sink for each of these metrics. One that was among the worst stays."""
+
+MAY_BREAK = frozenset({"loss", "grad/norm", "grad/max", "weight/norm", "update/norm"})
+"""Metrics that are shown even where they are not finite: that they broke is the news."""
+
+LONGEST_NAME = 120
+"""Characters of a tensor's name in a key."""
+
+
+class Selection:
+    """Chooses and names the numbers of one run.
+
+    A metric that has several sources keeps its id for the best of those it had when first read, for the whole run;
+    other sources go before it in the key, ``adam/gsnr``. So no key ever holds values of two sources. And no key is the
+    start of another one, which some destinations would take for a folder.
+
+    Args:
+        tensors: Whether single tensors are shown.
+        gauges: Whether what is not finite is shown too: a gauge that is not set goes on showing its old value.
+    """
+
+    def __init__(self, *, tensors: bool = True, gauges: bool = False) -> None:
+        self._wants_tensors = tensors
+        self._wants_all = gauges
+        self._names: tuple[str, ...] = ()
+        self._bearer: dict[str, str | None] = {}
+        self._shown: dict[str, dict[int, None]] = {metric: {} for metric in WORST_TENSORS}
+
+    def describe(self, layout: Layout) -> None:
+        """What the rows of per-tensor arrays stand for, from here on. Rows are only ever added."""
+        self._names = layout.names("tensors")
+
+    def steps(self, readings: Sequence[Reading]) -> Iterator[tuple[int, dict[str, float]]]:
+        """What is shown of each step, in the order they came."""
+        for step, of_step in groupby(readings, key=lambda reading: reading.step):
+            metrics = self._of_step(sorted(of_step, key=_trust))
+            if metrics:
+                yield step, metrics
+
+    def _of_step(self, readings: Sequence[Reading]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for reading in readings:
+            for metric, value in reading.values.items():
+                key = self._key(metric, reading.source)
+                may_break = self._wants_all or (reading.source is None and metric in MAY_BREAK)
+                if math.isfinite(value) or may_break:
+                    metrics[key] = float(value)
+            for metric in WORST_TENSORS if self._wants_tensors else ():
+                if metric in reading.tensors and self._key(metric, reading.source) == metric:
+                    metrics |= self._tensors(metric, np.asarray(reading.tensors[metric], dtype=np.float64))
+        return metrics
+
+    def _key(self, metric: str, source: str | None) -> str:
+        return metric if self._bearer.setdefault(metric, source) == source else f"{source}/{metric}"
+
+    def _tensors(self, metric: str, values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> dict[str, float]:
+        shown = self._shown[metric]
+        known = np.flatnonzero(~np.isnan(values))
+        worst = known[np.argsort(-values[known] if WORST_TENSORS[metric] else values[known], kind="stable")][:WORST]
+        for index in worst.tolist():
+            if len(shown) < MOST_TENSORS and index < len(self._names):
+                shown.setdefault(index)
+        return {
+            f"tensors/{metric}/{_short(self._names[index])}": float(values[index])
+            for index in shown
+            if index < len(values) and math.isfinite(values[index])
+        }
+
+
+def _trust(reading: Reading) -> int:
+    """The reading without a source first, then the most trustworthy source."""
+    return -1 if reading.source is None else SOURCES.index(reading.source)
+
+
+def _short(name: str) -> str:
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}~{crc32(name.encode('utf-8', 'backslashreplace')):08x}"
+
+
+Record = Reading | Finding | Action | Layout
+
+MOST_WAITING = 2000
+"""Readings that may wait for a slow destination before further ones are dropped."""
+
+
+class Destination(Protocol):
+    """What sinks and alerts have in common; see `gradvitals.sinks.Sink`."""
+
+    def begin(self, run: Path) -> None: ...  # noqa: D102
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...  # noqa: D102
+    def finding(self, finding: Finding) -> None: ...  # noqa: D102
+    def action(self, action: Action) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Outlet:
+    """Hands records on to one destination.
+
+    Args:
+        target: The destination.
+        on_failure: Told the first error; the target is left out then, unless it says that it can go on (``lasting``).
+    """
+
+    def __init__(self, target: Destination, on_failure: Callable[[Outlet, BaseException], None]) -> None:
+        self.target = target
+        self.name = str(getattr(target, "name", type(target).__name__))
+        """What it is called in findings."""
+        self.dropped = 0
+        """Readings that came while too many were waiting."""
+        self._on_failure = on_failure
+        self._lasting = bool(getattr(target, "lasting", False))
+        self._wants_readings = bool(getattr(target, "readings", True))
+        gauges = bool(getattr(target, "gauges", False))
+        self._selection = Selection(tensors=bool(getattr(target, "tensors", True)), gauges=gauges)
+        self._told: dict[tuple[Any, ...], tuple[int, bool]] = {}
+        self._queue: deque[Sequence[Record]] = deque()
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._closing = self._over = self._failed = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def put(self, records: Sequence[Record]) -> None:
+        """Hand over records of whole steps. Never blocks and never raises; what finds no room is counted."""
+        if self._over or os.getpid() != self._pid:  # a forked child has no thread
+            return
+        if not self._wants_readings:
+            records = [record for record in records if isinstance(record, (Finding, Action))]
+        with self._changed:
+            readings = sum(isinstance(record, Reading) for record in records)
+            if readings and self._waiting + readings > MOST_WAITING:
+                self.dropped += readings
+                readings = 0
+                records = [record for record in records if not isinstance(record, Reading)]
+            if records and not self._closing and len(self._queue) < 2 * MOST_WAITING:
+                self._queue.append(records)
+                self._waiting += readings
+                self._changed.notify_all()
+
+    def start(self, run: Path) -> None:
+        """Begin to hand on. Called on the training thread: what is bound to its context is seen by the target too."""
+        try:
+            every = getattr(self.target, "every", 1)
+            if self._wants_readings and not (isinstance(every, int) and every >= 1):
+                raise ValueError(f"every of {self.name} is {every!r}; expected a whole number of steps, 1 or more")
+            self.target.begin(run)
+        except Exception as error:
+            self.fail(error)
+            return
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="gradvitals-feed", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Have it close once everything put so far is handed on; does not wait."""
+        if os.getpid() != self._pid:  # which may have copied a held lock
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end; whether it has come."""
+        if self._thread is None or self._thread is threading.current_thread() or os.getpid() != self._pid:
+            return True
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the first error, and only that."""
+        told, self._failed = self._failed, True
+        self._over = self._over or not self._lasting
+        if not told:
+            self._on_failure(self, error)
+
+    def _run(self) -> None:
+        while not self._over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    break
+                records = self._queue.popleft()
+                self._waiting -= sum(isinstance(record, Reading) for record in records)
+            try:
+                self._hand_on(records)
+            except BaseException as error:  # also SystemExit: a thread that died in silence would never be closed
+                self.fail(error)
+                self._over = True
+        if self._over:  # it has failed: nobody wants to hear of a second error
+            self._queue.clear()
+            with suppress(BaseException):
+                self.target.close()
+        else:
+            self._try(self.target.close)
+        self._over = True
+
+    def _hand_on(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if isinstance(record, Layout):
+                self._selection.describe(record)
+            elif isinstance(record, Finding) and self._is_news(record):
+                self._try(self.target.finding, record)
+            elif isinstance(record, Action):
+                self._try(self.target.action, record)
+        for step, metrics in self._selection.steps([record for record in records if isinstance(record, Reading)]):
+            if step % getattr(self.target, "every", 1) == 0:
+                self._try(self.target.log, metrics, step)
+
+    def _try(self, call: Callable[..., object], *args: object) -> None:
+        if self._over:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            self.fail(error)
+
+    def _is_news(self, finding: Finding) -> bool:
+        """Whether it has opened, got worse or closed. That it goes on is no news, nor is what is about the target."""
+        if finding.id == "sink_error" and finding.evidence.get("about") == self.name:
+            return False
+        key = (finding.id, finding.rank, finding.first_step, str(finding.evidence.get("about")))
+        now = (SEVERITIES.index(finding.severity), finding.last_step is not None)
+        news = self._told.get(key) != now
+        self._told[key] = now
+        return news
+
+
+CLOSE_SECONDS = 15.0
+"""How long the end of a run waits for all sinks and alerts together."""
+
+
+class Publisher:
+    """Hands records to all sinks and alerts of one run. Never blocks.
+
+    Args:
+        destinations: Where records go.
+        report: Called with a finding if a destination failed or fell behind.
+        run: Folder of the run.
+    """
+
+    def __init__(self, destinations: Iterable[Destination], report: Callable[[Finding], None], run: Path) -> None:
+        self._report = report
+        self._run = run
+        self._outlets: list[Outlet] = []
+        self._step = 0
+        self._closed = False
+        self._pid = os.getpid()
+        for destination in destinations:
+            self.add(destination)
+
+    def add(self, destination: Destination) -> None:
+        """Publish to one more destination from here on."""
+        if self._closed:
+            return
+        outlet = Outlet(destination, self._on_failure)
+        twins = sum(other.name.startswith(outlet.name) for other in self._outlets)
+        outlet.name += f" {twins + 1}" if twins else ""
+        self._outlets = [*self._outlets, outlet]  # a new list: another thread may be iterating over the old one
+        outlet.start(self._run)
+
+    def put(self, records: Sequence[Record]) -> None:
+        """Hand over records of whole steps."""
+        if not self._outlets:
+            return
+        self._step = max((record.step for record in records if isinstance(record, Reading)), default=self._step)
+        for outlet in self._outlets:
+            outlet.put(records)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Hand over what is left and close every destination, as far as the time allows."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        deadline = time.monotonic() + seconds
+        for outlet in self._outlets:
+            outlet.end()
+        for outlet in self._outlets:
+            if not outlet.join(deadline - time.monotonic()):
+                outlet.fail(TimeoutError(f"it had not finished {seconds:g} s after the end of the run"))
+            if outlet.dropped:
+                self._report(notices.sink_behind(outlet.name, outlet.dropped, self._step))
+
+    def __bool__(self) -> bool:
+        """Whether there is any destination."""
+        return bool(self._outlets)
+
+    def _on_failure(self, outlet: Outlet, error: BaseException) -> None:
+        self._report(notices.sink_error(outlet.name, error, self._step))

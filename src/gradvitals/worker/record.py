@@ -1,0 +1,453 @@
+"""What crosses from the training process to the worker for one step, and how it is laid out in the journal.
+
+A record is a fixed header with what every step has, an optional JSON object with what few steps have, and sections:
+named vectors of numbers, each with the rows of the model its numbers belong to. `Context` is what changes rarely: the
+parameters, and everything that depends on them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.errors import RunError
+from gradvitals.types import Layout, Reading, Stage, TensorInfo
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+STEP, CONTEXT, SUMS, COMMAND = 1, 2, 3, 4
+"""Kinds of records in the journal."""
+
+STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
+
+_HEADER = struct.Struct("<q6dIHHIHH")
+# step; time, wall seconds, loss, lr, max_norm, batch size; flags; micro-batches, passes; JSON bytes; row sets, sections
+_SECTION = struct.Struct("<24sHHI")  # name, row set, dtype, numbers
+_DTYPES = (np.dtype("<f4"), np.dtype("<f8"))
+_HAS_LOSS, _FULL, _DETAIL, _AUDIT, _SKIPPED, _CARRIED, _ALTERNATING = (1 << bit for bit in range(7))
+_SCALED, _IGNORE_SCALE, _CLIPPED, _HAS_OPTIMIZER = (1 << bit for bit in range(7, 11))
+_STAGE_SHIFT = 12
+
+MAX_NUMBERS = 1 << 28
+
+
+class Places:
+    """The rows that the numbers under one name belong to: as a rule the same from step to step."""
+
+    def __init__(self, rows: NDArray[np.intp]) -> None:
+        self.rows = rows
+        self.are_distinct = len(np.unique(rows)) == len(rows)
+        self._present: Flags = np.zeros(0, dtype=bool)
+
+    def present(self, num_rows: int) -> Flags:
+        """Which rows are among them. Read only."""
+        if len(self._present) != num_rows:
+            self._present = np.zeros(num_rows, dtype=bool)
+            self._present[self.rows] = True
+            self._present.setflags(write=False)
+        return self._present
+
+
+class Section:
+    """The numbers under one name, each with its row."""
+
+    def __init__(self, values: Floats, places: Places) -> None:
+        self.values = values
+        self.places = places
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The row of each number."""
+        return self.places.rows
+
+    def present(self, num_rows: int) -> Flags:
+        """Which rows have a number. Read only."""
+        return self.places.present(num_rows)
+
+    def sums(self, num_rows: int) -> Floats:
+        """One number per row, 0 if there is none. Parts of one row are added up."""
+        sums = np.zeros(num_rows)
+        if self.places.are_distinct:
+            sums[self.rows] = self.values
+        else:
+            np.add.at(sums, self.rows, self.values)
+        return sums
+
+    def by_row(self, num_rows: int) -> Floats:
+        """One number per row, nan if there is none."""
+        return np.where(self.present(num_rows), self.sums(num_rows), np.nan)
+
+
+@dataclass
+class OptimizerStep:
+    """One optimizer's part of a step."""
+
+    stage: Stage = "raw"
+    scaled: bool = False
+    """Whether gradients were read while multiplied by the loss scale in the section ``scale{index}``."""
+    ignore_scale: bool = False
+    """The noted loss scale turned out to belong to another model."""
+    clipped: bool = False
+    """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, received."""
+    micro_batches: int = 0
+    """Number of micro-batches; 0 if they were not counted."""
+    divided: float = 1.0
+    """What a pipeline divided the sum of the micro-batches by."""
+
+
+@dataclass
+class StepRecord:
+    """One step as the training process recorded it."""
+
+    step: int
+    time: float = 0.0
+    wall_seconds: float = 0.0
+    """From the end of the step before to the end of this one."""
+    full: bool = False
+    detail: bool = False
+    audit: bool = False
+    optimizers: list[OptimizerStep] = field(default_factory=list)
+    losses: list[tuple[float | None, float | None]] = field(default_factory=list)
+    """Loss and samples of each `observe`. A loss of None that has a section ``loss{index}`` was on a device."""
+    passes: int = 0
+    """Backward passes of the step."""
+    given_up: int = 0
+    """Batches whose gradients the loop discarded before this step."""
+    lost: float | None = None
+    """The loss of the last of them, if observed. One that was on a device is in the section ``lost``."""
+    lost_norm: float | None = None
+    """The norm of its gradient, if read."""
+    lr: float | None = None
+    max_norm: float | None = None
+    batch_size: float | None = None
+    skipped: bool = False
+    carried: bool = False
+    """Whether gradients were added to those of the step before."""
+    alternating: bool = False
+    """Whether the model is trained in turn with another, as in a GAN."""
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """Rows that went into a sliding window; if it is complete, the steps in one of its blocks."""
+    sections: dict[str, Section] = field(default_factory=dict)
+
+
+@dataclass
+class Context:
+    """What the numbers of steps stand for, until the next Context."""
+
+    layout: Layout = field(default_factory=Layout)
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """Row and head that each number of a head view belongs to."""
+    optimizer_rows: list[list[int]] = field(default_factory=list)
+    """The rows that each optimizer steps."""
+    betas: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Of each row whose moments are read."""
+    fractions: dict[int, float] = field(default_factory=dict)
+    """Share of each row that the update's norm is read from."""
+    sampled: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Coordinates of each row that its change is read from, and all there are on this rank."""
+    weights: list[float] | None = None
+    """What each row counts beside those of other ranks; None for a single process."""
+    autocast: str | None = None
+    """The dtype that the forward pass computes in, if lower."""
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        layout = self.layout
+        return json.dumps(
+            {
+                "tensors": [info.to_json() for info in layout.tensors],
+                "layers": layout.layers,
+                "heads": layout.heads,
+                "slots": self.slots,
+                "optimizer_rows": self.optimizer_rows,
+                "betas": list(self.betas.items()),
+                "fractions": list(self.fractions.items()),
+                "sampled": list(self.sampled.items()),
+                "weights": self.weights,
+                "autocast": self.autocast,
+            }
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Context:
+        """The inverse of `to_bytes`."""
+        given = json.loads(data)
+        layout = Layout(
+            tensors=tuple(TensorInfo.from_json(info) for info in given["tensors"]),
+            layers=tuple(given["layers"]),
+            heads=tuple(given["heads"]),
+        )
+        return cls(
+            layout=layout,
+            slots=[(row, head) for row, head in given["slots"]],
+            optimizer_rows=given["optimizer_rows"],
+            betas={row: (first, second) for row, (first, second) in given["betas"]},
+            fractions=dict(given["fractions"]),
+            sampled={row: (count, size) for row, (count, size) in given["sampled"]},
+            weights=given["weights"],
+            autocast=given["autocast"],
+        )
+
+
+Part = tuple[str, Sequence[int] | NDArray[np.int32], NDArray[Any]]
+"""A name, rows and numbers (float32 or float64)."""
+
+
+class Encoder:
+    """AlternatingOptimizers steps into bytes. Remembers row sets, which are the same lists from step to step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Any, bytes]] = {}
+
+    def encode(self, record: StepRecord, parts: Iterable[Part]) -> list[bytes]:
+        """The pieces of a record, to be written one after the other."""
+        row_sets: dict[bytes, int] = {}
+        sections: list[bytes] = []
+        for name, rows, numbers in parts:
+            packed = self._packed(rows)
+            place = row_sets.setdefault(packed, len(row_sets))
+            wide = numbers.dtype.itemsize == 8
+            sections.append(_SECTION.pack(name.encode(), place, wide, numbers.size))
+            sections.append(numbers.tobytes())
+        flags, extra = _flags(record), _extra(record)
+        one = len(record.optimizers) == 1
+        loss = record.losses[0][0] if flags & _HAS_LOSS else None
+        header = _HEADER.pack(
+            record.step,
+            record.time,
+            record.wall_seconds,
+            math.nan if loss is None else loss,
+            _or_nan(record.lr),
+            _or_nan(record.max_norm),
+            _or_nan(record.batch_size),
+            flags,
+            record.optimizers[0].micro_batches if one else 0,
+            min(record.passes, 0xFFFF),
+            len(extra),
+            len(row_sets),
+            len(sections) // 2,
+        )
+        return [header, extra, *(struct.pack("<I", len(rows)) + rows for rows in row_sets), *sections]
+
+    def _packed(self, rows: Any) -> bytes:
+        known = self._rows.get(id(rows))
+        if known is not None and known[0] is rows:
+            return known[1]
+        packed = np.asarray(rows, dtype="<i4").tobytes()
+        if not isinstance(rows, range):  # lists of one reading come and go; those that stay are worth remembering
+            if len(self._rows) >= 256:
+                self._rows.clear()
+            self._rows[id(rows)] = (rows, packed)
+        return packed
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _flags(record: StepRecord) -> int:
+    flags = (
+        (_FULL if record.full else 0)
+        | (_DETAIL if record.detail else 0)
+        | (_AUDIT if record.audit else 0)
+        | (_SKIPPED if record.skipped else 0)
+        | (_CARRIED if record.carried else 0)
+        | (_ALTERNATING if record.alternating else 0)
+    )
+    losses = record.losses
+    if len(losses) == 1 and losses[0][0] is not None and losses[0][1] is None:
+        flags |= _HAS_LOSS
+    if len(record.optimizers) == 1:
+        one = record.optimizers[0]
+        flags |= _HAS_OPTIMIZER | STAGES.index(one.stage) << _STAGE_SHIFT
+        flags |= (_SCALED if one.scaled else 0) | (_IGNORE_SCALE if one.ignore_scale else 0)
+        flags |= _CLIPPED if one.clipped else 0
+    return flags
+
+
+def _extra(record: StepRecord) -> bytes:
+    """What does not fit into the header, as JSON; nothing for most steps."""
+    extra: dict[str, Any] = {}
+    losses = record.losses
+    if losses and not (len(losses) == 1 and losses[0][0] is not None and losses[0][1] is None):
+        extra["losses"] = losses
+    if len(record.optimizers) != 1 or record.optimizers[0].divided != 1:
+        extra["optimizers"] = [
+            [one.stage, one.scaled, one.ignore_scale, one.clipped, one.micro_batches, one.divided]
+            for one in record.optimizers
+        ]
+    if record.given_up:
+        extra["given_up"] = record.given_up
+    if record.lost is not None:
+        extra["lost"] = record.lost
+    if record.lost_norm is not None:
+        extra["lost_norm"] = record.lost_norm
+    if record.windows:
+        extra["windows"] = list(record.windows.items())
+    return json.dumps(extra).encode() if extra else b""
+
+
+class Decoder:
+    """AlternatingOptimizers bytes into steps."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, Places] = {}
+
+    def decode(self, data: bytes) -> StepRecord:
+        """The step that `Encoder.encode` was given.
+
+        Raises:
+            RunError: If lengths do not fit.
+        """
+        try:
+            return self._decode(data)
+        except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+            raise RunError(f"a step in the journal is damaged ({error})") from error
+
+    def _decode(self, data: bytes) -> StepRecord:
+        (
+            step,
+            time,
+            wall,
+            loss,
+            lr,
+            max_norm,
+            batch_size,
+            flags,
+            micro,
+            passes,
+            extra_bytes,
+            num_sets,
+            num_sections,
+        ) = _HEADER.unpack_from(data)
+        at = _HEADER.size
+        extra: dict[str, Any] = json.loads(data[at : at + extra_bytes]) if extra_bytes else {}
+        at += extra_bytes
+        row_sets: list[bytes] = []
+        for _ in range(num_sets):
+            (length,) = struct.unpack_from("<I", data, at)
+            if at + 4 + length > len(data):
+                raise ValueError("a set of rows is cut short")
+            row_sets.append(data[at + 4 : at + 4 + length])
+            at += 4 + length
+        parts: dict[str, list[tuple[bytes, NDArray[Any]]]] = {}
+        for _ in range(num_sections):
+            name, place, wide, count = _SECTION.unpack_from(data, at)
+            at += _SECTION.size
+            dtype = _DTYPES[wide]
+            numbers = np.frombuffer(data, dtype, count, at)
+            at += count * dtype.itemsize
+            parts.setdefault(name.rstrip(b"\0").decode(), []).append((row_sets[place], numbers))
+        record = StepRecord(
+            step=step,
+            time=time,
+            wall_seconds=wall,
+            full=bool(flags & _FULL),
+            detail=bool(flags & _DETAIL),
+            audit=bool(flags & _AUDIT),
+            passes=passes,
+            lr=_or_none(lr),
+            max_norm=_or_none(max_norm),
+            batch_size=_or_none(batch_size),
+            skipped=bool(flags & _SKIPPED),
+            carried=bool(flags & _CARRIED),
+            alternating=bool(flags & _ALTERNATING),
+            sections={name: self._section(found) for name, found in parts.items()},
+        )
+        if flags & _HAS_LOSS:
+            record.losses = [(loss, None)]
+        if flags & _HAS_OPTIMIZER:
+            one = OptimizerStep(
+                stage=STAGES[flags >> _STAGE_SHIFT & 3],
+                scaled=bool(flags & _SCALED),
+                ignore_scale=bool(flags & _IGNORE_SCALE),
+                clipped=bool(flags & _CLIPPED),
+                micro_batches=micro,
+            )
+            record.optimizers = [one]
+        if extra:
+            self._add_extra(record, extra)
+        return record
+
+    def _add_extra(self, record: StepRecord, extra: Mapping[str, Any]) -> None:
+        if "losses" in extra:
+            record.losses = [(loss, size) for loss, size in extra["losses"]]
+        if "optimizers" in extra:
+            record.optimizers = [OptimizerStep(*numbers) for numbers in extra["optimizers"]]
+        record.given_up = int(extra.get("given_up", 0))
+        record.lost, record.lost_norm = extra.get("lost"), extra.get("lost_norm")
+        record.windows = {int(row): steps for row, steps in extra.get("windows", ())}
+
+    def _section(self, parts: list[tuple[bytes, NDArray[Any]]]) -> Section:
+        rows = parts[0][0] if len(parts) == 1 else b"".join(some for some, _ in parts)
+        places = self._places.get(rows)
+        if places is None:
+            if len(self._places) >= 1024:
+                self._places.clear()
+            places = self._places[rows] = Places(np.frombuffer(rows, "<i4").astype(np.intp))
+        if len(parts) == 1:
+            values = parts[0][1].astype(np.float64)
+        else:
+            values = np.concatenate([numbers for _, numbers in parts], dtype=np.float64)
+        if len(values) != len(places.rows):
+            raise ValueError("numbers and rows are not as many")
+        return Section(values, places)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+# -- anything else that crosses -----------------------------------------------------------------------------------
+
+
+def pack(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """JSON and float64 arrays in one piece. Numbers that JSON does not have go through as Python writes them."""
+    shapes = {name: int(numbers.size) for name, numbers in arrays.items()}
+    head = json.dumps([meta, shapes]).encode()
+    flat = [np.ascontiguousarray(numbers, dtype="<f8").tobytes() for numbers in arrays.values()]
+    return b"".join([struct.pack("<I", len(head)), head, *flat])
+
+
+def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
+    """The inverse of `pack`.
+
+    Raises:
+        RunError: If lengths do not fit.
+    """
+    try:
+        (length,) = struct.unpack_from("<I", data)
+        meta, sizes = json.loads(data[4 : 4 + length])
+        at, arrays = 4 + length, {}
+        for name, size in sizes.items():
+            arrays[name] = np.frombuffer(data, "<f8", size, at).copy()
+            at += 8 * size
+    except (struct.error, ValueError, TypeError) as error:
+        raise RunError(f"a message in the journal is damaged ({error})") from error
+    return meta, arrays
+
+
+def reading_to_bytes(reading: Reading) -> bytes:
+    """A reading, for the training process."""
+    kinds = ("tensors", "layers", "heads", "ranks")
+    arrays = {f"{kind}|{name}": numbers for kind in kinds for name, numbers in getattr(reading, kind).items()}
+    meta = {name: getattr(reading, name) for name in ("step", "time", "stage", "source", "batch_size", "values")}
+    return pack(meta, arrays)
+
+
+def reading_from_bytes(data: bytes) -> Reading:
+    """The inverse of `reading_to_bytes`."""
+    meta, arrays = unpack(data)
+    kinds: dict[str, Any] = {"tensors": {}, "layers": {}, "heads": {}, "ranks": {}}
+    for name, numbers in arrays.items():
+        kind, _, metric = name.partition("|")
+        kinds[kind][metric] = numbers
+    return Reading(**meta, **kinds)

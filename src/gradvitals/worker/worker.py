@@ -1,0 +1,508 @@
+"""The worker: drains the journal of a run, diagnoses its steps and writes them, in a process or a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradvitals import notices
+from gradvitals.config import Config
+from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.errors import RunError
+from gradvitals.store.writer import Record, RunWriter, run_file
+from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading, Severity, Source
+from gradvitals.worker.aggregate import Aggregator, StepSums, Table, aggregate, sums_from_bytes
+from gradvitals.worker.channel import Channel
+from gradvitals.worker.journal import Journal
+from gradvitals.worker.publish import Destination, Publisher
+from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder
+
+COMMIT_SECONDS = 0.25
+"""From one commit to the next."""
+
+HEARTBEAT_SECONDS = 1.0
+
+MAX_PENDING_BYTES = 64 << 20
+"""Readings that wait for a disk that refuses them; past this, or past `queue_size` of them, they are dropped."""
+
+STORED_SPIKE_RATIO = 2.0
+"""A step whose norm is this far over its moving average keeps its per-tensor numbers even if it is not due."""
+
+CLEAN_STEPS = 20
+"""After a non-finite gradient, elements are counted until this many steps were free of them."""
+
+OPENED = 100
+"""Findings that a Guard can catch up on."""
+
+
+@dataclass
+class Setup:
+    """Everything a worker needs to know when it starts."""
+
+    path: Path
+    config: Config
+    meta: dict[str, Any]
+    facts: dict[str, Any]
+    run_id: str
+    resume: bool = False
+    first_step: int = 0
+    keeps: bool = True
+    """Whether it writes the run. Of several ranks one does; the others only hand readings on."""
+    diagnoses: bool = True
+    wants_readings: bool = False
+    """Whether the training process wants every reading."""
+    destinations: list[Destination] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    """What an earlier worker remembered, for a run that is continued."""
+
+
+def print_line(line: str, quiet: bool = False) -> None:
+    """Print to stderr, unless the user asked for silence."""
+    if not quiet:
+        print(f"gradvitals: {line}", file=sys.stderr, flush=True)
+
+
+class LiveDiagnosis:
+    """Shows the readings of a live run to the rules, and prints findings when they open, get worse and resolve."""
+
+    def __init__(self, facts: Facts, config: Config, on_error: Callable[[str, Exception], None]) -> None:
+        self._quiet = config.quiet
+        self._printed: dict[tuple[Any, ...], Severity] = {}
+        self.opened: list[tuple[int, Finding]] = []
+        """Findings that opened or got worse, each with the step that showed it."""
+        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
+
+    def read(self, readings: Sequence[Reading], layout: Layout) -> list[Finding]:
+        """Diagnose one step; returns the findings that are new or have changed."""
+        self.diagnosis.describe(layout)
+        changed = self.diagnosis.read(readings)
+        for finding in changed:
+            self._print(finding, readings[0].step)
+        return changed
+
+    def _print(self, finding: Finding, step: int) -> None:
+        episode = _episode(finding)
+        printed = self._printed.get(episode)
+        if finding.last_step is not None:
+            if self._printed.pop(episode, None) is not None:
+                print_line(f"resolved at step {finding.last_step + 1}: {finding.title} ({finding.id})", self._quiet)
+        elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
+            self._printed[episode] = finding.severity
+            self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
+            fix = f"; fix: {finding.cures[0]}" if finding.cures else ""
+            print_line(f"{finding}{fix}", self._quiet)
+
+    def start_over(self) -> list[Finding]:
+        """The run was rolled back: diagnose it anew. Returns the findings that this closed."""
+        self.opened = []
+        closed = self.diagnosis.start_over()
+        self._printed.clear()
+        return closed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rules remember."""
+        opened = [[step, finding.to_json()] for step, finding in self.opened]
+        return {**self.diagnosis.state_dict(), "opened": opened}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what the rules remembered."""
+        self.diagnosis.load_state_dict(state)
+        self.opened = [(step, Finding.from_json(finding)) for step, finding in state.get("opened", ())]
+        known = [one for one in self.diagnosis.findings if one.last_step is None and one.severity != "info"]
+        self._printed = {_episode(finding): finding.severity for finding in known}
+
+
+def _episode(finding: Finding) -> tuple[Any, ...]:
+    return finding.id, finding.first_step, finding.found_step
+
+
+def _worse(severity: Severity, than: Severity) -> bool:
+    return SEVERITIES.index(severity) > SEVERITIES.index(than)
+
+
+class Worker:
+    """AlternatingOptimizers the journal of one run into readings, findings and a run file.
+
+    Args:
+        setup: The run.
+        journal: Written by the training process.
+        channel: The way back.
+    """
+
+    def __init__(self, setup: Setup, journal: Journal, channel: Channel) -> None:
+        self.closed = False
+        """Whether the training process closed the run and everything is written."""
+        self._setup, self._journal, self._channel = setup, journal, channel
+        self._config = setup.config
+        self._decoder = Decoder()
+        self._table = Table(Context())
+        self._layout: Layout | None = None
+        self._interpreter = Aggregator(self._config, self._on_error)
+        facts = Facts.from_json(setup.facts)
+        self.diagnosis = LiveDiagnosis(facts, self._config, self._on_rule_error) if setup.diagnoses else None
+        self._failed = False
+        self._notices: list[Finding] = []
+        self._latest: dict[Source | None, dict[str, float]] = {}
+        self._single_batch_readings = 0
+        self._clean_steps = CLEAN_STEPS
+        self._reported_ranks: set[int] = set()
+        self._step = setup.first_step
+        self._dropped_in_journal = 0
+        self.store = _Store(setup, self._on_store_error) if setup.keeps else None
+        self._publisher = Publisher((), self.report, setup.path)
+        for destination in setup.destinations:
+            self._publisher.add(destination)
+        if setup.state:
+            self._load_state(setup.state)
+
+    # -- draining -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> int:
+        """Deal with everything in the journal; returns the number of records."""
+        count = 0
+        for kind, data in self._journal.read():
+            count += 1
+            try:
+                self._take(kind, data)
+            except Exception as error:  # one record is lost, not those around it
+                self._on_error("worker", error)
+            if count % 64 == 0:
+                self._journal.release()
+        self._journal.release()
+        if count:
+            self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
+        if self.store is not None:
+            self.store.dropped_before = self._journal.dropped
+            self.store.commit_if_due()
+        return count
+
+    def _take(self, kind: int, data: bytes) -> None:
+        if kind == STEP:
+            record = self._decoder.decode(data)
+            self._finish(aggregate(record, self._table, self._config))
+        elif kind == SUMS:
+            self._finish(sums_from_bytes(data, self._table))
+        elif kind == CONTEXT:
+            context = Context.from_bytes(data)
+            self._table = Table(context)
+            if context.autocast is not None and self.diagnosis is not None:
+                self.diagnosis.diagnosis.facts = replace(self.diagnosis.diagnosis.facts, autocast=context.autocast)
+        elif kind == COMMAND:
+            self._obey(json.loads(data))
+
+    def _finish(self, step: StepSums) -> None:
+        self._step = max(self._step, step.step)
+        readings = self._interpreter.finish(step)
+        if not readings:
+            return
+        for reading in readings:
+            self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
+            if self._setup.wants_readings:
+                self._channel.send({"what": "reading", "reading": reading})
+        self._note_single_batches(step)
+        self._note_errors_elsewhere(step)
+        records: list[Record] = []
+        layout = step.table.layout
+        if layout is not self._layout:
+            self._layout = layout
+            records.append(layout)
+        general = readings[0]
+        broken = general.values.get("grad/nonfinite", 0) > 0
+        self._count_nonfinite(broken)
+        records += self._diagnose(readings, layout)
+        if not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO:
+            readings[0] = replace(general, tensors={})
+        self._keep([*records, *readings])
+
+    def _count_nonfinite(self, broken: bool) -> None:
+        counted = self._clean_steps < CLEAN_STEPS
+        self._clean_steps = 0 if broken else self._clean_steps + 1
+        if counted != (self._clean_steps < CLEAN_STEPS):
+            self._channel.send({"what": "count_nonfinite", "value": not counted})
+
+    def _diagnose(self, readings: Sequence[Reading], layout: Layout) -> list[Finding]:
+        if self.diagnosis is None or self._failed:
+            return []
+        before = self.diagnosis.opened
+        try:
+            changed = self.diagnosis.read(readings, layout)
+        except Exception as error:
+            self._failed = True  # what was found stays
+            self._on_error("diagnosis", error)
+            return []
+        opened = {id(finding) for _, finding in self.diagnosis.opened} - {id(finding) for _, finding in before}
+        for finding in changed:
+            self._send_finding(finding, opened=id(finding) in opened, step=readings[0].step)
+        return changed
+
+    def _send_finding(self, finding: Finding, *, opened: bool = False, step: int = 0, notice: bool = False) -> None:
+        self._channel.send({"what": "finding", "finding": finding, "opened": opened, "step": step, "notice": notice})
+
+    def _keep(self, records: Sequence[Record]) -> None:
+        self._publisher.put(records)
+        if self.store is not None:
+            for record in records:
+                self.store.put(record)
+
+    def _newest(self) -> dict[str, float]:
+        """The newest global value of every metric, the best source last."""
+        merged: dict[str, float] = {}
+        for source in (*reversed(SOURCES), None):
+            merged |= self._latest.get(source, {})
+        return merged
+
+    # -- what the training process asks for ---------------------------------------------------------------------
+
+    def _obey(self, command: Mapping[str, Any]) -> None:
+        what = command["do"]
+        if what == "finding":
+            self.report(Finding.from_json(command["finding"]), aloud=command["aloud"])
+        elif what == "action":
+            self._keep([Action.from_json(command["action"])])
+        elif what == "flush":
+            stored = self.store.commit() if self.store is not None else True
+            self._channel.send({"what": "done", "id": command["id"], "stored": stored})
+        elif what == "state":
+            self._channel.send({"what": "done", "id": command["id"], "state": self.state_dict()})
+        elif what == "start_over":
+            if self.diagnosis is not None:
+                closed = self.diagnosis.start_over()
+                for finding in closed:
+                    self._send_finding(finding)
+                self._keep(closed)
+        elif what == "wants_readings":
+            self._setup.wants_readings = True
+        elif what == "close":
+            self._close(command)
+
+    def _close(self, command: Mapping[str, Any]) -> None:
+        if self.diagnosis is not None:
+            closing = self.diagnosis.diagnosis.finish()
+            for finding in closing:
+                self._send_finding(finding)
+            self._keep(closing)
+        self._publisher.close()
+        stored = self.store.close() if self.store is not None else True
+        self.closed = True
+        self._channel.send({"what": "done", "id": command["id"], "stored": stored})
+
+    def abandon(self) -> None:
+        """The training process is gone: keep what it left, without marking the run as finished."""
+        self.drain()
+        if not self.closed:
+            self._publisher.close()
+            if self.store is not None:
+                self.store.commit()
+                self.store.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything it remembers of the run."""
+        diagnosis = self.diagnosis.state_dict() if self.diagnosis is not None else None
+        return {"interpreter": self._interpreter.state_dict(), "diagnosis": diagnosis}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self._interpreter.load_state_dict(state["interpreter"])
+        if self.diagnosis is not None and state["diagnosis"] is not None:
+            self.diagnosis.load_state_dict(state["diagnosis"])
+            for finding in self.diagnosis.diagnosis.findings:
+                self._send_finding(finding)
+
+    # -- findings about the monitoring itself -------------------------------------------------------------------
+
+    def report(self, finding: Finding, *, aloud: bool = True) -> None:
+        """Keep a finding about the monitoring itself with the run, and print it."""
+        self._notices.append(finding)
+        if notices.is_said(self._notices):
+            print_line(str(finding), self._config.quiet or not aloud)
+        self._send_finding(finding, notice=True)
+        self._keep([finding])
+
+    def _on_error(self, part: str, error: Exception) -> None:
+        self.report(notices.monitor_error(part, error, self._step))
+
+    def _on_rule_error(self, rule: str, error: Exception) -> None:
+        self.report(notices.rule_error(rule, error, self._step))
+
+    def _on_store_error(self, error: BaseException) -> None:
+        self.report(notices.store_error(error, self._setup.path, self._step))
+
+    def _note_single_batches(self, step: StepSums) -> None:
+        if not step.full or not step.single_part or step.num_sources > 1:
+            return
+        self._single_batch_readings += 1
+        if self._single_batch_readings == 2:
+            reason = "this loop runs one backward pass per step; GSNR at one set of weights needs two or more"
+            self.report(notices.source_unavailable("micro-batches", reason, step.step))
+
+    def _note_errors_elsewhere(self, step: StepSums) -> None:
+        """Report once that gradvitals met an error on another rank, whose numbers may be missing since."""
+        for rank, errors in enumerate(step.ranks.get("ranks/errors", ())):
+            if errors > 0 and rank not in self._reported_ranks and rank != self._setup.meta.get("rank", 0):
+                self._reported_ranks.add(rank)
+                self.report(notices.error_on_rank(rank, step.step))
+
+
+class _Store:
+    """Writes the run file. A disk that refuses is reported once and tried again with every commit."""
+
+    def __init__(self, setup: Setup, on_error: Callable[[BaseException], None]) -> None:
+        self._setup = setup
+        self._on_error = on_error
+        self._writer: RunWriter | None = None
+        self._broken = False
+        self._pending: list[Record] = []
+        self._pending_bytes = 0
+        self._dropped = 0
+        self.dropped_before = 0
+        """Records that found no room in the journal."""
+        self._seen_errors: set[tuple[object, ...]] = set()
+        self._committed_at = 0.0
+
+    def put(self, record: Record) -> None:
+        """Keep a record with the next commit; one that finds no room is counted."""
+        if not self._has_room(record) and not self._broken:
+            self.commit()
+        if not self._has_room(record):
+            self._dropped += 1
+            return
+        self._pending.append(record)
+        self._pending_bytes += _num_bytes(record)
+
+    def _has_room(self, record: Record) -> bool:
+        # Findings, actions and layouts are few and matter more: they may wait where readings no longer may.
+        size = self._setup.config.queue_size
+        room = size if isinstance(record, Reading) else 2 * size
+        fits = self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES or not self._pending
+        return len(self._pending) < room and fits
+
+    def commit_if_due(self) -> None:
+        """Commit what is pending, at most every quarter of a second; renew the heartbeat every second."""
+        since = time.monotonic() - self._committed_at
+        if since >= (COMMIT_SECONDS if self._pending else HEARTBEAT_SECONDS):
+            self.commit()
+
+    def commit(self) -> bool:
+        """Write and commit what is pending. If that fails it stays pending, for the next time."""
+        self._committed_at = time.monotonic()
+        if not self._pending and self._writer is None:
+            return True
+        try:
+            if self._writer is None:
+                setup = self._setup
+                self._writer = RunWriter(
+                    setup.path,
+                    meta=setup.meta,
+                    resume=setup.resume,
+                    first_step=setup.first_step,
+                    run_id=setup.run_id,
+                )
+            elif self._broken:
+                self._writer.reopen()
+            self._broken = False
+            unfit = self._write_pending(self._writer)
+            self._writer.dropped = self._dropped + self.dropped_before + unfit
+            self._writer.commit()
+        except Exception as error:
+            self._broken = True
+            if self._writer is not None:
+                self._writer.discard()
+            self._report(error, store=True)
+            return False
+        self._dropped += unfit
+        self._pending, self._pending_bytes = [], 0
+        return True
+
+    def _write_pending(self, writer: RunWriter) -> int:
+        """Write all pending records; returns how many of them cannot be stored by their nature."""
+        unfit = 0
+        for record in self._pending:
+            try:
+                writer.write(record)
+            except (sqlite3.Error, OSError, RunError):
+                raise
+            except Exception as error:
+                unfit += 1
+                self._report(error)
+        return unfit
+
+    def close(self) -> bool:
+        """Write what is left and mark the run as finished."""
+        stored = self.commit()
+        try:
+            self._dropped += len(self._pending)
+            if self._writer is not None and not self._broken:
+                self._writer.dropped = self._dropped + self.dropped_before
+                self._writer.close()
+        except Exception as error:
+            self._report(error, store=True)
+            return False
+        return stored
+
+    def discard(self) -> None:
+        """Leave the run unfinished."""
+        if self._writer is not None:
+            self._writer.discard()
+
+    def _report(self, error: BaseException, *, store: bool = False) -> None:
+        kind = (type(error), getattr(error, "sqlite_errorname", None))
+        if kind in self._seen_errors:
+            return
+        self._seen_errors.add(kind)
+        if store and not isinstance(error, RunError):
+            reported: BaseException = RunError(f"{run_file(self._setup.path).parent} could not be written ({error})")
+            reported.__cause__ = error
+        else:
+            reported = error
+        self._on_error(reported)
+
+
+def _num_bytes(record: Record) -> int:
+    if not isinstance(record, Reading):
+        return 0
+    arrays = (array for kind in (record.tensors, record.layers, record.heads, record.ranks) for array in kind.values())
+    return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
+
+
+class WorkerThread:
+    """A worker in a thread of the training process: for notebooks, for tests, and if no process can be started."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._wake = threading.Event()
+        self._stopped = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="gradvitals-worker", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have it look at the journal now."""
+        self._wake.set()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return os.getpid() == self._pid and self._thread.is_alive()
+
+    def stop(self, seconds: float) -> None:
+        """Wait for it to end."""
+        self._stopped = True
+        self._wake.set()
+        if self.is_alive and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._worker.closed:
+            self._worker.drain()
+            if self._stopped:
+                break
+            if not self._worker.closed:
+                self._wake.wait(COMMIT_SECONDS)
+                self._wake.clear()
