@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a worker, set before torch is loaded: more would only make the workers wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A thread instead of a process for every run: tests of the process say so.
+os.environ.setdefault("GRADVITALS_WORKER", "thread")
+
 # What compiles, compiles in its own process: others to compile in would first have to import torch, each of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -94,7 +94,7 @@ class Config:
     """Steps in the sliding window of the `window` source."""
 
     window_tensors: tuple[str, ...] | None = None
-    """Parameters the `window` source follows; None takes the embedding and the output head."""
+    """Parameters the `window` source follows; None follows the embedding and the output head if there is no Adam."""
 
     queue_size: int = 1024
     """Readings that may wait for the disk before further ones are dropped and counted."""

@@ -55,7 +55,9 @@ from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Deco
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
 STATE_VERSION = 2
-JOURNAL_BYTES = 8 << 20
+JOURNAL_BYTES = 4 << 20
+"""Room for steps that the worker did not read yet; more for a model with many tensors."""
+BYTES_PER_TENSOR = 4096
 REPLY_BYTES = 1 << 20
 RANKS_CLOSE_SECONDS = 10.0
 """How long a rank that closes waits for the others to bring their last steps."""
@@ -220,9 +222,7 @@ class Monitor:
         self._reducer: RankReducer | None = None
         if start.topology is not None:
             self._reducer = RankReducer(start.topology, _weakly(self._write_sums), self._on_ranks_lost)
-        self._shutdown = Shutdown(
-            start.topology, start.leads, self._reducer, _weakly(self._on_stopped_elsewhere)
-        )
+        self._shutdown = Shutdown(start.topology, start.leads, self._reducer, _weakly(self._on_stopped_elsewhere))
         self._recorder = StepRecorder(
             table,
             optimizers,
@@ -388,6 +388,8 @@ class Monitor:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything read so far is on disk. Returns whether it is."""
+        if self._closed:
+            return True
         self._settle(timeout)
         if self._worker is None:
             return True
@@ -574,13 +576,16 @@ class Monitor:
         )
         wants_process = start.leads and config.worker_kind() == "process"
         if not wants_process or not self._start_process():
-            self._journal = Journal.in_memory(JOURNAL_BYTES)
+            self._journal = Journal.in_memory(self._journal_bytes())
             self._channel = ThreadChannel()
             self._worker = WorkerThread(Worker(self._setup, self._journal, self._channel))
         for command in self._early:
             self._write(COMMAND, [command])
         self._early.clear()
         close_at_exit(self.close)
+
+    def _journal_bytes(self) -> int:
+        return max(JOURNAL_BYTES, BYTES_PER_TENSOR * len(self._recorder.table.parameters))
 
     def _start_process(self) -> bool:
         """Start the worker as a process; False if that is not possible here."""
@@ -591,11 +596,12 @@ class Monitor:
             setup.path.mkdir(parents=True, exist_ok=True)
             folder = journal_folder(setup.path)
             replies = Journal.create(folder / "replies", REPLY_BYTES)
-            self._journal = Journal.create(folder / "journal", JOURNAL_BYTES)
+            self._journal = Journal.create(folder / "journal", self._journal_bytes())
             self._channel = JournalChannel(replies, folder)
             wants = setup.wants_readings or bool(here)
             there = replace(setup, destinations=moved, wants_readings=wants)
-            assert self._journal.path is not None and replies.path is not None
+            assert self._journal.path is not None
+            assert replies.path is not None
             self._worker = WorkerProcess(there, self._journal.path, replies.path)
         except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
             print_line(f"the worker process cannot be started ({error}); a thread does its work", self.config.quiet)
@@ -732,7 +738,11 @@ class Monitor:
         schedule = self._recorder.schedule
         self.report(
             notices.readings_thinned(
-                self.step, spent=schedule.spent, budget=schedule.share, every=schedule.every, norm_every=schedule.norm_every
+                self.step,
+                spent=schedule.spent,
+                budget=schedule.share,
+                every=schedule.every,
+                norm_every=schedule.norm_every,
             )
         )
 
@@ -834,9 +844,7 @@ def _start_run(
     return RunSetup(Path(where), continues, first_step, topology, meeting.rank == 0, path)
 
 
-def _join(
-    meeting: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None
-) -> Topology:
+def _join(meeting: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None) -> Topology:
     """Meet the other ranks with what this one holds, and give its rows their weights."""
     dims = data_dimensions(table.model)
     stock, shards, empty = take_stock(table.layout, table.slots, list(table.windows), table.parameters, dims)

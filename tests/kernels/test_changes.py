@@ -10,9 +10,10 @@ from torch import nn
 
 from gradvitals import kernels
 from gradvitals.kernels.changes import ChangeReader
-from gradvitals.measure import changes, stats
+from gradvitals.collect import reductions
+from gradvitals.collect import updates as changes
 from gradvitals.collect.updates import COORDINATES, Changes
-from gradvitals.measure.packet import Packet, ship
+from gradvitals.collect.transfer import ReadingBuffer
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 
@@ -22,7 +23,7 @@ def test_squares_and_products_of_every_tensor(device: torch.device, dtype: torch
     generator = torch.Generator().manual_seed(0)
     states = [[torch.randn(size, generator=generator).to(dtype) for size in SIZES] for _ in range(4)]
     tensors = [state.clone().to(device) for state in states[0]]
-    strides = [stats.odd_stride(size, COORDINATES) for size in SIZES]
+    strides = [reductions.odd_stride(size, COORDINATES) for size in SIZES]
     reader = ChangeReader(tensors, strides, COORDINATES)
     last = [torch.zeros(0)] * len(SIZES)
     for before, now in pairwise(states):
@@ -72,7 +73,7 @@ def test_kernels_and_torch_tell_the_same(device: torch.device, monkeypatch: pyte
                 parameter += torch.randn(parameter.shape, generator=generator).to(device)
         told = []
         for one in (by_kernels, by_torch):
-            packet = Packet()
+            packet = ReadingBuffer()
             one.add(packet)
             told.append(ship([packet])[0].wait())
         for names in told:

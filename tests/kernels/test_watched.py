@@ -12,7 +12,7 @@ from torch import nn
 import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.kernels import reader
-from gradvitals.measure import moments
+from gradvitals.collect import moments
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -36,12 +36,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from gradvitals.collect.parameters import find_heads
+from gradvitals.collect.schedule import CostTimer
+from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.config import Config
-from gradvitals.measure.clock import Clock
-from gradvitals.measure.packet import Packet
 from gradvitals.distributed.fsdp import parts_of
 from gradvitals.distributed.topology import _worker_shards, data_dimensions
-from gradvitals.collect.parameters import find_heads
 
 WORLD = 4
 WIDTH, WORDS, LENGTH = 8, 11, 8
@@ -363,7 +363,7 @@ def average(model: nn.Module, scenario: Scenario) -> None:
             parameter.grad /= WORLD
 
 
-def numbers(packet: Packet, rows_of_slots: list[int]) -> dict[str, dict[int, float]]:
+def numbers(packet: ReadingBuffer, rows_of_slots: list[int]) -> dict[str, dict[int, float]]:
     """What a packet holds: ``micro{i}`` squared, with the heads' squares added up to their tensor's, and the rest."""
     found: dict[str, dict[int, float]] = {}
     for device in packet.devices:
@@ -436,7 +436,7 @@ def train(scenario: Scenario, rank: int, watch: bool) -> dict[str, Any]:
         heads,
         rows=range(len(order)),
         arrivals=arrivals,
-        clock=Clock(),
+        timer=CostTimer(),
         on_error=lambda error: errors.append("".join(traceback.format_exception(error))),
         reduced=scenario.reduced,
     )
@@ -495,7 +495,7 @@ def refused(rank: int) -> dict[str, Any]:
         {},
         rows=range(len(list(model.parameters()))),
         arrivals=[],
-        clock=Clock(),
+        timer=CostTimer(),
         on_error=lambda error: None,
         reduced=True,
     )

@@ -13,11 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradvitals.measure.packet import Packet, ship
-from gradvitals.measure.ranks import checksum
-from gradvitals.distributed.audit import SAMPLES, Audit, sample_prints
-from gradvitals.distributed.audit import Item, checksums
-from gradvitals.distributed.audit import digest, fold, grad_print, row_salt, split
+from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.distributed import audit as checksum
+from gradvitals.distributed.audit import (
+    SAMPLES,
+    Audit,
+    Item,
+    checksums,
+    digest,
+    fold,
+    grad_print,
+    row_salt,
+    sample_prints,
+    split,
+)
+from gradvitals.worker.record import Decoder, Encoder, Section, StepRecord
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
@@ -29,11 +39,16 @@ def checksum_of(tensor: Tensor, salt: int = 0) -> int:
     return int(number)
 
 
-def landed(packet: Packet) -> dict[str, np.ndarray]:
-    return {name: arrived.values for name, arrived in ship([packet])[0].wait().items()}
+def landed(packet: ReadingBuffer) -> dict[str, np.ndarray]:
+    return {name: section.values for name, section in sections(packet).items()}
 
 
-def by_name(packet: Packet, name: str) -> list[int]:
+def sections(buffer: ReadingBuffer) -> dict[str, Section]:
+    data = b"".join(Encoder().encode(StepRecord(step=0), buffer.host_parts()))
+    return Decoder().decode(data).sections
+
+
+def by_name(packet: ReadingBuffer, name: str) -> list[int]:
     got = landed(packet)
     return digest(got[f"{name}_lo"], got[f"{name}_hi"]).tolist() if f"{name}_lo" in got else []
 
@@ -139,7 +154,7 @@ def test_what_has_no_memory_of_its_own_is_not_readable() -> None:
 def test_halves_travel_exactly() -> None:
     numbers = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)])
     low, high = checksum.halves(numbers)
-    packet = Packet()
+    packet = ReadingBuffer()
     packet.add("x", torch.zeros(3), range(3))  # float32, joined with the others
     packet.add("x_lo", low, range(7))
     packet.add("x_hi", high, range(7))
@@ -164,10 +179,10 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> tup
 
 
 def audited(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-    packet = Packet()
+    packet = ReadingBuffer()
     parameters = list(model.parameters())
     Audit(model).after_step(packet, range(len(parameters)), parameters, optimizer)
-    found = ship([packet])[0].wait()
+    found = sections(packet)
     of = {}
     for name in ("check", "state"):
         if f"{name}_lo" in found:
@@ -231,7 +246,7 @@ def test_nothing_is_changed_by_looking() -> None:
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     random = torch.get_rng_state()
     audited(model, optimizer)
-    Audit(model).fingerprints(Packet())
+    Audit(model).fingerprints(ReadingBuffer())
     assert torch.equal(random, torch.get_rng_state())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[0][name])
@@ -271,7 +286,7 @@ def armed(model: nn.Module) -> Audit:
 def seen_samples(model: nn.Module, *args: Any, call: Callable[..., Any] | None = None, **kwargs: Any) -> list[int]:
     audit = armed(model)
     (call or model)(*args, **kwargs)
-    packet = Packet()
+    packet = ReadingBuffer()
     audit.fingerprints(packet)
     assert not model._forward_pre_hooks
     return by_name(packet, "sample")
@@ -354,11 +369,11 @@ def test_an_evaluation_in_between_is_not_the_step() -> None:
     data = torch.ones(3, 2)
     model(data)
     model(torch.randn(5, 5))  # a second micro-batch
-    packet = Packet()
+    packet = ReadingBuffer()
     audit.fingerprints(packet)
     assert by_name(packet, "sample") == seen_samples(Takes(), data)
     model(torch.randn(5, 5))
-    packet = Packet()
+    packet = ReadingBuffer()
     audit.fingerprints(packet)  # nothing was armed
     assert by_name(packet, "sample") == []
 
@@ -371,7 +386,7 @@ def test_an_error_of_ours_does_not_end_the_forward() -> None:
     model = Takes()
     audit = armed(model)
     assert model(Odd(a=1)).item() == 2.0
-    packet = Packet()
+    packet = ReadingBuffer()
     with pytest.raises(RuntimeError, match="no"):
         audit.fingerprints(packet)
     assert by_name(packet, "rng")
@@ -387,7 +402,7 @@ def test_copies_of_the_model_do_not_look() -> None:
     loaded = torch.load(file, weights_only=False)
     for other in (twin, loaded):
         other(torch.ones(2, 2))
-    packet = Packet()
+    packet = ReadingBuffer()
     audit.fingerprints(packet)
     assert by_name(packet, "sample") == []
 
@@ -411,7 +426,7 @@ def test_compiled_models_are_left_alone() -> None:
     for _ in range(3):
         inner.arm()
         compiled(data).sum().backward()
-        packet = Packet()
+        packet = ReadingBuffer()
         inner.fingerprints(packet)
         assert by_name(packet, "sample") == []
         compiled(data).sum().backward()
@@ -423,7 +438,7 @@ def test_compiled_models_are_left_alone() -> None:
 
 
 def rng_print() -> int:
-    packet = Packet()
+    packet = ReadingBuffer()
     Audit(Takes()).fingerprints(packet)
     [number] = by_name(packet, "rng")
     return number

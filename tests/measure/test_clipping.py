@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradvitals as gv
-from gradvitals.measure.packet import Packet
+from gradvitals.collect.transfer import ReadingBuffer
 
 
 def make(path: Path, **options: Any) -> Rig:
@@ -186,14 +186,14 @@ def test_two_models_that_are_clipped_together(tmp_path: Path, first: bool) -> No
 
 def test_norms_that_clipping_has_joined_are_not_joined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
-    original = Packet.add
+    original = ReadingBuffer.add
 
-    def add(packet: Packet, name: str, values: torch.Tensor, rows: Any = (0,)) -> None:
+    def add(packet: ReadingBuffer, name: str, values: torch.Tensor, rows: Any = (0,)) -> None:
         if name == "norm":
             joined.append(len(values))
         original(packet, name, values, rows)
 
-    monkeypatch.setattr(Packet, "add", add)
+    monkeypatch.setattr(ReadingBuffer, "add", add)
     rig = make(tmp_path, clip=by_name).steps(3)
     rig.check()
     assert joined == [len(list(rig.model.parameters()))] * 3

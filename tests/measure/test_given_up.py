@@ -146,7 +146,7 @@ def test_an_error_in_these_norms_takes_nothing_else_along(tmp_path: Path, monkey
     def fail(known: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("gradvitals.measure.observed.norm_of_all", fail)
+    monkeypatch.setattr("gradvitals.collect.observed.norm_of_all", fail)
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -302,7 +302,7 @@ def test_a_loop_that_makes_no_steps_any_more_is_told_and_takes_no_more_memory(
             monitor.observe(loss)
             if batch < 50:
                 optimizer.step()
-        assert len(monitor._tap.draft.observed.told) <= 100
+        assert len(monitor.recorder.draft.observed.told) <= 100
 
     finding = found(watched(tmp_path, train))["no_steps"]
     assert (finding.severity, finding.first_step) == ("critical", 50)

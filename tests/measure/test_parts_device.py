@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from gradvitals.measure.clock import Clock
-from gradvitals.measure.packet import Packet
+from gradvitals.collect.schedule import CostTimer
+from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.fsdp import parts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,7 +42,7 @@ def loss_of(net: nn.Module, part: int, device: str) -> Tensor:
     return loss
 
 
-def numbers(packet: Packet, name: str) -> dict[int, float]:
+def numbers(packet: ReadingBuffer, name: str) -> dict[int, float]:
     """What came for each row; parts of one number add up, as they do on their way to a reading."""
     sums: dict[int, float] = {}
     for rows, values in packet.named(name):
@@ -67,7 +67,7 @@ def test_parts_on_a_device(device: str, kind: str, sync: str) -> None:
         {},
         rows=range(len(parameters)),
         arrivals=[],
-        clock=Clock(),
+        timer=CostTimer(),
         on_error=errors.append,
         reduced=True,
     )

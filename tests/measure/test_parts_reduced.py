@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradvitals.measure import microbatch
-from gradvitals.measure.clock import Clock
+from gradvitals.collect import microbatch
 from gradvitals.collect.microbatch import MicrobatchSums
-from gradvitals.measure.packet import Packet
+from gradvitals.collect.schedule import CostTimer
+from gradvitals.collect.transfer import ReadingBuffer
 
 
 class Two(nn.Module):
@@ -41,7 +41,7 @@ def parts(net: Two) -> Iterator[MicrobatchSums]:
         {},
         rows=range(len(parameters)),
         arrivals=[],
-        clock=Clock(),
+        timer=CostTimer(),
         on_error=errors.append,
         reduced=True,
     )
@@ -54,7 +54,7 @@ def batch(part: int) -> Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(part), dtype=torch.float64)
 
 
-def norms(packet: Packet, index: int) -> dict[int, float]:
+def norms(packet: ReadingBuffer, index: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for rows, values in packet.named(f"micro{index}"):
         for row, value in zip(rows, values, strict=True):

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
 
     import gradvitals.act
     import gradvitals.optim
-    import gradvitals.watching  # noqa: F401
+    import gradvitals.monitor  # noqa: F401
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # for which torch imports a compiler
 

@@ -49,31 +49,38 @@ class Listener(Protocol):
         """torch.distributed is about to end."""
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: list[weakref.ref[Any]] = []
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 
 
 def attach(listener: Listener) -> None:
-    """Start telling a listener."""
+    """Start to call a listener."""
     with _lock:
         if not _undo:
             _install()
-        _listeners.add(listener)
+        _forget(listener)
+        _listeners.append(weakref.ref(listener))
 
 
 def detach(listener: Listener) -> None:
-    """Stop telling a listener; with the last one gone, torch is as it was."""
+    """Stop calling a listener; with the last one gone, torch is as it was."""
     with _lock:
-        _listeners.discard(listener)
+        _forget(listener)
         if not _listeners:
             while _undo:
                 _undo.pop()()
 
 
+def _forget(listener: Listener) -> None:
+    _listeners[:] = [one for one in _listeners if one() is not None and one() is not listener]
+
+
 def _tell(method: str, *args: Any) -> None:
-    for listener in list(_listeners):
-        getattr(listener, method)(*args)
+    for reference in tuple(_listeners):
+        listener = reference()
+        if listener is not None:
+            getattr(listener, method)(*args)
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradvitals import kernels
 from gradvitals.collect import reductions
-from gradvitals.collect.parameters import HeadView
+from gradvitals.collect.parameters import MOMENT_OPTIMIZERS, HeadView
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
 from gradvitals.kernels.cut import upload
@@ -20,8 +20,6 @@ SHARE_ELEMENTS = 2**10
 
 MOST_SETS = 16
 """Sets of tensors that tables are kept for."""
-
-SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -34,9 +32,9 @@ def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer's moments give no GSNR, or None where they do."""
     if hasattr(optimizer, "register_factors_hook"):
         return f"{type(optimizer).__name__} averages gradients that it has scaled, element by element"
-    if isinstance(stepping(optimizer), SUPPORTED):
+    if isinstance(stepping(optimizer), MOMENT_OPTIMIZERS):
         return None
-    known = ", ".join(kind.__name__ for kind in SUPPORTED)
+    known = ", ".join(kind.__name__ for kind in MOMENT_OPTIMIZERS)
     return f"{type(optimizer).__name__} does not keep averages of the gradient and of its square; {known} do"
 
 

@@ -129,7 +129,8 @@ class Observed:
         if self.adds_up and self.told and loss is not None:
             first = self.told.pop()
             loss = loss if first.loss is None else first.loss + _beside(first.loss, loss)
-        self.told.append(Observation(loss, batch_size, passes))
+        size = None if batch_size is None else float(batch_size)
+        self.told.append(Observation(loss, size, passes))
         if len(self.told) > MOST_WITHOUT_A_PASS and passes == 0:
             first = self.told.pop(0)
             self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all

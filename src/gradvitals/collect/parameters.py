@@ -23,6 +23,9 @@ from gradvitals.distributed.shards import (
 )
 from gradvitals.types import Layout, TensorInfo
 
+MOMENT_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers that keep averages of the gradient and of its square."""
+
 COMPILED_PREFIX = "_orig_mod."
 """What torch.compile puts before the names of the model it wraps."""
 
@@ -411,6 +414,8 @@ class ParameterTable:
             return
         chosen = self.config.window_tensors
         if chosen is None:
+            if "adam" in self.config.sources and any(isinstance(one, MOMENT_OPTIMIZERS) for one in self.optimizers):
+                return  # Adam's moments say more, of every tensor, and cost nothing between readings
             chosen = tuple(default_tensors(self.model, {id(p): name for name, p in self.named.items()}))
         for row, (name, parameter) in enumerate(self.named.items()):
             if name in chosen and row not in self.windows:

@@ -76,6 +76,7 @@ class SafeCall:
         self.timer = CostTimer()
         self._on_error = on_error
         self._on_gpu = on_gpu
+        self._depth = 0
         self._broken: set[str] = set()
         self._reported: set[str] = set()
         self._ended = False
@@ -84,15 +85,21 @@ class SafeCall:
         """Run one part, unless it failed before. Returns what it returns, None after an error."""
         if self._ended or part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return None  # a CUDA graph must not capture anything of ours
-        timer = self.timer
-        timer.__enter__()
+        if self._depth:  # inside another part, whose time is taken already
+            try:
+                return work(*args)
+            except Exception as error:
+                self.fail(part, error)
+                return None
+        self._depth, started = 1, time.perf_counter()
         try:
             return work(*args)
         except Exception as error:
             self.fail(part, error)
             return None
         finally:
-            timer.__exit__()
+            self._depth = 0
+            self.timer.seconds += time.perf_counter() - started
 
     def end(self) -> None:
         """Run nothing any more."""
@@ -143,6 +150,8 @@ class OptimizerState:
         self.rows: list[int] = []
         self.parameters: list[nn.Parameter] = []
         self.row_set: set[int] = set()
+        self.members: set[int] = set()
+        """The ids of its parameters."""
         self.held: list[int] = []
         """Rows of which this rank holds something."""
         self._dense: list[nn.Parameter] | None = None
@@ -183,7 +192,7 @@ class OptimizerState:
         if rows == self.rows and all(map(is_, parameters, self.parameters)):
             return
         self.rows, self.parameters = rows, parameters
-        self.row_set = set(rows)
+        self.row_set, self.members = set(rows), set(map(id, parameters))
         self.held = [row for row in rows if table.tensor(row).numel()]  # a shard may be empty
         held = [table.parameters[row] for row in self.held]
         kinds = {(type(local(p)), p.device, p.dtype) for p in held}
@@ -620,6 +629,7 @@ class StepRecorder:
         self._may_grow = topology is None  # ranks have agreed on what they hold
         self._last_end = time.perf_counter()
         self._context = Context()
+        self._due = (-1, Due(False, False, False))
         self.context_changed = True
         self.transfer = Transfer(deliver)
         several = topology is not None and topology.num_sources > 1
@@ -644,20 +654,26 @@ class StepRecorder:
     def start(self, step: int) -> None:
         """Start with the step of this number."""
         self.step = self.first = step
+        self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
             self._arm(state, step)
         self.draft = self._new_draft()
 
     def _arm(self, state: OptimizerState, step: int) -> None:
         """Collect the gradients of micro-batches from here on if the step to come is due."""
-        due = self.schedule.due(step)
+        due = self._due_at(step)
         if state.micro is not None:
             if due.full:
                 self.safe("microbatch", self._arm_micro, state, due)
             elif state.micro.is_hooked:
                 self.safe("microbatch", state.micro.disarm)
-        if self._audit is not None and due.audit and state is self.optimizers[0]:
+        if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
+
+    def _due_at(self, step: int) -> Due:
+        if self._due[0] != step:
+            self._due = (step, self.schedule.due(step))
+        return self._due[1]
 
     def _arm_micro(self, state: OptimizerState, due: Due) -> None:
         assert state.micro is not None
@@ -665,7 +681,7 @@ class StepRecorder:
 
     def _new_draft(self) -> Draft:
         self.observes = 0
-        due = self.schedule.due(self.step)
+        due = self._due_at(self.step)
         record = StepRecord(
             step=self.step,
             full=due.full,
@@ -691,7 +707,7 @@ class StepRecorder:
         draft.observed.write(record, draft.buffer)
         now = time.perf_counter()
         record.wall_seconds, self._last_end = now - self._last_end, now
-        if record.full:
+        if record.full or not self._context.optimizer_rows:
             self._note_context()
         self.step += 1
         self.draft = self._new_draft()
@@ -749,6 +765,7 @@ class StepRecorder:
 
     def read_every_step(self) -> None:
         """From now on read every step and send it by itself: someone acts on what is read."""
+        self._due = (-1, Due(False, False, False))
         self.schedule.every_step = self.transfer.each_step = True
 
     def _on_discarded(self, state: OptimizerState, passes: int, surely: bool) -> None:
@@ -844,8 +861,10 @@ class StepRecorder:
     def _rows_of(self, grads: Sequence[Tensor]) -> list[int]:
         """The row of each gradient, -1 for one of another model. As a rule they come in the same order each time."""
         parameters, order = self.table.parameters, self._clip_order
-        if len(grads) == len(order) and all(map(is_, grads, [parameters[row].grad for row in order])):
-            return order
+        if len(grads) == len(order) and order:
+            some = (0, len(order) // 2, -1) if not self.draft.due.full else range(len(order))
+            if all(grads[place] is parameters[order[place]].grad for place in some):
+                return order
         row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
         rows = [row_of.get(id(grad), -1) for grad in grads]
         if -1 not in rows:
@@ -856,8 +875,7 @@ class StepRecorder:
         """These gradients are about to be clipped: the last moment to read them whole."""
         if self.muted:
             return
-        clipped = set(map(id, parameters))
-        ours = [one for one in self.optimizers if not clipped.isdisjoint(map(id, one.parameters))]
+        ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
             self.thread = threading.get_ident()
             self.safe("clip", self._on_clip, ours, max_norm)
@@ -868,7 +886,8 @@ class StepRecorder:
                 continue
             if state.is_stale(self.observes):
                 self._read(state)
-            self.safe("window", self._push_windows, state)
+            if self.table.windows:
+                self.safe("window", self._push_windows, state)
             state.clipped = state.step.clipped = True
             self.draft.record.max_norm = state.loops_limit = max_norm
 
@@ -899,9 +918,8 @@ class StepRecorder:
 
     def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
         """A pipeline turned sums into means: the micro-batches are to be divided alike."""
-        divided = set(map(id, parameters))
         for state in self.optimizers:
-            if not divided.isdisjoint(map(id, state.parameters)):
+            if not state.members.isdisjoint(map(id, parameters)):
                 state.step.divided *= factor
 
     def before_groups_end(self) -> None:

@@ -22,6 +22,9 @@ NORM_EVERY = (1, 2, 5, 10, 20, 50)
 DEFAULT_SHARE = 0.02
 """What monitoring may take of a step's time on a CPU if `Config.overhead_budget` does not say."""
 
+FREE_SECONDS = 1.0
+"""Work that is done before the default takes hold: a short run is read whole, and no long one notices."""
+
 WARM_UP_STEPS = 10
 REVIEW_STEPS = 50
 """Steps from one look at the budget to the next."""
@@ -111,6 +114,7 @@ class ReadSchedule:
         self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # full or plain: seconds, steps
         self._wall = [0.0, 0.0]
         self._seen = 0
+        self._free = FREE_SECONDS if config.overhead_budget is None else 0.0
 
     def due(self, step: int) -> Due:
         """What is due at this step."""
@@ -135,6 +139,7 @@ class ReadSchedule:
         if not self._adapts:
             return False
         self._seen += 1
+        self._free -= cost_seconds
         if self._seen <= WARM_UP_STEPS:
             return False
         self._wall[0] += wall_seconds
@@ -142,7 +147,7 @@ class ReadSchedule:
         if full or paid_norm:
             self._costs[full][0] += cost_seconds
             self._costs[full][1] += 1
-        if self._seen % REVIEW_STEPS or self._costs[True][1] < 2:
+        if self._seen % REVIEW_STEPS or self._costs[True][1] < 2 or self._free > 0:
             return False
         return self._review()
 

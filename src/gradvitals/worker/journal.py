@@ -58,7 +58,9 @@ class Journal:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, HEADER_BYTES + capacity)
-            memory = mmap.mmap(descriptor, HEADER_BYTES + capacity)
+            # Touched now rather than step by step: the first write to a page takes longer than a whole record.
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            memory = mmap.mmap(descriptor, HEADER_BYTES + capacity, flags)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -435,7 +435,7 @@ class _Store:
 
     def close(self) -> bool:
         """Write what is left and mark the run as finished."""
-        stored = self.commit()
+        stored = self.commit() or self.commit()  # a disk may have room again
         try:
             self._dropped += len(self._pending)
             if self._writer is not None and not self._broken:
