@@ -238,6 +238,7 @@ class Monitor:
         if on_reading is not None:
             self._send_each_step()
         self._closed = False
+        close_at_exit(self.close)
         if start.first_step:
             self._recorder.start(start.first_step)
         for source, reason in missing_sources(self.config, optimizers, model):
@@ -582,7 +583,6 @@ class Monitor:
         for command in self._early:
             self._write(COMMAND, [command])
         self._early.clear()
-        close_at_exit(self.close)
 
     def _journal_bytes(self) -> int:
         return max(JOURNAL_BYTES, BYTES_PER_TENSOR * len(self._recorder.table.parameters))

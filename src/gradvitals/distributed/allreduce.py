@@ -447,7 +447,7 @@ class RankReducer:
             self._work = next(self._running)
             return self._work.is_completed() and self._advance()
         except StopIteration as stop:
-            self._running = self._work = None
+            self._running, self._work, self._steps = None, None, []
             for step in stop.value:
                 self._deliver(step)
         except Exception as error:
