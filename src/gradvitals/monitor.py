@@ -52,6 +52,7 @@ from gradvitals.worker.journal import Journal, journal_folder
 from gradvitals.worker.process import WorkerProcess
 from gradvitals.worker.publish import Destination, Publisher
 from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
+from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
 STATE_VERSION = 2
@@ -438,8 +439,13 @@ class Monitor:
             self._publisher.close()
         self._worker.stop(EXIT_SECONDS)
         self._receive()
-        if self._journal is not None and not self._journal.has_records:
-            self._journal.delete()
+        channel, self._channel = self._channel, ThreadChannel()
+        channel.close()
+        if self._journal is not None and self._journal.path is not None:
+            if not self._journal.has_records:
+                remove_files(self._path, self._journal.path.parent)
+            if not self._worker.is_alive:
+                self._journal.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -516,7 +522,7 @@ class Monitor:
             if self._journal is None:
                 self._open(record.step)
             if context is not None:
-                self._write(CONTEXT, [context.to_bytes()])
+                self._write_context(context)
             self._write(STEP, self._encoder.encode(record, parts))
         if self._channel.has_messages:
             self._receive()
@@ -541,10 +547,17 @@ class Monitor:
             self._open(step.step)
         if step.table is not self._written_table:
             self._written_table = step.table
-            self._write(CONTEXT, [step.table.context.to_bytes()])
+            self._write_context(step.table.context)
         self._write(SUMS, [sums_to_bytes(step)])
 
     _written_table: Table | None = None
+
+    def _write_context(self, context: Context) -> None:
+        data = context.to_bytes()
+        if self._journal is not None and self._journal.path is not None:
+            with contextlib.suppress(OSError):
+                leave_context(data, self._journal.path.parent)
+        self._write(CONTEXT, [data])
 
     def _write(self, kind: int, pieces: Sequence[bytes]) -> None:
         journal = self._journal
@@ -595,14 +608,15 @@ class Monitor:
         try:
             setup.path.mkdir(parents=True, exist_ok=True)
             folder = journal_folder(setup.path)
-            replies = Journal.create(folder / "replies", REPLY_BYTES)
-            self._journal = Journal.create(folder / "journal", self._journal_bytes())
+            replies = Journal.create(folder / REPLIES, REPLY_BYTES)
+            self._journal = Journal.create(folder / JOURNAL, self._journal_bytes())
             self._channel = JournalChannel(replies, folder)
             wants = setup.wants_readings or bool(here)
             there = replace(setup, destinations=moved, wants_readings=wants)
             assert self._journal.path is not None
             assert replies.path is not None
             self._worker = WorkerProcess(there, self._journal.path, replies.path)
+            leave_note(setup, folder, self._worker.pid)
         except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
             print_line(f"the worker process cannot be started ({error}); a thread does its work", self.config.quiet)
             return False

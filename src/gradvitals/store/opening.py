@@ -21,6 +21,8 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.is_file():
         return path
+    if (path / "journal.json").exists() and os.access(path, os.W_OK):
+        _recover(path)
     file = path / schema.FILE_NAME
     if file.is_file():
         return file
@@ -31,6 +33,16 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
         more = f" and {len(below) - 8} more" if len(below) > 8 else ""
         raise RunNotFoundError(f"{path} is not a run, but has runs in it: {', '.join(below[:8])}{more}")
     raise RunNotFoundError(f"there is no run at {path}: the folder has no {schema.FILE_NAME}")
+
+
+def _recover(path: Path) -> None:
+    """Write what a process that was killed, and its worker with it, left in the journal."""
+    from gradvitals.worker.recover import recover
+
+    try:
+        recover(path)
+    except Exception as error:
+        warnings.warn(f"the last steps of {path} could not be recovered from its journal: {error}", stacklevel=4)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -23,14 +23,19 @@ def pid_space() -> str | None:
         return None
 
 
+def here() -> dict[str, Any]:
+    """Where this process runs, as `is_gone` wants to know."""
+    return {"pid_space": pid_space(), "hostname": socket.gethostname()}
+
+
 def is_gone(meta: Mapping[str, Any]) -> bool:
     """Whether the process that wrote a run last, by what the run says of it, is known to have ended.
 
     The name of the machine must be the same too: copies of one that was running share its `pid_space`.
     """
     space = meta.get("pid_space")
-    here = space is not None and space == pid_space() and meta["hostname"] == socket.gethostname()
-    return here and not is_alive(meta["pid"])
+    known = space is not None and space == pid_space() and meta["hostname"] == socket.gethostname()
+    return known and not is_alive(meta["pid"])
 
 
 def is_alive(pid: int) -> bool:

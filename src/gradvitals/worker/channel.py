@@ -38,6 +38,9 @@ class Channel(Protocol):
     def receive(self) -> Iterator[Message]:
         """Yield all messages there are."""
 
+    def close(self) -> None:
+        """Give back what it holds."""
+
 
 class ThreadChannel:
     """For a worker that is a thread of the training process."""
@@ -58,6 +61,9 @@ class ThreadChannel:
         """Yield all messages there are."""
         while self._queue:
             yield self._queue.popleft()
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 class JournalChannel:
@@ -112,3 +118,7 @@ class JournalChannel:
                 message["finding"] = Finding.from_json(message["finding"])
             yield message
         self._journal.release()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._journal.close()

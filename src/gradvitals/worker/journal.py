@@ -12,7 +12,6 @@ its kind and its payload; the writer's position moves only when all three are in
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import struct
@@ -184,11 +183,9 @@ class Journal:
         """Give the room of all records read so far back to the writer."""
         self._set(TAIL, getattr(self, "_read_to", self._counter(TAIL)))
 
-    def delete(self) -> None:
-        """Remove the file; what is mapped stays usable until it is dropped."""
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+    def close(self) -> None:
+        """Give the memory back. Nothing may be called after it."""
+        self._memory.close()
 
     def _counter(self, at: int) -> int:
         value: int = _COUNTER.unpack_from(self._memory, at)[0]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradvitals.worker.channel import JournalChannel
 from gradvitals.worker.journal import Journal
+from gradvitals.worker.recover import SETTINGS, remove_files
 from gradvitals.worker.worker import COMMIT_SECONDS, Setup, Worker
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gradvitals.worker.process import main; main(sys.argv[2])"
@@ -35,7 +36,7 @@ class WorkerProcess:
 
     def __init__(self, setup: Setup, journal: Path, replies: Path) -> None:
         self._pid = os.getpid()
-        settings = journal.with_name("worker.setup")
+        settings = journal.with_name(SETTINGS)
         settings.unlink(missing_ok=True)
         descriptor = os.open(settings, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -50,6 +51,11 @@ class WorkerProcess:
             start_new_session=True,
             env={**os.environ, **single},
         )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def wake(self) -> None:
         """Have it look at the journal now."""
@@ -92,8 +98,7 @@ def main(settings: str) -> None:
             worker.abandon()
             break
     if not journal.has_records:
-        journal.delete()
-    replies_path.unlink(missing_ok=True)
+        remove_files(setup.path, journal_path.parent)
 
 
 def _parent_gone(seconds: float) -> bool:

@@ -191,12 +191,15 @@ class Worker:
         elif kind == SUMS:
             self._finish(sums_from_bytes(data, self._table))
         elif kind == CONTEXT:
-            context = Context.from_bytes(data)
-            self._table = Table(context)
-            if context.autocast is not None and self.diagnosis is not None:
-                self.diagnosis.diagnosis.facts = replace(self.diagnosis.diagnosis.facts, autocast=context.autocast)
+            self.use_context(Context.from_bytes(data))
         elif kind == COMMAND:
             self._obey(json.loads(data))
+
+    def use_context(self, context: Context) -> None:
+        """From here on numbers stand for this."""
+        self._table = Table(context)
+        if context.autocast is not None and self.diagnosis is not None:
+            self.diagnosis.diagnosis.facts = replace(self.diagnosis.diagnosis.facts, autocast=context.autocast)
 
     def _finish(self, step: StepSums) -> None:
         self._step = max(self._step, step.step)
