@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradvitals.lab.distributed.paper import roster_of
+from benchmarks.distributed.cost import roster_of
 from gradvitals.measure.landed import StepSums, Table
 from gradvitals.measure.ranks.wire import Kind, Wire
 from gradvitals.measure.sums import RowSums
