@@ -3,7 +3,8 @@
 Two copies of one model take bare and watched steps in turn, so that one monitor lives through a whole round. A round is
 as many watched steps as the slowest cadence has, cut into stretches, each between two bare ones; only the ratio to
 their mean counts, so drift of the machine cancels. A stretch ends when everything of it has been exchanged and
-written, which training never waits for: the measured cost is an upper bound. The calculation uses the code's own message layouts.
+written, which training never waits for: the measured cost is an upper bound. The calculation uses the message layouts
+of the code itself.
 """
 
 from __future__ import annotations

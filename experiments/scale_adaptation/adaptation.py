@@ -1,4 +1,4 @@
-"""Which tensors of a language model adapt their scale: each is asked by changing the scale that it would need.
+r"""Which tensors of a language model adapt their scale: each is asked by changing the scale that it would need.
 
 One copy of the model is trained as it is. For every tensor two more are, in which that tensor counts twice and half
 where it is used. Were its norm free, it would end at half and at twice the norm; were it held by noise and weight

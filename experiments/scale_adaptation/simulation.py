@@ -1,4 +1,4 @@
-"""The simulation of the reference note, and the structure that could make its claim or the opposite one true.
+r"""The simulation of the reference note, and the structure that could make its claim or the opposite one true.
 
 A tensor W follows the gradient of :math:`\tfrac12 \|W - W^*\|^2` with noise of size :math:`\sigma` added to every
 element, under weight decay:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.vrgd import __main__ as commands
 from experiments.vrgd import cifar, clicks, loop, text
 from experiments.vrgd.__main__ import main
 from experiments.vrgd.cifar import SIDE, Images, make_resnet
@@ -300,9 +301,9 @@ def test_commands_pass_the_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         given.append(graphs)
         return {"score": 1.0, "loss": 1.0, "chance": 0.0, "seconds": 1.0}
 
-    for module, name in ((cifar, "train_cifar"), (text, "train_text"), (clicks, "train_clicks")):
-        monkeypatch.setattr(module, name, train)
-    monkeypatch.setattr(clicks, "ceiling", lambda device: 1.0)
+    for name in ("train_cifar", "train_text", "train_clicks"):
+        monkeypatch.setattr(commands, name, train)
+    monkeypatch.setattr(commands, "ceiling", lambda device: 1.0)
     short = ["--span", "0", "--reach", "0", "--refine", "0", "--seeds", "0", "--arm", "base", "--device", "cpu"]
     for command in (["cifar", "--data", str(tmp_path)], ["text", "--data", str(tmp_path)], ["clicks"]):
         for option in ([], ["--no-graphs"]):
@@ -322,7 +323,6 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["momentum", "lamb"])
 @pytest.mark.parametrize("arm", ["base", "vr", "mean", "wiener-row"])
 def test_a_gpu_replays_what_it_would_run(arm: str, optimizer: str, exact: None) -> None:
@@ -333,7 +333,6 @@ def test_a_gpu_replays_what_it_would_run(arm: str, optimizer: str, exact: None) 
     torch.testing.assert_close(state, other_state, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_a_gpu_records_any_task() -> None:
     place = torch.device("cuda", torch.cuda.current_device())

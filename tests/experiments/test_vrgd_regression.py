@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from experiments.vrgd import __main__ as command
 from experiments.vrgd import regression
 from experiments.vrgd.__main__ import main
 from experiments.vrgd.regression import (
@@ -89,7 +90,7 @@ def test_the_whole_demo_as_json_and_as_text() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regression, "run_regression", lambda problem: {"batch": problem.batch, "k": problem.k})
+    monkeypatch.setattr(command, "run_regression", lambda problem: {"batch": problem.batch, "k": problem.k})
     done = CliRunner().invoke(main, ["regression", "--batch", "96", "--k", "8", "--json"])
     assert json.loads(done.output) == {"batch": 96, "k": 8}
     refused = CliRunner().invoke(main, ["regression", "--batch", "100", "--k", "7"])
