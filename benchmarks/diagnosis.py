@@ -11,7 +11,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import Command, json_option, print_result
+from benchmarks.command_line import Command, json_option, print_result
 from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.types import Layout, Reading, TensorInfo
 

@@ -24,7 +24,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Command, echo_line, json_option, print_result
+from benchmarks.command_line import Command, echo_line, json_option, print_result
 from gradvitals import kernels, optim
 from gradvitals.bench import LEARNING_RATE, MAX_NORM, MicroBatch, Training, markdown_table
 from gradvitals.config import Config

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.common import Command, device_option, echo_line, json_option, pick_device, print_result
+from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
 from gradvitals.act import Clip, Guard, RollBack, Skip
 from gradvitals.act.rungs import Mode
 from gradvitals.bench import (

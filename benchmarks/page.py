@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import click
 
-from benchmarks.common import Command, echo_line, json_option, print_result
+from benchmarks.command_line import Command, echo_line, json_option, print_result
 from benchmarks.synthetic_run import readings, transformer_layout, write_synthetic_run
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.common import Command, device_option, echo_line, json_option, pick_device, print_result
+from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
 from gradvitals.bench import Training, cnn, gpt_124m, machine_name, markdown_table, mlp, transformer
 from gradvitals.probe.batches import Subject
 from gradvitals.probe.examination import probe

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks.common import Command, json_option, print_result
+from benchmarks.command_line import Command, json_option, print_result
 from gradvitals.store.background import BackgroundWriter
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter

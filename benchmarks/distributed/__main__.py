@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from benchmarks.common import Command, echo_line, json_option, print_result, progress_bar
+from benchmarks.command_line import Command, echo_line, json_option, print_result, progress_bar
 from benchmarks.distributed.cost import format_paper, format_ranks, on_paper, run_ranks
 from benchmarks.distributed.faults import (
     DEFAULT_AUDIT_EVERY,

@@ -181,5 +181,5 @@ def _cost(cost: Mapping[str, Any]) -> str:
     return (
         f"Between ranks, in the mean of {cost['steps']:,} steps: {cost['collectives_per_step']:.2f} collectives and "
         f"{cost['bytes_per_step']:,.0f} bytes a step of a rank, off the training thread. What that costs in time: "
-        "gradvitals bench ranks"
+        "python -m benchmarks.distributed cost"
     )

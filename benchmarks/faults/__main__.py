@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.common import Command, json_option, print_result, progress_bar
+from benchmarks.command_line import Command, json_option, print_result, progress_bar
 from benchmarks.faults.report import format_zoo, summarise
 from benchmarks.faults.run import cases, judge_again, run_zoo
 

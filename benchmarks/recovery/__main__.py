@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from benchmarks.common import Command, json_option, print_result, progress_bar
+from benchmarks.command_line import Command, json_option, print_result, progress_bar
 from benchmarks.recovery.cell import ARMS, DEFAULT_CLEAN_STEPS, DEFAULT_SEEDS, DEFAULT_STEPS, FAULTS, MODELS
 from benchmarks.recovery.report import format_recovery, summarise
 from benchmarks.recovery.run import plan, run_cells

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.common import Command, device_option, json_option, pick_device, print_json, progress_bar
+from benchmarks.command_line import Command, device_option, json_option, pick_device, print_json, progress_bar
 from experiments.scale_adaptation.figures import draw_figures
 from experiments.scale_adaptation.report import format_results, summarise
 from experiments.scale_adaptation.run import PARTS, QUICK, Plan, read_results, run_plan

@@ -10,7 +10,15 @@ from typing import Any
 
 import click
 
-from benchmarks.common import Command, device_option, echo_line, json_option, pick_device, print_result, progress_bar
+from benchmarks.command_line import (
+    Command,
+    device_option,
+    echo_line,
+    json_option,
+    pick_device,
+    print_result,
+    progress_bar,
+)
 from experiments.vrgd import clicks as click_task
 from experiments.vrgd import text as text_task
 from experiments.vrgd.cifar import CifarSettings, start_lr, train_cifar

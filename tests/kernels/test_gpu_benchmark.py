@@ -1,4 +1,4 @@
-"""What `gradvitals bench gpu` times does what it says: in the interpreter, where no time means anything."""
+"""What `python -m benchmarks.gpu` times does what it says: in the interpreter, where no time means anything."""
 
 from __future__ import annotations
 
