@@ -19,6 +19,7 @@ __all__ = [
     "echo_line",
     "json_option",
     "pick_device",
+    "print_json",
     "print_result",
     "progress_bar",
 ]
@@ -36,6 +37,12 @@ device_option = click.option(
 )
 
 
+class Failure(click.ClickException):
+    """Ends a command with one line on stderr and status 2."""
+
+    exit_code = 2
+
+
 class Command(click.Command):
     """A command that prints an error of gradvitals in one line and exits with 2."""
 
@@ -44,9 +51,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except GradvitalsError as error:
-            failure = click.ClickException(" ".join(str(error).split()))
-            failure.exit_code = 2
-            raise failure from error
+            raise Failure(" ".join(str(error).split())) from error
 
 
 def pick_device(name: str) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.command_line import Command, echo_line, json_option, print_result
-from gradvitals import kernels, optim
+from gradvitals import bench, kernels, optim
 from gradvitals.bench import LEARNING_RATE, MAX_NORM, MicroBatch, Training, markdown_table
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
@@ -416,7 +416,7 @@ class _Loop:
 def time_training(name: str, device: torch.device, tell: Callable[[str], object]) -> dict[str, Any]:
     """Time every variant between two bare stretches of the same model, and keep its ratio to their mean."""
     torch.manual_seed(0)
-    training = SHAPES[name](device)
+    training = bench.SHAPES[name](device)
     parameters = list(training.model.parameters())
     bare = _Loop(training, training.optimizer, clips=True)
     ours = _Loop(training, optim.AdamW(parameters, lr=LEARNING_RATE, max_norm=MAX_NORM), clips=False)

@@ -197,7 +197,7 @@ DATA_FAULTS = (
 )
 
 
-MODEL_FAULTS: tuple[Task, ...] = ("mlp", "cnn", "transformer")
+SMALL_MODELS: tuple[Task, ...] = ("mlp", "cnn", "transformer")
 BROKEN: dict[Task, str] = {"mlp": "layers.1", "cnn": "stages.2", "transformer": "blocks.1"}
 """The layer that gets a NaN."""
 
@@ -277,7 +277,7 @@ MODEL_FAULTS = (
         id="nan_in_layer",
         description="one NaN in the gradient of one layer",
         kind="step",
-        tasks=MODEL_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("nonfinite", "loss_nonfinite"),
         place={task: (layer,) for task, layer in BROKEN.items()},
         attach=_inject_nan,
@@ -296,7 +296,7 @@ MODEL_FAULTS = (
         id="init_x100",
         description="all weights 100 times too large at the start",
         kind="slow",
-        tasks=MODEL_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("explosion", "update_ratio", "unchanged_weights", "clip_saturated", "loss_plateau"),
         later=False,
         build=partial(_scale_weights, factor=100.0),
@@ -333,7 +333,7 @@ MODEL_FAULTS = (
         id="fp16_unscaled",
         description="autocast to float16 without a loss scale, gradients as small as in a large model",
         kind="slow",
-        tasks=MODEL_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("precision_underflow", "dead_tensor"),
         later=False,
         change=_unscaled_float16,
@@ -361,7 +361,7 @@ MODEL_FAULTS = (
         id="loss_x1e6",
         description="the loss multiplied by a million, and never divided again",
         kind="slow",
-        tasks=MODEL_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("explosion", "clip_saturated", "update_ratio", "nonfinite", "loss_nonfinite"),
         later=False,
         loss=lambda loss: 1e6 * loss,
@@ -369,7 +369,6 @@ MODEL_FAULTS = (
 )
 
 
-OPTIMIZER_FAULTS: tuple[Task, ...] = ("mlp", "cnn", "transformer")
 FROZEN: dict[Task, str] = {"mlp": "layers.2", "cnn": "stages.1", "transformer": "blocks.1.mlp.0"}
 """The layer that is left behind."""
 
@@ -455,7 +454,7 @@ OPTIMIZER_FAULTS = (
         id="lr_x30",
         description="learning rate × 30 from one step on",
         kind="step",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=(*DIVERGES, "update_spike", "update_ratio", "loss_spike", "oscillation"),
         lr_factor=30.0,
     ),
@@ -463,7 +462,7 @@ OPTIMIZER_FAULTS = (
         id="lr_x30_always",
         description="learning rate × 30 from the start to the end, without a warmup",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("lr_too_high",),
         later=False,
         change=_without_schedule,
@@ -473,7 +472,7 @@ OPTIMIZER_FAULTS = (
         id="lr_x0.001",
         description="learning rate × 0.001 from the start",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("unchanged_weights", "update_ratio", "loss_plateau"),
         later=False,
         lr_factor=0.001,
@@ -482,7 +481,7 @@ OPTIMIZER_FAULTS = (
         id="momentum_poisoned",
         description="noise of 30 times its length added to the optimizer's momentum at one step",
         kind="step",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("update_spike", "update_ratio", "loss_spike", "explosion"),
         before_step=_poison_momentum,
     ),
@@ -490,7 +489,7 @@ OPTIMIZER_FAULTS = (
         id="weight_decay",
         description="weight decay that takes a tenth of the weights at every step",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("update_ratio", "loss_plateau", "vanishing", "high_effort_low_progress"),
         later=False,
         change=_strong_decay,
@@ -499,7 +498,7 @@ OPTIMIZER_FAULTS = (
         id="never_zeroed",
         description="gradients are not zeroed between steps",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("stale_gradients",),
         later=False,
         attach=_never_zero,
@@ -508,7 +507,7 @@ OPTIMIZER_FAULTS = (
         id="frozen_left_out",
         description="one layer was not given to the optimizer",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("unchanged_weights", "update_ratio"),
         later=False,
         place={task: (layer,) for task, layer in FROZEN.items()},
@@ -518,7 +517,7 @@ OPTIMIZER_FAULTS = (
         id="frozen_lr_0",
         description="one layer is in a parameter group with a learning rate of 0",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("unchanged_weights", "update_ratio"),
         later=False,
         place={task: (layer,) for task, layer in FROZEN.items()},
@@ -528,7 +527,7 @@ OPTIMIZER_FAULTS = (
         id="frozen_detached",
         description="one layer's weights are detached in the forward pass",
         kind="slow",
-        tasks=OPTIMIZER_FAULTS,
+        tasks=SMALL_MODELS,
         finds=("dead_tensor", "unchanged_weights"),
         later=False,
         place={task: (layer,) for task, layer in FROZEN.items()},

@@ -312,7 +312,7 @@ NUM_MICRO_BATCHES = 4
 SETTLE_STEPS = 2
 """DDP rearranges its buckets in the second step, and tells the other ranks."""
 
-Make = Callable[[nn.Module, DistributedDataParallel], torch.optim.Optimizer]
+MakeForRanks = Callable[[nn.Module, DistributedDataParallel], torch.optim.Optimizer]
 
 
 def _base(model: nn.Module, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
@@ -342,7 +342,7 @@ def _vr_all_16(model: nn.Module, ddp: DistributedDataParallel) -> torch.optim.Op
     return optimizer
 
 
-VARIANTS: dict[str, Make] = {
+VARIANTS: dict[str, MakeForRanks] = {
     "base": _base,
     "base, 16-bit hook": _base_16,
     "use_ranks": _vr,
@@ -386,7 +386,7 @@ def _rank(rank: int, meeting: Path) -> dict[str, float]:
         dist.destroy_process_group()
 
 
-def _count(make: Make) -> float:
+def _count(make: MakeForRanks) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     ddp = DistributedDataParallel(model)
