@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
+from benchmarks.command_line import Progress
 from benchmarks.faults.record import Recording, load_recording, record, recorded, save_recording
 from benchmarks.faults.score import Outcome, Planted, judge
 from benchmarks.faults.tasks import RECIPES, Task
 from benchmarks.faults.zoo import CONTROLS, FAULTS, Control
+from benchmarks.runs import run_all
 from gradvitals.errors import GradvitalsError
 
 DEFAULT_SEEDS = 3
@@ -42,8 +39,6 @@ QUICK = (
 SERIES = ("loss", "grad/norm", "update/norm")
 
 Item = TypeVar("Item")
-Progress = Callable[[int, int, str], object]
-"""Called with how many runs are done, how many there are, and the name of the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,34 +180,7 @@ def _all(
     """The outcome of each, in the order given, whatever the order they are finished in."""
     tell = progress or (lambda done, total, label: None)
     outcomes: dict[int, Outcome] = {}
-    for place, outcome in _finished(job, items, workers):
+    for place, outcome in run_all(job, items, workers):
         outcomes[place] = outcome
         tell(len(outcomes), len(items), labels[place])
     return [outcomes[place] for place in range(len(items))]
-
-
-def _finished(job: Callable[[Item], Outcome], items: Sequence[Item], workers: int) -> Iterator[tuple[int, Outcome]]:
-    if workers <= 1:
-        threads = torch.get_num_threads()
-        _one_thread()
-        try:
-            yield from ((place, job(item)) for place, item in enumerate(items))
-        finally:
-            torch.set_num_threads(threads)
-        return
-    # Spawned, not forked: a fork of a process in which torch has threads may hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        places: dict[Future[Outcome], int] = {pool.submit(job, item): place for place, item in enumerate(items)}
-        try:
-            for future in as_completed(places):
-                yield places[future], future.result()
-        except BrokenProcessPool:
-            raise GradvitalsError("a worker process was killed, perhaps for want of memory; try --workers 1") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _one_thread() -> None:
-    """So small a model gains nothing from more threads, and workers would wait for each other."""
-    torch.set_num_threads(1)

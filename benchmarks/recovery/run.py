@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from benchmarks.command_line import Progress
 from benchmarks.recovery.cell import (
     ARMS,
     CLEAN,
@@ -28,53 +23,17 @@ from benchmarks.recovery.cell import (
     Result,
 )
 from benchmarks.recovery.train import train, train_killed
-from gradvitals.errors import GradvitalsError
+from benchmarks.runs import append_line, read_lines, run_all
 
 
 def read_results(path: Path) -> dict[Cell, Result]:
-    """What a file holds; nothing where it does not exist. A last line that was cut short is left out.
-
-    Raises:
-        GradvitalsError: when another line cannot be read.
-    """
-    lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
-    found = {}
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            result = Result.from_json(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
-            raise GradvitalsError(
-                f"{path}, line {number}, is no finished run ({error}); expected what "
-                "`python -m benchmarks.recovery` writes with --out: delete that line, or name another file"
-            ) from None
-        found[result.cell] = result
-    return found
-
-
-def begin_file(path: Path, results: Iterable[Result]) -> None:
-    """Write what is known already, without what is left of a line that was cut short."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text("".join(map(_line, results)), "utf-8")
-    fresh.replace(path)
-
-
-def append_result(path: Path, result: Result) -> None:
-    """Add one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_line(result))
-
-
-def _line(result: Result) -> str:
-    return json.dumps(result.to_json(), allow_nan=False) + "\n"
+    """Returns the finished runs of a file, none if it does not exist."""
+    return {result.cell: result for result in read_lines(path, Result.from_json, "python -m benchmarks.recovery")}
 
 
 WORKERS = 2
 WITH_ACTIONS: FaultName = "corrupted"
 """A run that is killed while this happens to it, too, must come back to the same actions."""
-
-Progress = Callable[[int, int, str], object]
-"""Called with how many runs are done, how many there are, and the name of the last."""
 
 
 def plan(
@@ -134,13 +93,11 @@ def run_cells(
     """
     tell = progress or (lambda done, total, label: None)
     known = read_results(out) if out is not None else {}
-    if out is not None:
-        begin_file(out, known.values())
     results = {cell: known[cell] for cell in cells if cell in known}
-    for result in _made([cell for cell in cells if cell not in known], workers):
+    for _, result in run_all(make, [cell for cell in cells if cell not in known], workers):
         results[result.cell] = result
         if out is not None:
-            append_result(out, result)
+            append_line(out, result.to_json())
         tell(len(results), len(cells), result.cell.label)
     return [results[cell] for cell in cells]
 
@@ -148,30 +105,3 @@ def run_cells(
 def make(cell: Cell) -> Result:
     """One run. Only the Guard's can come back from a process that was killed; of others nothing would be left."""
     return train_killed(cell) if cell.is_killed and cell.arm == "guard" else train(cell)
-
-
-def _made(cells: Sequence[Cell], workers: int) -> Iterator[Result]:
-    if workers <= 1 or len(cells) <= 1:
-        threads = torch.get_num_threads()
-        _one_thread()
-        try:
-            yield from map(make, cells)
-        finally:
-            torch.set_num_threads(threads)
-        return
-    # Spawned, not forked: a fork of a process in which torch has threads may hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        futures: list[Future[Result]] = [pool.submit(make, cell) for cell in cells]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise GradvitalsError("a worker process was killed, perhaps for want of memory; try --workers 1") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _one_thread() -> None:
-    """So small a model gains nothing from more threads, and sums over them would differ from run to run."""
-    torch.set_num_threads(1)

@@ -5,7 +5,6 @@ Finished trials are kept as one line of JSON each, in a file that an interrupted
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -16,11 +15,11 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExe
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
+from benchmarks.runs import append_line, read_lines
 from experiments.vrgd.trial import Result, Trial
 from gradvitals.errors import GradvitalsError
-from gradvitals.types import json_ready
 
 Phase = Literal["sweep", "fresh"]
 """Whether a trial was made to choose the learning rate, or to measure at the chosen one with a seed of its own."""
@@ -57,42 +56,13 @@ def key_of(trial: Trial, settings: Settings) -> Key:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a file, none where it does not exist. A last line that was cut short is left out.
-
-    Raises:
-        GradvitalsError: when another line cannot be read.
-    """
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break was cut
-        try:
-            records.append(_from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise GradvitalsError(
-                f"{path}, line {number}, is no finished trial ({error}); expected what "
-                "`python -m experiments.vrgd` writes with --out: delete that line, or name another file"
-            ) from None
-    return records
+    """Returns the finished trials of a file, none if it does not exist."""
+    return read_lines(path, _from_json, "python -m experiments.vrgd")
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one line. What is left of a line that was cut short is removed first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(json_ready(asdict(record)), allow_nan=False) + "\n"
-    with path.open("ab+") as file:
-        _drop_torn_line(file)
-        file.write(line.encode())
-
-
-def _drop_torn_line(file: BinaryIO) -> None:
-    end = file.seek(0, 2)
-    if not end:
-        return
-    file.seek(end - 1)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.seek(0, 2)
+    """Add one line."""
+    append_line(path, asdict(record))
 
 
 def _from_json(line: dict[str, Any]) -> Record:

@@ -22,9 +22,10 @@ from benchmarks.recovery.__main__ import main
 from benchmarks.recovery.cell import ARMS, FAULTS, MODELS, STRUCK_MODELS, Cell, Result
 from benchmarks.recovery.faults import KINDS, NUM_STATE_FLIPS, SPIKE, SPIKE_STEPS, flip_bit, plant
 from benchmarks.recovery.report import bounded_ratio, format_recovery, ratio, recovered, references, summarise
-from benchmarks.recovery.run import append_result, begin_file, plan, read_results, run_cells
+from benchmarks.recovery.run import plan, read_results, run_cells
 from benchmarks.recovery.tasks import Batches, Training, lr_factor, prepare
 from benchmarks.recovery.train import FixedClip, OlmoSkip, Plain, Seen, ZClipped, checksum, train
+from benchmarks.runs import append_line
 from gradvitals.errors import GradvitalsError
 
 CELL = Cell(model="mlp", fault="clean", arm="none", seed=0)
@@ -415,9 +416,8 @@ def test_finished_runs_are_not_made_again(tmp_path: Path) -> None:
 
 def test_records_keep_what_is_not_a_number(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    begin_file(path, [])
     broken = result(math.nan, actions={"clip": 2}, notes=("one",))
-    append_result(path, broken)
+    append_line(path, broken.to_json())
     (read,) = read_results(path).values()
     assert math.isnan(read.loss)
     assert replace(read, loss=0.0) == replace(broken, loss=0.0)

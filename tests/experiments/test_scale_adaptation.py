@@ -33,7 +33,6 @@ from experiments.scale_adaptation.adaptation import (
     measure_adaptation,
     roc,
 )
-from experiments.scale_adaptation.figures import Panel, Trace, draw
 from experiments.scale_adaptation.report import format_results, half_noise, rank_correlation, summarise
 from experiments.scale_adaptation.run import QUICK, Results, read_results, run_plan
 from experiments.scale_adaptation.simulation import Case, simulate
@@ -360,13 +359,3 @@ def test_gains_are_taken_seed_by_seed() -> None:
     assert (none.gain, none.error) == (0, 0)
     assert scalar.gain == pytest.approx(0.4)
     assert scalar.error == pytest.approx(0.1)
-
-
-def test_a_figure_shows_names_as_text_and_leaves_out_what_has_no_place() -> None:
-    panel = Panel(title="<b>&", x_name="x", y_name="y", x_log=True)
-    panel.traces.append(Trace(name="</svg><script>", x=[1.0, 0.0, math.nan, 100.0], y=[1.0, 2.0, 3.0, 4.0]))
-    text = draw([panel, panel], "two")
-    root = ElementTree.fromstring(text)
-    assert "script>" not in [node.tag for node in root.iter()]
-    dots = [node for node in root.iter() if node.tag.endswith("circle") and node.get("r") == "2.6"]
-    assert len(dots) == 4
