@@ -1,4 +1,4 @@
-"""What judging a step costs: made-up readings of a large model, shown to every rule, on the clock of one core."""
+"""What judging a step costs: synthetic readings of a large model, shown to every rule, on the clock of one core."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command_line import Command, json_option, print_result
+from benchmarks.synthetic_run import transformer_layout
 from gradvitals.diagnose import Diagnosis, Facts
-from gradvitals.types import Layout, Reading, TensorInfo
+from gradvitals.types import Layout, Reading
 
 WARM_UP_STEPS = 600
 """Steps before any is timed: every rule has seen enough to be at work."""
 
-TENSORS_PER_LAYER = 12
-
 
 def time_diagnosis(num_tensors: int = 500, steps: int = 2000) -> dict[str, Any]:
-    """Judge the steps of a healthy made-up run and time each.
+    """Judge the steps of a healthy synthetic run and time each.
 
     Args:
         num_tensors: Parameters of the model.
@@ -32,7 +31,7 @@ def time_diagnosis(num_tensors: int = 500, steps: int = 2000) -> dict[str, Any]:
         Milliseconds of processor time: of a plain step (norms of every tensor), of one with all GSNR sources, and of
         the mean step at the default cadence; and the findings of warning or above, which should be none.
     """
-    layout = _layout(num_tensors)
+    layout = transformer_layout(num_tensors)
     diagnosis = Diagnosis(facts=Facts(optimizer="AdamW", betas=(0.9, 0.999)))
     diagnosis.describe(layout)
     plain: list[float] = []
@@ -52,23 +51,6 @@ def time_diagnosis(num_tensors: int = 500, steps: int = 2000) -> dict[str, Any]:
         "mean_ms": statistics.fmean([*plain, *full]),
         "false_alarms": sum(finding.severity != "info" for finding in diagnosis.findings),
     }
-
-
-def _layout(num_tensors: int) -> Layout:
-    num_layers = -(-num_tensors // TENSORS_PER_LAYER)
-    layers = tuple(f"blocks.{depth}" for depth in range(num_layers))
-    tensors = tuple(
-        TensorInfo(
-            index=i,
-            name=f"{layers[i // TENSORS_PER_LAYER]}.w{i % TENSORS_PER_LAYER}",
-            shape=(1024, 1024),
-            dtype="float32",
-            layer=layers[i // TENSORS_PER_LAYER],
-            depth=i // TENSORS_PER_LAYER,
-        )
-        for i in range(num_tensors)
-    )
-    return Layout(tensors=tensors, layers=layers)
 
 
 def _healthy_run(layout: Layout, steps: int) -> Iterator[list[Reading]]:

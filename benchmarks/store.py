@@ -12,16 +12,17 @@ import click
 import numpy as np
 
 from benchmarks.command_line import Command, json_option, print_result
+from benchmarks.synthetic_run import transformer_layout
 from gradvitals.store.background import BackgroundWriter
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
-from gradvitals.types import Layout, Reading, TensorInfo
+from gradvitals.types import Reading
 
 
 def measure_store(
     num_tensors: int = 500, num_metrics: int = 10, steps: int = 2000, series_steps: int = 20000
 ) -> dict[str, float]:
-    """Write made-up runs to a temporary folder and time it.
+    """Write synthetic runs to a temporary folder and time it.
 
     Args:
         num_tensors: Tensors a reading has.
@@ -54,17 +55,6 @@ def _reading_maker(num_tensors: int, num_metrics: int) -> Callable[[int], Readin
     return make
 
 
-def _layout(num_tensors: int) -> Layout:
-    tensors = (
-        TensorInfo(
-            index=i, name=f"blocks.{i // 12}.part.{i % 12}.weight", shape=(64, 64), dtype="float32",
-            layer=f"blocks.{i // 12}", depth=i // 12,
-        )
-        for i in range(num_tensors)
-    )  # fmt: skip
-    return Layout(tensors=tuple(tensors))
-
-
 def _measure_put(folder: Path, make: Callable[[int], Reading], steps: int) -> dict[str, float]:
     errors: list[BaseException] = []
     writer = BackgroundWriter(folder, meta={}, on_error=errors.append)
@@ -85,7 +75,7 @@ def _measure_put(folder: Path, make: Callable[[int], Reading], steps: int) -> di
 def _measure_long_run(
     folder: Path, make: Callable[[int], Reading], num_tensors: int, num_metrics: int, steps: int
 ) -> dict[str, float]:
-    layout = _layout(num_tensors)
+    layout = transformer_layout(num_tensors)
     start = time.perf_counter()
     writer = RunWriter(folder, meta={})
     writer.write(layout)

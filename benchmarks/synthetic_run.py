@@ -1,4 +1,4 @@
-"""A made-up run of any length, with the readings that a monitor takes of a transformer: to look at and to time with."""
+"""Writes synthetic runs of any length, with the readings that a monitor takes of a transformer."""
 
 from __future__ import annotations
 

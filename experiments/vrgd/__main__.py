@@ -103,96 +103,44 @@ def sweep_options(
         length: Help of --epochs.
         models: Which there are, for the help.
     """
-    many: dict[str, Any] = {"multiple": True, "show_default": True}
-    one: dict[str, Any] = {"show_default": True}
-    options = [
-        click.option("--model", default=(model,), help=f"Which model{models}; may be given several times.", **many),
-        click.option(
-            "--batch", type=click.IntRange(min=2), default=(batch,), help="Samples of a step; several times.", **many
-        ),
-        click.option(
-            "--optimizer",
-            type=click.Choice(OPTIMIZERS),
-            default=(optimizer,),
-            help="Base optimizer; several times.",
-            **many,
-        ),
-        click.option(
-            "--arm",
-            type=click.Choice(ARMS),
-            default=("base", "vr"),
-            help="What is done to its gradients; several times.",
-            **many,
-        ),
-        click.option(
-            "--k", type=click.IntRange(min=2), default=(8,), help="Micro-batches of a step; several times.", **many
-        ),
-        click.option(
-            "--gamma",
-            type=click.FloatRange(0, 1),
-            multiple=True,
-            help="Smallest factor; several times.  [default: 0.1, and 0 for wiener arms]",
-        ),
-        click.option(
+    positive, count = click.FloatRange(min=0, min_open=True), click.IntRange(min=0)
+    several: list[tuple[str, Any, Any, str]] = [
+        ("--model", str, (model,), f"Which model{models}"),
+        ("--batch", click.IntRange(min=2), (batch,), "Samples per step"),
+        ("--optimizer", click.Choice(OPTIMIZERS), (optimizer,), "Base optimizer"),
+        ("--arm", click.Choice(ARMS), ("base", "vr"), "What is done to its gradients"),
+        ("--k", click.IntRange(min=2), (8,), "Micro-batches per step"),
+        ("--gamma", click.FloatRange(0, 1), (), "Smallest factor; 0.1 by default, and 0 for wiener arms"),
+        (
             "--gamma-schedule",
-            type=click.Choice(GAMMA_SCHEDULES),
-            default=("constant",),
-            help="How gamma changes: from 1 down to --gamma in a line or as a cosine, or with the tensor's GSNR "
-            "(adaptive, for arm vr); several times.",
-            **many,
+            click.Choice(GAMMA_SCHEDULES),
+            ("constant",),
+            "How gamma changes: from 1 down to --gamma, or with the tensor's GSNR (adaptive, for arm vr)",
         ),
-        click.option("--epochs", type=click.FloatRange(min=0, min_open=True), default=epochs, help=length, **one),
-        click.option(
-            "--weight-decay",
-            type=click.FloatRange(min=0),
-            default=weight_decay,
-            help="Of matrices and kernels; biases and gains have none.",
-            **one,
+    ]
+    single: list[tuple[str, Any, Any, str]] = [
+        ("--epochs", positive, epochs, length),
+        ("--weight-decay", click.FloatRange(min=0), weight_decay, "Of matrices and kernels, not of biases and gains."),
+        ("--lr", positive, None, "Middle of the grid of learning rates; by default it follows optimizer and batch."),
+        ("--span", count, 2, "Factors of 2 in the grid, down and up."),
+        ("--reach", count, 6, "Further factors of 2 at most, while the best is at an end of what was tried."),
+        ("--refine", click.IntRange(0, 3), 1, "How often to halve the distance around the best."),
+        ("--sweep-seeds", click.IntRange(1, 100), 1, "Trials that a learning rate must lead with to be the best."),
+        ("--seeds", count, 3, "Fresh seeds at the best learning rate."),
+        ("--out", click.Path(path_type=Path, dir_okay=False), None, "File of finished trials, which are not rerun."),
+        ("--workers", click.IntRange(min=1), 1, "Trials at once."),
+        ("--minutes", click.FloatRange(min=0), None, "Start no trial that would likely not end by then."),
+    ]
+    options = [
+        *(
+            click.option(
+                name, type=kind, default=default, multiple=True, show_default=True, help=f"{text}; repeatable."
+            )
+            for name, kind, default, text in several
         ),
-        click.option(
-            "--lr",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="START",
-            help="Middle of the grid of learning rates.  [default: by optimizer and batch]",
-        ),
-        click.option(
-            "--span", type=click.IntRange(min=0), default=2, help="Factors of 2 in the grid, down and up.", **one
-        ),
-        click.option(
-            "--reach",
-            type=click.IntRange(min=0),
-            default=6,
-            help="Factors of 2 to go on at most while the best is at an end of what was tried.",
-            **one,
-        ),
-        click.option(
-            "--refine",
-            type=click.IntRange(0, 3),
-            default=1,
-            help="Then halve the distance around the best so often: 1 tries factors of the root of 2.",
-            **one,
-        ),
-        click.option(
-            "--sweep-seeds",
-            type=click.IntRange(1, 100),
-            default=1,
-            help="Trials that a learning rate must lead with before it counts as the best.",
-            **one,
-        ),
-        click.option(
-            "--seeds", type=click.IntRange(min=0), default=3, help="Fresh seeds at the best learning rate.", **one
-        ),
-        click.option(
-            "--out",
-            type=click.Path(path_type=Path, dir_okay=False),
-            metavar="FILE",
-            help="Add finished trials to this file; those it has are not run again.",
-        ),
-        click.option("--workers", type=click.IntRange(min=1), default=1, help="Trials at once.", **one),
-        click.option(
-            "--minutes",
-            type=click.FloatRange(min=0),
-            help="Begin no trial that would likely not end by then.",
+        *(
+            click.option(name, type=kind, default=default, show_default=True, help=text)
+            for name, kind, default, text in single
         ),
         json_option,
     ]
