@@ -60,7 +60,7 @@ MILLION = """async () => {
 def run_page(
     *, steps: int = 100_000, tensors: int = 500, runs: int = 50, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Measure the page with made-up runs in a temporary folder and a real Chromium.
+    """Measure the page with synthetic runs in a temporary folder and a real Chromium.
 
     Args:
         steps: Length of the long run.

@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 4.0, 3.0
 COLORS = ("#3b6fd4", "#d9822b", "#2f9e6e", "#b04fc0", "#c0392b", "#6b7280")
 INK = "#808080"
 """Readable on white and on black, as a page may be either."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8,
     "svg.fonttype": "none",
     "svg.hashsalt": "gradvitals",

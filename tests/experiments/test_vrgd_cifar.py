@@ -1,4 +1,4 @@
-"""The CIFAR-10 lab on a few made-up images: noise of ten colours, so that there is something to learn."""
+"""The CIFAR-10 task on a few synthetic images: noise of ten colours, so that there is something to learn."""
 
 from __future__ import annotations
 
