@@ -51,11 +51,11 @@ pictures: $(READY)  ## draw the pictures of the documentation anew; needs Chromi
 
 bench: $(READY)  ## measure what monitoring costs on this machine
 	$(BIN)/gradvitals bench overhead
-	$(BIN)/gradvitals bench store
+	$(BIN)/python -m benchmarks.store
 
 build: $(READY)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove caches and builds, keep .venv and runs/
 	rm -rf dist docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +

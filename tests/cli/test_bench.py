@@ -7,12 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.cli.bench import STORE_LABELS
 
 
 @pytest.fixture
 def overhead_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    from gradvitals.lab import overhead
+    from gradvitals import bench
 
     calls: list[dict[str, Any]] = []
 
@@ -21,8 +20,8 @@ def overhead_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(options)
         return {"ratio": 1.002, "spread": float("nan")}
 
-    monkeypatch.setattr(overhead, "run_overhead", run_overhead)
-    monkeypatch.setattr(overhead, "format_overhead", lambda result: f"ratio {result['ratio']}")
+    monkeypatch.setattr(bench, "run_overhead", run_overhead)
+    monkeypatch.setattr(bench, "format_overhead", lambda result: f"ratio {result['ratio']}")
     return calls
 
 
@@ -44,19 +43,9 @@ def test_overhead_leaves_what_is_not_given_to_the_measurement(overhead_calls: li
     assert overhead_calls == [{**expected, "keeps_memory": True}]
 
 
-def test_the_shapes_offered_are_those_there_are() -> None:
-    from gradvitals.cli.bench import SHAPES
-    from gradvitals.lab import shapes
+def test_the_shapes_and_variants_offered_are_those_there_are() -> None:
+    from gradvitals import bench
+    from gradvitals.cli.bench import SHAPES, VARIANTS
 
-    assert set(SHAPES) == set(shapes.SHAPES)
-
-
-def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradvitals.store import selftest
-
-    measured = dict.fromkeys(STORE_LABELS, 0.5) | {"bytes_per_value": 4.25, "dropped": 0}
-    monkeypatch.setattr(selftest, "measure_store", lambda: measured)
-    shown = CliRunner().invoke(main, ["bench", "store"]).stdout
-    assert "on disk, everything included" in shown
-    assert "4.25 bytes a value" in shown
-    assert json.loads(CliRunner().invoke(main, ["bench", "store", "--json"]).stdout)["dropped"] == 0
+    assert set(SHAPES) == set(bench.SHAPES)
+    assert VARIANTS == bench.VARIANTS

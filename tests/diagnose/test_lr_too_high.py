@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from made_up import Run, due, make_layout, same_findings, words_of
 
+from benchmarks.faults.record import record
+from benchmarks.faults.tasks import RECIPES, Recipe, with_changes
+from benchmarks.faults.zoo import OTHER_OPTIMIZER
 from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.diagnose.schedule import LrTooHigh
-from gradvitals.lab.faults.controls import OTHER_OPTIMIZER
-from gradvitals.lab.faults.record import record
-from gradvitals.lab.faults.tasks import RECIPES, Recipe, with_changes
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
 ADAM = Facts(optimizer="AdamW", betas=(0.9, 0.999))

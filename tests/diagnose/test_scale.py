@@ -111,7 +111,7 @@ def test_a_long_way_between_two_readings_is_gone_whole() -> None:
 
 def test_no_healthy_run_of_the_zoo_is_long_enough_to_be_judged() -> None:
     """At least half of the start's mean square is left at their end, whatever their norms do."""
-    from gradvitals.lab.faults.controls import CONTROLS
+    from benchmarks.faults.zoo import CONTROLS
 
     for control in CONTROLS:
         recipe, walk = control.recipe, NoiseWalk()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradvitals.lab.distributed.paper import roster_of
+from benchmarks.distributed.cost import roster_of
 from gradvitals.worker.aggregate import StepSums, Table
 from gradvitals.distributed.allreduce import Kind, StepPacker
 from gradvitals.worker.aggregate import RowSums

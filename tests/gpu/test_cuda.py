@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gradvitals as gv
-from gradvitals.lab.char_lm import CharLM, CharLMConfig
+from gradvitals.bench import MONITORED, transformer
+from gradvitals.demo import CharLM, CharLMConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -102,3 +103,21 @@ def test_fp16_with_a_scaler(tmp_path: Path) -> None:
         skipped = run.series("step/skipped")[1]
         np.testing.assert_array_equal(skipped, ~np.isfinite(norms))
         assert run.stage("grad/norm")[1][-1] == "unscaled"
+
+
+@pytest.mark.parametrize("variant", ["everything every step", "default"])
+def test_a_monitored_step_never_waits_for_the_device(variant: str, tmp_path: Path) -> None:
+    training = transformer(torch.device("cuda"), micro_batch_size=4)
+    for _ in range(10):
+        training.step()
+    with gv.watch(training.model, training.optimizer, run=tmp_path / "run", config=MONITORED[variant]) as monitor:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(100):
+                training.step(monitor.observe)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        monitor.flush()
+    # The monitor catches its own errors, those of a wait among them.
+    assert [finding for finding in monitor.findings if finding.id == "monitor_error"] == []

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals import kernels
-from gradvitals.lab.shapes import transformer
+from gradvitals.bench import transformer
 
 pytestmark = pytest.mark.gpu
 

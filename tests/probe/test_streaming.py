@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradvitals as gv
+from benchmarks.probe import check_gradient_snr_perlayer, check_gradient_snr_perparam
 from gradvitals.functional import gsnr, gsnr_elementwise
 from gradvitals.functional.streamed import Sums, gsnr_streamed
-from gradvitals.lab.kept_gradients import check_gradient_snr_perlayer, check_gradient_snr_perparam
 from gradvitals.probe import streaming
 from gradvitals.probe.streaming import Stream
 

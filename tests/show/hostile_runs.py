@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradvitals.lab.made_up_run import write_made_up_run
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.types import Finding
 
 MB = 1 << 20
@@ -21,7 +21,7 @@ Change = Callable[[sqlite3.Connection], None]
 def write_hostile_runs(folder: Path, names: list[str] | None = None) -> dict[str, Path]:
     """One folder for each change."""
     sound = folder / "sound"
-    write_made_up_run(sound, steps=60, num_tensors=14)
+    write_synthetic_run(sound, steps=60, num_tensors=14)
     content = (sound / "run.db").read_bytes()
     made = {}
     for name in names or list(CHANGES):

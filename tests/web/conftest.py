@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from gradvitals.lab.made_up_run import write_made_up_run
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.show.web.app import make_app
 from gradvitals.show.web.serving import Server, bind
 
@@ -29,8 +29,8 @@ from web_runs import LONG, STEPS, TENSORS
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: ``gpt`` and, in a folder of its own, ``sweep/wide``."""
     made = tmp_path_factory.mktemp("served")
-    write_made_up_run(made / "gpt", steps=STEPS, num_tensors=TENSORS)
-    write_made_up_run(made / "sweep" / "wide", steps=LONG, num_tensors=TENSORS, seed=1)
+    write_synthetic_run(made / "gpt", steps=STEPS, num_tensors=TENSORS)
+    write_synthetic_run(made / "sweep" / "wide", steps=LONG, num_tensors=TENSORS, seed=1)
     return made
 
 

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from web_runs import STEPS, run_id
 
 import gradvitals as gv
-from gradvitals.lab.made_up_run import write_made_up_run
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
@@ -271,7 +271,7 @@ def test_the_worst_tensors_are_those_of_the_report(client: TestClient, folder: P
 def test_a_run_that_appears_is_found_and_one_that_goes_is_missed(tmp_path: Path, client_of: ClientOf) -> None:
     client = client_of(tmp_path / "later")
     assert client.get("/api/runs").json()["runs"] == []
-    write_made_up_run(tmp_path / "later" / "a" / "b" / "deep", steps=20, num_tensors=14)
+    write_synthetic_run(tmp_path / "later" / "a" / "b" / "deep", steps=20, num_tensors=14)
     client.app.state.api.shelf._looked = 0.0  # as if a second had passed
     run = run_id(client, "a/b/deep")
     assert client.get(f"/api/runs/{run}").status_code == 200
@@ -287,7 +287,7 @@ def test_a_folder_that_is_a_run_is_served_as_that_run(folder: Path, client_of: C
 
 
 def test_what_is_not_a_run_is_listed_with_its_trouble(tmp_path: Path, client_of: ClientOf) -> None:
-    write_made_up_run(tmp_path / "fine", steps=20, num_tensors=14)
+    write_synthetic_run(tmp_path / "fine", steps=20, num_tensors=14)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
     client = client_of(tmp_path)
@@ -335,7 +335,7 @@ def test_a_long_list_comes_bit_by_bit_what_was_written_last_first(
 
     monkeypatch.setattr(api, "LIST_SECONDS", -1.0)
     for number, name in enumerate(("c", "a", "b")):
-        write_made_up_run(tmp_path / name, steps=5, num_tensors=14)
+        write_synthetic_run(tmp_path / name, steps=5, num_tensors=14)
         os.utime(tmp_path / name / "run.db", (1000 + number, 1000 + number))
     client = client_of(tmp_path)
     seen = [{run["name"]: run["state"] for run in client.get("/api/runs").json()["runs"]} for _ in range(3)]

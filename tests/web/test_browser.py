@@ -11,7 +11,7 @@ import pytest
 from web_runs import HOSTILE, LONG, hostile_run, wait, wait_for_charts, writing
 
 import gradvitals as gv
-from gradvitals.lab.made_up_run import write_made_up_run
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
@@ -73,7 +73,7 @@ def test_new_steps_findings_and_runs_come_by_themselves(tmp_path: Path, serve: A
         page.get_by_role("button", name="gradients vanish", exact=False).first.wait_for()
         page.locator(".verdict.unhealthy").wait_for()
         assert page.title().startswith("■")
-        write_made_up_run(tmp_path / "second", steps=30, num_tensors=14)
+        write_synthetic_run(tmp_path / "second", steps=30, num_tensors=14)
         page.locator(".run-name", has_text="second").wait_for()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.errors import RunError
-from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.show.web import judging
 from gradvitals.show.web.shelf import Shelf
 from gradvitals.store import RunWriter, open_run
@@ -87,7 +87,7 @@ def test_a_run_that_the_rules_cannot_read_is_not_called_healthy(
 
 
 def test_a_shelf_that_closes_leaves_a_run_open_until_its_user_gives_it_back(tmp_path: Path) -> None:
-    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     shelf = Shelf(tmp_path)
     [place] = shelf.places()
     with shelf.opened(place.id) as run:
@@ -101,7 +101,7 @@ def test_a_shelf_that_closes_leaves_a_run_open_until_its_user_gives_it_back(tmp_
 
 
 def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path: Path) -> None:
-    write_made_up_run(tmp_path, steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path, steps=5, num_tensors=14)
     run = open_run(tmp_path)
     closed = threading.Event()
 

@@ -14,8 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import run_id
 
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.errors import RunError
-from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.show.curves import Span
 from gradvitals.show.heatmap import read_heatmap
 from gradvitals.show.web import limits, overview
@@ -33,7 +33,7 @@ ACTION = Action(kind="x", step=0, finding="x", taken=True).to_json()
 def both(tmp_path: Path) -> Path:
     """A sound run, and one that a stranger may change."""
     for name in ("good", "evil"):
-        write_made_up_run(tmp_path / name, steps=5, num_tensors=14)
+        write_synthetic_run(tmp_path / name, steps=5, num_tensors=14)
     return tmp_path
 
 

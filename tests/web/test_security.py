@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import HOSTILE, hostile_run, run_id
 
-from gradvitals.lab.made_up_run import write_made_up_run
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.show.web import limits, shelf
 from gradvitals.show.web.app import STATIC
 from gradvitals.show.web.memo import Memo
@@ -86,15 +86,15 @@ def test_nothing_can_be_changed(client: TestClient, method: str, path: str) -> N
     ],
 )
 def test_no_address_leads_out_of_the_folder(tmp_path: Path, client_of: ClientOf, path: str) -> None:
-    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
-    write_made_up_run(tmp_path / "served" / "gpt", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "secret", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "served" / "gpt", steps=5, num_tensors=14)
     assert client_of(tmp_path / "served").get(path).status_code == 404
 
 
 def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path, client_of: ClientOf) -> None:
-    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "secret", steps=5, num_tensors=14)
     served = tmp_path / "served"
-    write_made_up_run(served / "own", steps=5, num_tensors=14)
+    write_synthetic_run(served / "own", steps=5, num_tensors=14)
     (served / "folder-link").symlink_to(tmp_path / "secret")
     (served / "up").symlink_to(tmp_path)
     (served / "file-link").mkdir()
@@ -105,8 +105,8 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path, client_of:
 
 
 def test_a_run_that_becomes_a_link_is_not_opened(tmp_path: Path, client_of: ClientOf) -> None:
-    write_made_up_run(tmp_path / "secret", steps=5, num_tensors=14)
-    write_made_up_run(tmp_path / "served" / "own", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "secret", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "served" / "own", steps=5, num_tensors=14)
     client = client_of(tmp_path / "served")
     run = run_id(client, "own")
     (tmp_path / "served" / "own" / "run.db").unlink()
@@ -161,7 +161,7 @@ def test_the_vendored_files_are_the_ones_that_were_looked_at() -> None:
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
-    write_made_up_run(tmp_path / "stranger", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "stranger", steps=5, num_tensors=14)
     return tmp_path / "stranger" / "run.db"
 
 
@@ -220,7 +220,7 @@ def test_a_picture_of_too_many_rows_is_refused(
 
 def test_only_a_few_runs_are_open_at_a_time_and_none_is_closed_in_use(tmp_path: Path) -> None:
     for number in range(5):
-        write_made_up_run(tmp_path / f"run{number}", steps=5, num_tensors=14)
+        write_synthetic_run(tmp_path / f"run{number}", steps=5, num_tensors=14)
     kept = shelf.Shelf(tmp_path, most_open=2)
     places = kept.places()
     with kept.opened(places[0].id) as first:
@@ -239,12 +239,12 @@ def test_only_a_few_runs_are_open_at_a_time_and_none_is_closed_in_use(tmp_path: 
 def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     import shutil
 
-    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     kept = shelf.Shelf(tmp_path)
     [place] = kept.places()
     with kept.opened(place.id) as run:
         assert run.last_step == 4
-    write_made_up_run(tmp_path / "other", steps=9, num_tensors=14)
+    write_synthetic_run(tmp_path / "other", steps=9, num_tensors=14)
     shutil.move(tmp_path / "other" / "run.db", tmp_path / "run" / "run.db")
     with kept.opened(place.id) as run:
         assert run.last_step == 8

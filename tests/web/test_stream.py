@@ -20,9 +20,9 @@ import pytest
 from anyio import to_thread
 from click.testing import CliRunner
 
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.cli import main
 from gradvitals.errors import ConfigError
-from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.show.web import stream
 from gradvitals.show.web.serving import addresses, bind
 from gradvitals.show.web.shelf import Shelf
@@ -43,7 +43,7 @@ def events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_news_come_as_a_run_is_written_and_again_only_after_the_cursor(
     tmp_path: Path, serve: Callable[[Path], Any]
 ) -> None:
-    write_made_up_run(tmp_path / "old", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "old", steps=5, num_tensors=14)
     writer = RunWriter(tmp_path / "live", meta={"facts": {}})
     writer.write(Reading(step=0, time=0.0, values={"loss": 1.0}))
     writer.commit()
@@ -73,7 +73,7 @@ def test_news_come_as_a_run_is_written_and_again_only_after_the_cursor(
 
 
 def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listening(tmp_path: Path) -> None:
-    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     command = [sys.executable, "-m", "gradvitals.cli", "serve", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: p
 
 
 def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     watcher = Watcher(Shelf(tmp_path))
     watcher._look_now()
     begun, go_on = threading.Event(), threading.Event()
@@ -148,7 +148,7 @@ def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
-    write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     watcher = Watcher(Shelf(tmp_path))
     done = threading.Event()
 

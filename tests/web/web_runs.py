@@ -11,7 +11,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 import gradvitals as gv
-from gradvitals.lab.made_up_run import readings, transformer_layout
+from benchmarks.synthetic_run import readings, transformer_layout
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 

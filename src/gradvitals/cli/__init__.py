@@ -12,7 +12,7 @@ import click
 from gradvitals import __version__
 from gradvitals.errors import GradvitalsError
 
-COMMANDS = ("demo", "run", "report", "watch", "serve", "doctor", "advise", "probe", "export", "import", "bench", "lab")
+COMMANDS = ("demo", "run", "report", "watch", "serve", "doctor", "advise", "probe", "export", "import", "bench")
 """In the order a new user meets them."""
 
 

@@ -13,7 +13,7 @@ from gradvitals.cli.output import console, json_option, print_json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gradvitals.lab.demo import DemoResult
+    from gradvitals.demo import DemoResult
     from gradvitals.show.summary import Summary
 
 
@@ -45,7 +45,7 @@ def demo(steps: int, fault: bool, out: Path, seed: int, as_json: bool) -> None:
     if not as_json:
         screen.print("Training a small transformer on Shakespeare, one character at a time ...")
 
-    from gradvitals.lab.demo import DemoSettings, run_demo
+    from gradvitals.demo import DemoSettings, run_demo
     from gradvitals.show.live import live_view
     from gradvitals.show.summary import summarize
     from gradvitals.store.reader import open_run

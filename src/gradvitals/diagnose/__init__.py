@@ -9,7 +9,6 @@ from gradvitals.diagnose import (
     loss,
     nonfinite,
     precision,
-    presets,
     ranks,
     scale,
     schedule,
@@ -37,7 +36,6 @@ FAMILIES = (
     clipping,
     precision,
     ranks,
-    presets,
 )
 
 __all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "Words", "build_rules", "register"]

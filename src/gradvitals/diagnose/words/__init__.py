@@ -9,7 +9,6 @@ from gradvitals.diagnose.words.gradients import WORDS as GRADIENTS
 from gradvitals.diagnose.words.loop import WORDS as LOOP
 from gradvitals.diagnose.words.loss import WORDS as LOSS
 from gradvitals.diagnose.words.precision import WORDS as PRECISION
-from gradvitals.diagnose.words.presets import WORDS as PRESETS
 from gradvitals.diagnose.words.ranks import WORDS as RANKS
 from gradvitals.diagnose.words.scale import WORDS as SCALE
 from gradvitals.diagnose.words.schedule import WORDS as SCHEDULE
@@ -30,6 +29,5 @@ WORDS: dict[str, Words] = {
     **CLIPPING,
     **PRECISION,
     **RANKS,
-    **PRESETS,
 }
 """By rule id."""

@@ -1,0 +1,1 @@
+"""Plants faults on one of several ranks, and measures what watching costs them."""

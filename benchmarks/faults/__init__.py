@@ -1,0 +1,1 @@
+"""Plants faults in small real training runs and counts who finds them."""

@@ -1,0 +1,1 @@
+"""Lets accidents happen to small real training runs and counts who recovers."""

@@ -1,0 +1,1 @@
+"""VRGD against equally tuned baselines, and what it costs."""

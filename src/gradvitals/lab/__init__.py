@@ -1,1 +1,0 @@
-"""Experiments as commands: small, real training runs to look at and to measure with."""

@@ -1,1 +1,0 @@
-"""Faults of distributed runs: planted in real processes, and counted over thousands of virtual ones."""

@@ -1,1 +1,0 @@
-"""What keeps a run alive: planted accidents, and who gets over them."""

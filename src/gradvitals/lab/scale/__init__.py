@@ -1,1 +1,0 @@
-"""Which tensors can adapt their scale under weight decay, what tells beforehand, and whether multipliers help."""
