@@ -268,7 +268,7 @@ class Monitor:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
 
     def _repr_html_(self) -> str:
-        from gradvitals.show.notebook import display
+        from gradvitals.report.notebook import display
 
         if not self._closed:
             self.flush(SHOW_SECONDS)

@@ -15,7 +15,7 @@ from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
-from gradvitals.show.last_words import verdicts
+from gradvitals.report.verdict import closing_lines
 from gradvitals.sinks import Sink
 from gradvitals.types import Reading
 
@@ -99,5 +99,5 @@ def say_last_words(monitor: Monitor) -> None:
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
     with suppress(Exception):  # a disk that is full, say, or a stderr that is gone: it must not end the program
-        for line in verdicts({monitor.run_path: ""}):
+        for line in closing_lines({monitor.run_path: ""}):
             say(line, quiet=False)

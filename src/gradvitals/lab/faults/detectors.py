@@ -11,8 +11,8 @@ from gradvitals.diagnose import Diagnosis, Facts
 from gradvitals.diagnose.presets import PRESETS
 from gradvitals.lab.faults.recording import Recording
 from gradvitals.lab.faults.score import OURS, Alarm
-from gradvitals.show import verdict
-from gradvitals.show.verdict import Level
+from gradvitals.report import verdict
+from gradvitals.report.verdict import Level
 from gradvitals.types import Finding
 
 TRAINPULSE = "trainpulse"
