@@ -15,10 +15,10 @@ import pytest
 
 from gradvitals.errors import RunError
 from gradvitals.lab.made_up_run import write_made_up_run
-from gradvitals.show.web import judging
-from gradvitals.show.web.shelf import Shelf
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Reading
+from gradvitals.web import run_index
+from gradvitals.web.run_index import Judge, RunIndex
 
 UNJUDGED = 20_000
 """Steps of a run recorded without diagnosis that is still being judged when the server is told to end."""
@@ -47,8 +47,8 @@ def test_ctrl_c_while_a_run_is_judged_ends_the_server_without_a_crash(tmp_path: 
 
 def test_judging_breaks_off_when_the_page_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_unjudged(tmp_path / "run", 300)
-    shelf = Shelf(tmp_path)
-    judge = judging.Judge(shelf)
+    index = RunIndex(tmp_path)
+    judge = Judge(index)
     begun, seen = threading.Event(), []
 
     def diagnose(run, on_step):
@@ -58,13 +58,13 @@ def test_judging_breaks_off_when_the_page_is_closed(tmp_path: Path, monkeypatch:
             on_step(step)
             seen.append(step)
 
-    monkeypatch.setattr(judging, "diagnose_again", diagnose)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        assert judge.judged(place.id, run).pending
+    monkeypatch.setattr(run_index, "replay", diagnose)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        assert judge.judged(file.id, run).is_pending
         assert begun.wait(30)
     judge.close()
-    shelf.close()
+    index.close()
     judge._thread.shutdown(wait=True)
     assert seen == []
 
@@ -73,27 +73,27 @@ def test_a_run_that_the_rules_cannot_read_is_not_called_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_unjudged(tmp_path / "run", 300)
-    shelf = Shelf(tmp_path)
-    judge = judging.Judge(shelf)
-    monkeypatch.setattr(judging, "diagnose_again", lambda run, on_step: 1 / 0)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        judge.judged(place.id, run)
+    index = RunIndex(tmp_path)
+    judge = Judge(index)
+    monkeypatch.setattr(run_index, "replay", lambda run, on_step: 1 / 0)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        judge.judged(file.id, run)
         judge._thread.shutdown(wait=True)
-        found = judge.judged(place.id, run)
-    shelf.close()
+        found = judge.judged(file.id, run)
+    index.close()
     assert found.level == "unknown"
     assert found.note.startswith("Not judged")
 
 
-def test_a_shelf_that_closes_leaves_a_run_open_until_its_user_gives_it_back(tmp_path: Path) -> None:
+def test_a_closed_index_leaves_a_run_open_until_its_user_releases_it(tmp_path: Path) -> None:
     write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
-    shelf = Shelf(tmp_path)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        shelf.close()
+    index = RunIndex(tmp_path)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        index.close()
         assert run.last_step == 4
-        with shelf.opened(place.id) as late:  # a request that was under way
+        with index.opened(file.id) as late:  # a request that was under way
             assert late.last_step == 4
     for closed in (run, late):
         with pytest.raises(RunError, match="was closed"):

@@ -23,12 +23,12 @@ from click.testing import CliRunner
 from gradvitals.cli import main
 from gradvitals.errors import ConfigError
 from gradvitals.lab.made_up_run import write_made_up_run
-from gradvitals.show.web import stream
-from gradvitals.show.web.serving import addresses, bind
-from gradvitals.show.web.shelf import Shelf
-from gradvitals.show.web.stream import Watcher
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
+from gradvitals.web import stream
+from gradvitals.web.app import addresses, bind
+from gradvitals.web.run_index import RunIndex
+from gradvitals.web.stream import Watcher
 
 
 def events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -103,13 +103,13 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradvitals.show.web import serving
+    from gradvitals.web import app
 
     taken = bind("127.0.0.1", 0)
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=rf"port {port} .*--port 0 takes a free one"):
         bind("127.0.0.1", port)
-    monkeypatch.setattr(serving, "USUAL_PORT", port)
+    monkeypatch.setattr(app, "DEFAULT_PORT", port)
     other = bind("127.0.0.1", None)
     assert other.getsockname()[1] != port
     assert addresses(other)[0] == f"http://127.0.0.1:{other.getsockname()[1]}/"
@@ -121,7 +121,7 @@ def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: p
 
 def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
-    watcher = Watcher(Shelf(tmp_path))
+    watcher = Watcher(RunIndex(tmp_path))
     watcher._look_now()
     begun, go_on = threading.Event(), threading.Event()
 
@@ -149,7 +149,7 @@ def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
     write_made_up_run(tmp_path / "run", steps=5, num_tensors=14)
-    watcher = Watcher(Shelf(tmp_path))
+    watcher = Watcher(RunIndex(tmp_path))
     done = threading.Event()
 
     async def look_while_all_requests_are_busy() -> None:

@@ -9,8 +9,8 @@ import { SharedAxis } from "./axis.js";
 const WORDS = { critical: "Critical", warning: "Warning", info: "Note" };
 
 export function severityTag(finding) {
-  const over = finding.open ? "" : ", over";
-  return el("span", { class: `tag ${finding.severity}${finding.open ? "" : " over"}` }, el("span", { "aria-hidden": "true", text: `${SIGNS[finding.severity]} ` }), `${WORDS[finding.severity]}${over}`);
+  const resolved = finding.open ? "" : ", resolved";
+  return el("span", { class: `tag ${finding.severity}${finding.open ? "" : " over"}` }, el("span", { "aria-hidden": "true", text: `${SIGNS[finding.severity]} ` }), `${WORDS[finding.severity]}${resolved}`);
 }
 
 function list(title, texts, ordered) {
@@ -29,9 +29,9 @@ export function findingBody(finding, { onopen, onzoom }) {
   const rest = finding.num_tensors - finding.tensors.length;
   return [
     el("p", {}, severityTag(finding), el("span", { class: "dim", text: ` ${finding.when}` }), finding.rank === null ? null : el("span", { class: "dim", text: `, rank ${finding.rank}` })),
-    list("Seen", finding.seen),
-    list("Why, probably", finding.causes, true),
-    list("What to do", finding.cures, true),
+    list("Evidence", finding.seen),
+    list("Likely cause", finding.causes, true),
+    list("Fix", finding.cures, true),
     finding.tensors.length ? el("section", {}, el("h3", { text: "Where" }), el("div", { class: "tensors" }, finding.tensors.map((item) => tensorButton(item, onopen)), rest > 0 ? el("span", { class: "dim", text: `and ${rest} more` }) : null)) : null,
     el("p", { class: "row" }, onzoom ? el("button", { type: "button", text: "Zoom to it", onclick: () => onzoom(finding) }) : null),
     el("p", { class: "dim" }, "In full: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
@@ -46,7 +46,7 @@ export function showActions(actions) {
   const title = actions.length === 1 ? `${actions[0].kind.replaceAll("_", " ")} at step ${step(actions[0].step)}` : `${actions.length} times ${actions[0].kind.replaceAll("_", " ")}`;
   const facts = (name, texts) => texts.length ? el("div", { class: "facts-line" }, el("b", { text: name }), ` ${texts.join(", ")}`) : null;
   openDrawer(title, actions.slice(-50).map((action) => el("section", {},
-    el("h3", { text: `Step ${step(action.step)}${action.taken ? "" : ", not done"}` }),
+    el("h3", { text: `Step ${step(action.step)}${action.taken ? "" : ", not taken"}` }),
     el("p", { text: action.reason || action.text }),
     facts("answer to", action.finding ? [action.finding] : []), facts("before", action.before), facts("after", action.after), facts("cost", action.cost))));
 }
@@ -76,7 +76,7 @@ export function showTensor(ids, runs, kind, { name, about, legend, texts, range,
     strips.forEach((strip) => strip.chart.setRange());
   }).catch((trouble) => { host.append(el("p", { class: "dim", text: trouble.message })); });
   const pointed = at === null ? "" : ` · the dashed line is step ${step(at)}`;
-  openDrawer(name, [el("p", { class: "dim", text: `${about}${pointed}` }), legend ? el("div", { class: "legend" }, legend) : null, metrics.length ? host : el("p", { text: "Nothing was read of it on its own." }),
+  openDrawer(name, [el("p", { class: "dim", text: `${about}${pointed}` }), legend ? el("div", { class: "legend" }, legend) : null, metrics.length ? host : el("p", { text: "It has no readings of its own." }),
     el("p", { class: "dim", text: "Drag to zoom, double-click for everything." })], {
     kind: "wide", closed: () => { live.delete(load); strips.forEach((strip) => strip.destroy()); },
   });
@@ -90,11 +90,11 @@ export function showHelp() {
   openDrawer("Keys, and how to read it", [
     el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })])),
     el("section", {}, el("h3", { text: "Charts" }),
-      el("p", { text: "Drag over a chart to zoom; all pictures follow and finer numbers are fetched. Double-click for everything. Where a run is long, a line is the mean of a short stretch, and the shade around it the lowest and highest value there: no peak is lost." }),
-      el("p", { text: "GSNR and noise scale have a band: their 95 % interval. Where there is no line, the readings do not tell." }),
-      el("p", { text: "A red tick at the top is a value that is not a number." })),
-    el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar begins at the first step of a finding and ends at its last. ■ is critical, ▲ a warning, ● a note; what is over is pale. ◆ is something a Guard or a schedule did, ◇ something it only would have done." })),
-    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, the input above, the output below; light is large. A cell opens the tensor that stands out there; a name opens into its tensors and, for GSNR, its attention heads. In the picture: arrow keys move, Enter opens, + and − open and close a layer." }),
-      el("p", { text: "With runs side by side, choose above the picture which run it is of, or the ratio of two: grey where they are alike, orange where the numbers of the other run are larger, blue where they are smaller." })),
+      el("p", { text: "Drag over a chart to zoom; all charts follow and load finer numbers. Double-click to show everything. In a long run, a line is the mean of each bin, and the shade around it is the lowest and highest value there: no peak is lost." }),
+      el("p", { text: "GSNR and noise scale have a band: their 95% interval. A gap means that the readings do not determine a value." }),
+      el("p", { text: "A red tick at the top is a NaN or infinite value." })),
+    el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar starts at the first step of a finding and ends at its last. ■ is critical, ▲ a warning, ● a note; resolved findings are pale. ◆ is an action of a Guard or a schedule, ◇ one that was not taken." })),
+    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, from the input at the top to the output; light is large. Click a cell to open the tensor that stands out there; click a name to show its tensors and, for GSNR, its attention heads. In the heatmap: arrow keys move, Enter opens, + and − open and close a layer." }),
+      el("p", { text: "With runs side by side, choose above the heatmap which run it shows, or the ratio of two: gray means equal, orange that the other run has larger numbers, blue smaller ones." })),
   ]);
 }

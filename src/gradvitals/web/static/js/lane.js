@@ -75,7 +75,7 @@ export class Lane {
     if (this.actions.length) parts.push(`${this.actions.length} action${this.actions.length === 1 ? "" : "s"}`);
     fill(this.head, el("span", { text: this.findings.length || this.actions.length ? parts.join(", ") : "Nothing found" }),
       hidden ? el("span", { class: "dim", text: `${hidden} more below` }) : null);
-    fill(this.track, marks.length ? marks : el("span", { class: "lane-none", text: this.findings.length + this.actions.length ? "None in this stretch" : "No finding so far" }));
+    fill(this.track, marks.length ? marks : el("span", { class: "lane-none", text: this.findings.length + this.actions.length ? "None in this range" : "No findings so far" }));
     if (focused) this.track.querySelector(`[data-mark="${CSS.escape(focused)}"]`)?.focus();
   }
 

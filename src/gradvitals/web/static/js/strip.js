@@ -169,7 +169,7 @@ export class Strip {
     fill(this.value, first ? this.worded(first.mean) : "–");
     this.value.classList.toggle("words", this.value.textContent.length > 9);
     const parts = [];
-    if (first && lines[own].band && Number.isFinite(first.low)) parts.push(el("span", { text: `${number(first.low)} to ${number(first.high)}`, title: "95 % interval" }));
+    if (first && lines[own].band && Number.isFinite(first.low)) parts.push(el("span", { text: `${number(first.low)} to ${number(first.high)}`, title: "95% interval" }));
     if (UNITS[this.metric] && lines.length === 1) parts.push(el("span", { text: UNITS[this.metric] }));
     for (const [i, found] of at.entries()) {
       if (i !== own && found) parts.push(el("span", { class: "other", "--c": lines[i].colour, text: this.worded(found.mean) }));

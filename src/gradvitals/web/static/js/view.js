@@ -222,7 +222,7 @@ export class RunView {
     const hidden = overview.num_findings - overview.findings.length;
     fill(this.findings,
       el("div", { class: "card-head" }, el("h2", { id: "findings", text: "Findings" }), el("span", { class: "dim", text: overview.findings.length ? `${overview.num_findings}, worst first` : "" })),
-      overview.findings.length ? null : el("p", { class: "dim", text: overview.level === "pending" ? "The run is being judged." : overview.last_step === null ? "No reading yet." : "Nothing found." }),
+      overview.findings.length ? null : el("p", { class: "dim", text: overview.level === "pending" ? "The run is being judged." : overview.last_step === null ? "No reading yet." : "No findings." }),
       overview.findings.map((finding) => {
         const key = `${finding.id} ${finding.first_step} ${finding.rank}`;
         const details = el("details", { class: `finding ${finding.severity}${finding.open ? "" : " over"}`, "data-key": key, open: open.has(key) },
@@ -234,8 +234,8 @@ export class RunView {
         return details;
       }),
       hidden > 0 ? el("p", { class: "dim", text: `${hidden} more; gradvitals doctor names them all.` }) : null,
-      overview.acted.length ? el("div", { class: "acted" }, el("h3", { text: "What was done" }), overview.acted.map((line) => el("p", { text: line[0].toUpperCase() + line.slice(1) }))) : null,
-      overview.monitoring.length ? el("div", { class: "acted" }, el("h3", { text: "About the monitoring" }), overview.monitoring.map((note) => el("p", { text: `${note.title} (step ${step(note.step)})` }))) : null);
+      overview.acted.length ? el("div", { class: "acted" }, el("h3", { text: "Actions" }), overview.acted.map((line) => el("p", { text: line[0].toUpperCase() + line.slice(1) }))) : null,
+      overview.monitoring.length ? el("div", { class: "acted" }, el("h3", { text: "Monitoring" }), overview.monitoring.map((note) => el("p", { text: `${note.title} (step ${step(note.step)})` }))) : null);
     if (focused) this.findings.querySelector(`[data-key="${CSS.escape(focused)}"] > summary`)?.focus();
   }
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradvitals.show.run_page import run_page
+from gradvitals.report.html import render_html
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
@@ -49,7 +49,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         writer.write(FINDING)
     file = folder / "report.html"
     with open_run(folder / "run") as run:
-        file.write_text(run_page(run), "utf-8")
+        file.write_text(render_html(run), "utf-8")
     return file
 
 
@@ -143,5 +143,5 @@ def test_without_script_it_is_whole(browser: Any, file: Path) -> None:
     assert page.locator(".banner").is_visible()
     assert page.locator(".lane.curve").count() == 4
     assert page.locator("img.heat").count() == 2
-    assert "not a number" in page.locator(".lane.curve", has_text="Loss").inner_text()
+    assert "NaN" in page.locator(".lane.curve", has_text="Loss").inner_text()
     context.close()
