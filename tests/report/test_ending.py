@@ -1,4 +1,4 @@
-"""How a run ended is told: cut off, stopped by an error, gone on with."""
+"""How a run ended: cut off, stopped by an error, continued."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from gradvitals import notices
 from gradvitals.cli import main
-from gradvitals.show.ending import restarts, run_cut_off, state_of
-from gradvitals.show.summary import summarize
+from gradvitals.report.verdict import restarts, state_of
 from gradvitals.store import writer as store_writer
 from gradvitals.store.process import pid_space
 from gradvitals.store.reader import open_run
@@ -49,42 +48,41 @@ def test_a_killed_run_is_not_called_healthy(tmp_path: Path) -> None:
     time.sleep(0.05)
     with open_run(tmp_path) as run:
         assert state_of(run) == "stopped"
-        assert summarize(run).verdict.level == "watch"
+        assert run.verdict.level == "attention"
     said = doctor(tmp_path)
     assert said.startswith(
-        "Watch it: 100 steps, 1 finding open. Worst (warning): the run was cut off at step 99: not closed"
+        "Needs attention: 100 steps, 1 open finding. Worst: the run was cut off at step 99: not closed"
     )
-    assert "[run_cut_off]" in said
     assert "out of memory" in said
     data = json.loads(doctor(tmp_path, "--json"))
     assert (data["state"], data["verdict"]["worst"], data["failed"]) == ("stopped", "run_cut_off", True)
 
 
-def test_what_is_known_of_a_cut_off_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_off_run_says_when_its_process_was_last_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment(tmp_path, 0, 9, closed=False)
     with open_run(tmp_path) as run:
         monkeypatch.setattr("time.time", lambda at=run.meta["heartbeat"]: at + 90)
-        silent = "the run was cut off at step 9: not closed, and not heard of for 1 min 30 s"
-        gone = "the run was cut off at step 9: not closed, and its process is gone, last heard of 1 min 30 s ago"
-        assert run_cut_off(run, 9).title == silent  # this process wrote it, and is there
+        silent = "the run was cut off at step 9: not closed, and its process was last seen 1 min 30 s ago"
+        gone = "the run was cut off at step 9: not closed, and its process is gone, last seen 1 min 30 s ago"
+        assert run.verdict.findings[0].title == silent  # this process wrote it, and is there
         monkeypatch.setattr("gradvitals.store.process.is_alive", lambda pid: pid != os.getpid())
-        assert run_cut_off(run, 9).title == (gone if pid_space() is not None else silent)
+        assert run.verdict.findings[0].title == (gone if pid_space() is not None else silent)
 
 
-def test_a_run_that_said_why_it_stops_is_not_cut_off_without_a_word(tmp_path: Path) -> None:
+def test_a_run_that_reported_why_it_stopped_is_not_cut_off(tmp_path: Path) -> None:
     segment(tmp_path, 0, 99, notices.training_stopped(ValueError("bad sample"), 100, rank=1), closed=False)
     time.sleep(0.05)
     said = doctor(tmp_path)
-    assert said.startswith("Unhealthy: stopped at step 100 on rank 1 by ValueError: bad sample. 100 steps, nothing")
+    assert said.startswith("Unhealthy: stopped at step 100 on rank 1 by ValueError: bad sample. 100 steps, no other")
     assert "run_cut_off" not in said
 
 
 def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
     segment(tmp_path, 0, 99)
-    assert doctor(tmp_path).startswith("Healthy: 100 steps, nothing found.\n")
+    assert doctor(tmp_path).startswith("Healthy: 100 steps, no findings.\n")
 
 
-def test_a_crash_before_a_restart_is_told_though_its_steps_were_done_again(tmp_path: Path) -> None:
+def test_a_crash_before_a_restart_is_reported_though_its_steps_were_redone(tmp_path: Path) -> None:
     crash = notices.training_stopped(RuntimeError("CUDA error: out of memory"), 80)
     segment(tmp_path, 0, 80, crash)
     segment(tmp_path, 50, 120)
@@ -92,16 +90,14 @@ def test_a_crash_before_a_restart_is_told_though_its_steps_were_done_again(tmp_p
         assert "training_stopped" not in [finding.id for finding in run.findings()]
         [again] = restarts(run)
     assert (again.step, again.crashed) == (50, True)
-    line = (
-        "It was started again once, at step 50; before: training stopped with RuntimeError: CUDA error: out of memory"
-    )
+    line = "Restarted once, at step 50; before that: training stopped with RuntimeError: CUDA error: out of memory"
     assert line in doctor(tmp_path)
 
 
-def test_a_crash_at_the_step_it_went_on_with_is_told_too(tmp_path: Path) -> None:
+def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
     segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
     segment(tmp_path, 81, 120)
-    assert "started again once, at step 81; before: training stopped with RuntimeError: boom (step 80)" in doctor(
+    assert "Restarted once, at step 81; before that: training stopped with RuntimeError: boom (step 80)" in doctor(
         tmp_path
     )
 
@@ -111,13 +107,11 @@ def test_each_restart_is_listed_with_its_reason(tmp_path: Path) -> None:
     segment(tmp_path, 40, 90, notices.ranks_lost(TimeoutError(), [3], 90))
     segment(tmp_path, 80, 130)
     segment(tmp_path, 131, 200)
-    said = doctor(tmp_path)
-    assert (
-        "It was started again 3 times, 2 of them after a crash, the last time at step 131; before: it had been" in said
-    )
-    listed = said.split("Started again\n")[1].splitlines()[:3]
+    said = doctor(tmp_path, "-v")
+    assert "Restarted 3 times (2 after a crash), last at step 131; before that: the run was closed" in said
+    listed = said.split("Restarts\n")[1].splitlines()[:3]
     assert [line.strip("- ").split(";")[0] for line in listed] == ["at step 40", "at step 80", "at step 131"]
-    assert "cut off without a word" in listed[0]
+    assert "the process was cut off" in listed[0]
     assert "rank 3 does not answer any more" in listed[1]
     reasons = [restart["crashed"] for restart in json.loads(doctor(tmp_path, "--json"))["restarts"]]
     assert reasons == [True, True, False]
@@ -138,4 +132,4 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
             writer.write(Reading(step=step, time=0.0, values=values))
     said = doctor(tmp_path, "--all")
     assert "each shard of the weights is on one rank alone (Replicas differ)" in said
-    assert "it takes several processes" not in said
+    assert "it needs several processes" not in said

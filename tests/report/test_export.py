@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradvitals.show import scan
-from gradvitals.show.export import ExportError, Selection, write_csv, write_parquet
+from gradvitals.report import series
+from gradvitals.report.export import ExportError, Selection, write_csv, write_parquet
 from gradvitals.store.reader import open_run
 from gradvitals.types import Reading
 
@@ -83,7 +83,7 @@ def test_sources_stay_apart_and_thinned_steps_have_no_rows(write_run: WriteRun) 
 def test_parts_make_the_same_whole(write_run: WriteRun, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run()
     whole = exported(path)
-    monkeypatch.setattr(scan, "NUMBERS_AT_A_TIME", 50)
+    monkeypatch.setattr(series, "NUMBERS_AT_A_TIME", 50)
     assert exported(path) == whole
 
 

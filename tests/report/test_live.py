@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from gradvitals.show.live import Lines, Panel, live_view
+from gradvitals.report.live import DemoLines, Panel, live_view
 
 LATEST = {"grad/norm": 1.5, "gsnr": 0.25, "noise_scale": 64.0, "noise_scale_low": 50.0, "noise_scale_high": 90.0}
 
@@ -42,7 +42,7 @@ def test_panel_before_the_first_step_and_without_values() -> None:
 
 def test_plain_lines_come_now_and_then_and_at_a_spike() -> None:
     screen = console()
-    lines = Lines(screen, total=120)
+    lines = DemoLines(screen, total=120)
     for step in range(1, 121):
         lines.update(step, 2.0, LATEST | {"grad/spike_ratio": 9.0 if step == 77 else 1.0})
     shown = printed(screen).splitlines()
@@ -61,7 +61,7 @@ def test_the_view_suits_the_place(environment: dict[str, str], plain: bool, monk
     screen = Console(file=io.StringIO(), width=100, force_terminal=True)
     with live_view(screen, 3) as view:
         view.update(1, 2.0, LATEST)
-        assert isinstance(view, Lines) == plain
+        assert isinstance(view, DemoLines) == plain
 
 
 def test_no_terminal_no_control_codes() -> None:

@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from gradvitals.errors import RunError
-from gradvitals.show.plots import PlotsMissingError
+from gradvitals.report.notebook import PlotsMissingError
 from gradvitals.store.reader import Run, open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading

@@ -1,4 +1,4 @@
-"""What is said of numbers that a run does not have: why it has none, and nothing that was done already."""
+"""A check that lacks a number says why, and does not ask for what the loop already does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.show.checkup import examine
-from gradvitals.show.live import plain_line
+from gradvitals.report.live import plain_line
+from gradvitals.report.report import Report
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
@@ -27,20 +27,20 @@ def write(path: Path, *, batch_size: float | None = None, heads: tuple[str, ...]
 
 def reason(path: Path, rule: str) -> str:
     with open_run(path) as run:
-        [missing] = [missing for missing in examine(run).not_judged if rule in missing.ids]
+        [missing] = [missing for missing in Report(run).checks.skipped if rule in missing.ids]
     return missing.reason
 
 
 @pytest.mark.parametrize("told", [None, 16.0])
-def test_a_batch_size_that_was_told_is_not_asked_for(tmp_path: Path, told: float | None) -> None:
+def test_a_known_batch_size_is_not_asked_for(tmp_path: Path, told: float | None) -> None:
     run = write(tmp_path / "run", batch_size=told)
     report = CliRunner().invoke(main, ["report", str(run)]).stdout
-    assert "needs two or more backward passes a step" in report
+    assert "needs two or more backward passes per step" in report
     for text in (reason(run, "batch_too_small"), report):
         assert ("watch(..., batch_size=...)" in text) == (told is None), text
 
 
-def test_heads_that_were_found_and_not_read_are_not_called_missing(tmp_path: Path) -> None:
+def test_heads_that_were_found_but_not_read_are_not_called_missing(tmp_path: Path) -> None:
     found = write(tmp_path / "found", heads=("att/head0", "att/head1"))
     assert reason(found, "sparse_feature_noise").startswith(
         "no GSNR of single attention heads was measured: it needs two or more"
@@ -59,7 +59,7 @@ def test_a_noise_scale_that_is_not_measured_is_not_promised() -> None:
     assert "noise scale" not in plain_line("step 3", unclear, ended=True)
 
 
-def test_what_only_single_examples_tell_is_not_called_fine(tmp_path: Path) -> None:
+def test_single_examples_alone_do_not_pass_a_check(tmp_path: Path) -> None:
     tensor = TensorInfo(index=0, name="norm.weight", shape=(6,), dtype="float32", layer="norm", depth=0)
     with RunWriter(tmp_path / "run", meta={"facts": {}}) as writer:
         writer.write(Layout(tensors=(tensor,), layers=("norm",)))
@@ -67,4 +67,4 @@ def test_what_only_single_examples_tell_is_not_called_fine(tmp_path: Path) -> No
             writer.write(Reading(step=step, time=step, batch_size=16.0, values={"loss": 1.0, "grad/norm": 1.0}))
             scale = {"noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
             writer.write(Reading(step=step, time=step, source="examples", batch_size=16.0, values=scale))
-    assert reason(tmp_path / "run", "batch_too_small").startswith("only norm layers' single examples tell it")
+    assert reason(tmp_path / "run", "batch_too_small").startswith("only single examples of norm layers have it")

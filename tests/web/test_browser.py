@@ -165,7 +165,7 @@ def contrasts(page: Any) -> list[float]:
         });
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
       };
-      const names = ["ink", "dim", "accent", "healthy", "watch", "unhealthy", "critical", "warning", "info"];
+      const names = ["ink", "dim", "accent", "healthy", "attention", "unhealthy", "critical", "warning", "info"];
       return names.flatMap((name) => ["--card", "--bg"].map((ground) => {
         const [a, b] = [light(`--${name}`), light(ground)].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);

@@ -1,4 +1,4 @@
-"""`gradvitals watch`: only what is new is read, and the screen is whatever it is."""
+"""`gradvitals watch` reads only what is new, and suits any screen."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from gradvitals.errors import RunFormatError
-from gradvitals.show import watching
-from gradvitals.show.follow import Follower
-from gradvitals.show.watching import Frame, Lines, moments, wait_for
+from gradvitals.report import live
+from gradvitals.report.live import Follower, Frame, Lines, moments, wait_for
 from gradvitals.store.reader import Run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
@@ -83,7 +82,7 @@ def test_layers_are_read_again_only_when_tensors_were(writer: RunWriter) -> None
     assert follower.look().latest_tensors.step == 41
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_is_read_anew(writer: RunWriter) -> None:
+def test_a_run_continued_from_an_earlier_step_is_read_again(writer: RunWriter) -> None:
     follower = Follower(writer.path)
     follower.look()
     writer.close()
@@ -141,10 +140,10 @@ def test_lines_come_when_there_is_news(writer: RunWriter) -> None:
     assert [line.split("  ")[0] for line in said[:2]] == ["step 39", "step 40"]
     assert said[2:4] == [
         "[warning] step 39: the norm rose (explosion)",
-        "over: [warning] step 39: the norm rose (explosion)",
+        "resolved: [warning] step 39: the norm rose (explosion)",
     ]
     assert said[4].endswith("run: finished")
-    assert said[5].startswith("Watch it: 41 steps, 1 finding")
+    assert said[5].startswith("Needs attention: 41 steps, 1 resolved")
 
 
 def test_json_is_one_strict_line(writer: RunWriter) -> None:
@@ -152,7 +151,7 @@ def test_json_is_one_strict_line(writer: RunWriter) -> None:
     assert (data["last_step"], data["values"]["loss"], data["verdict"]["level"]) == (39, 2.0, "healthy")
 
 
-def test_it_waits_for_a_run_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_a_run_and_reports_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     naps: list[float] = []
 
@@ -161,13 +160,13 @@ def test_it_waits_for_a_run_and_says_so_once(tmp_path: Path, monkeypatch: pytest
         if len(naps) == 3:
             RunWriter(tmp_path / "run", meta=META).close()
 
-    monkeypatch.setattr(watching.time, "sleep", nap)
+    monkeypatch.setattr(live.time, "sleep", nap)
     moment = wait_for(tmp_path / "run", said.append).look()
     assert (moment.last_step, moment.ended, len(naps), len(said)) == (None, True, 3, 1)
     assert "No readings yet." in shown(Frame(moment))
 
 
-def test_what_is_no_run_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_file_that_is_no_run_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "run.db").write_text("no database at all" * 100)
     with pytest.raises(RunFormatError):
         wait_for(tmp_path, print)
@@ -184,8 +183,8 @@ def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
         if sum(naps) >= 12.0:
             writer.close()
 
-    monkeypatch.setattr(watching.time, "monotonic", clock)
-    monkeypatch.setattr(watching.time, "sleep", nap)
+    monkeypatch.setattr(live.time, "monotonic", clock)
+    monkeypatch.setattr(live.time, "sleep", nap)
     assert len(list(moments(Follower(writer.path), 1.0))) == 2
     assert sum(naps) == 12.0
 
@@ -197,12 +196,12 @@ def test_the_end_of_a_run_does_not_wait_for_the_next_line(writer: RunWriter, mon
         naps.append(seconds)
         writer.close()
 
-    monkeypatch.setattr(watching.time, "sleep", nap)
+    monkeypatch.setattr(live.time, "sleep", nap)
     assert [moment.ended for moment in moments(Follower(writer.path), 10.0)] == [False, True]
     assert naps == [1.0]
 
 
-def test_lines_of_a_finished_run_leave_out_what_was_over_and_what_will_not_come(tmp_path: Path) -> None:
+def test_lines_of_a_finished_run_skip_resolved_findings_and_an_unknown_noise_scale(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "run", meta=META) as writer:
         writer.write(LAYOUT)
         for step in range(40):
@@ -217,5 +216,5 @@ def test_lines_of_a_finished_run_leave_out_what_was_over_and_what_will_not_come(
     text = console.file.getvalue()
     assert text.count("loss_spike") == 0
     assert "the norm rose (explosion)" in text
-    assert "1 finding open, 20 over" in text
+    assert "1 open finding, 20 resolved" in text
     assert "noise scale" not in text

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradvitals.show.curves import Span, read_curves, span_of
-from gradvitals.show.heat_picture import palette, scale_of, shades
-from gradvitals.show.heatmap import Heatmap, read_heatmap
-from gradvitals.show.pictures import png
-from gradvitals.show.timeline import value_axis
+from gradvitals.report.charts import png
+from gradvitals.report.series import Heatmap, Span, read_curves, read_heatmap, span_of
+from gradvitals.report.timeline import palette, scale_of, shades, value_axis
 from gradvitals.store.reader import open_run
 from gradvitals.types import Reading
 
@@ -33,10 +31,10 @@ def test_a_spike_and_what_is_not_a_number_survive_thinning(write_run: WriteRun) 
     assert len(loss.steps) <= 600
     assert np.nanmax(loss.high) == 50.0
     assert np.nanmax(loss.middle) == 2.0
-    [(first, last)] = loss.broken
+    [(first, last)] = loss.nonfinite
     assert (first, last) == (4000, 4099)
-    assert norm.broken == ((7.0, 7.0),)
-    assert loss.steps_a_point == pytest.approx(5000 / 600, abs=1)
+    assert norm.nonfinite == ((7.0, 7.0),)
+    assert loss.steps_per_point == pytest.approx(5000 / 600, abs=1)
 
 
 def test_gsnr_has_its_interval_and_gaps_where_it_could_not_be_told(write_run: WriteRun) -> None:
@@ -47,7 +45,7 @@ def test_gsnr_has_its_interval_and_gaps_where_it_could_not_be_told(write_run: Wr
 
     with open_run(write_run(steps=50, readings=reading)) as run:
         [curve] = read_curves(run, Span(0, 49))
-    assert (curve.source, curve.batch_size, curve.is_interval, curve.broken) == ("adam", 16.0, True, ())
+    assert (curve.source, curve.batch_size, curve.is_interval, curve.nonfinite) == ("adam", 16.0, True, ())
     assert np.isnan(curve.middle[:10]).all()
     assert curve.low[10:] == pytest.approx(0.4)
     assert curve.high[10:] == pytest.approx(0.6)
@@ -64,7 +62,7 @@ def test_a_layers_norm_gsnr_and_update_are_those_of_its_tensors(write_run: Write
     assert norm.values.shape == (3, 40)
     assert norm.values[:, 0] == pytest.approx([1, np.hypot(2, 3), 4])
     assert norm.values[1, 30] == pytest.approx(20 * np.hypot(2, 3))  # the spike
-    assert np.argwhere(norm.broken).tolist() == [[1, 25]]
+    assert np.argwhere(norm.nonfinite).tolist() == [[1, 25]]
     assert gsnr.values[:, 5] == pytest.approx([2, 1, 2 / 3])
     assert update.values[1, 9] == pytest.approx(np.hypot(0.04, 0.09) / np.hypot(20, 30))
 
@@ -93,14 +91,14 @@ def test_a_long_run_keeps_the_largest_norm_of_every_stretch(write_run: WriteRun)
     assert np.argwhere(found.values > 5).tolist() == [[3, 777 * 480 // 2000]]
 
 
-def test_colours_are_by_the_logarithm_and_tell_what_is_missing_or_broken() -> None:
+def test_colors_are_by_the_logarithm_and_tell_what_is_missing_or_nonfinite() -> None:
     values = np.array([[1.0, 10.0, 100.0], [0.0, np.nan, 10.0]])
-    broken = np.array([[False, False, False], [False, False, True]])
-    found = Heatmap(metric="x", note="", names=("a", "b"), values=values, broken=broken)
+    nonfinite = np.array([[False, False, False], [False, False, True]])
+    found = Heatmap(metric="x", note="", names=("a", "b"), values=values, nonfinite=nonfinite)
     places = shades(found, (1.0, 100.0))
     assert places.tolist() == [[1, 128, 254], [1, 0, 255]]
     bright = palette()[1:255, :3] @ np.array([0.2126, 0.7152, 0.0722])
-    assert (bright[5:] > bright[:-5]).all()  # told apart without seeing colours
+    assert (bright[5:] > bright[:-5]).all()  # told apart without seeing colors
     assert scale_of(np.full((2, 2), np.nan)) is None
 
 

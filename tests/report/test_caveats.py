@@ -1,4 +1,4 @@
-"""One huge gradient stays in Adam's averages: report and doctor say how long their GSNR is false."""
+"""One huge gradient stays in Adam's moments: report and doctor say how long their GSNR is wrong."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import gradvitals as gv
 from gradvitals.cli import main
-from gradvitals.show.adam_memory import doubt_of_adam, steps_kept
-from gradvitals.show.doubts import JUDGED_BY_GSNR
+from gradvitals.diagnose.adam_memory import steps_kept
+from gradvitals.report.caveats import GSNR_RULES, adam_memory
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading, Source
 
@@ -39,9 +39,9 @@ def run_with_a_spike(
     return path
 
 
-def doubt(path: Path) -> str:
+def caveat(path: Path) -> str:
     with gv.open_run(path) as run:
-        return doubt_of_adam(run)
+        return adam_memory(run)
 
 
 def test_how_long_it_is_kept() -> None:
@@ -51,36 +51,36 @@ def test_how_long_it_is_kept() -> None:
     assert steps_kept(0.5, (0.9, 0.999)) == 0
 
 
-def test_it_is_told_while_it_is_so(tmp_path: Path) -> None:
-    assert doubt(run_with_a_spike(tmp_path / "during")) == (
-        "the gradient of step 100, 100 times the usual, is still in Adam's averages: the GSNR from them is false until "
-        "about step 828"  # 100 + 527, and 20 readings until none of before is averaged in
+def test_the_caveat_ends_when_the_moments_forget(tmp_path: Path) -> None:
+    assert caveat(run_with_a_spike(tmp_path / "during")) == (
+        "the gradient of step 100, 100 times the usual norm, is still in Adam's moments: the GSNR from them is wrong "
+        "until about step 828"  # 100 + 527, and 20 readings until none of before is averaged in
     )
-    assert doubt(run_with_a_spike(tmp_path / "before", steps=95)) == ""
-    assert doubt(run_with_a_spike(tmp_path / "after", steps=850)) == ""
+    assert caveat(run_with_a_spike(tmp_path / "before", steps=95)) == ""
+    assert caveat(run_with_a_spike(tmp_path / "after", steps=850)) == ""
 
 
 @pytest.mark.parametrize("more", [{"clip/max_norm": 1.5}, {"step/skipped": 1.0}, {"step/left_out": 1.0}])
-def test_what_adam_was_spared_is_not_in_its_averages(tmp_path: Path, more: dict[str, float]) -> None:
-    assert doubt(run_with_a_spike(tmp_path, more=more)) == ""
+def test_a_gradient_adam_never_saw_is_not_in_its_moments(tmp_path: Path, more: dict[str, float]) -> None:
+    assert caveat(run_with_a_spike(tmp_path, more=more)) == ""
 
 
-def test_rules_that_judge_by_it_are_not_called_fine(tmp_path: Path) -> None:
+def test_checks_that_depend_on_it_do_not_pass(tmp_path: Path) -> None:
     for steps, says in ((300, True), (850, False)):
         run_with_a_spike(tmp_path / str(steps), steps=steps)
         told = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path / str(steps)), "--json"]).stdout)
-        doubtful = {name for item in told["not_judged"] if "huge gradient" in item["reason"] for name in item["ids"]}
+        unsure = {name for item in told["not_judged"] if "huge gradient" in item["reason"] for name in item["ids"]}
         fine = {item["id"] for item in told["fine"]}
-        assert ("sudden_gsnr_drop" in doubtful, "sudden_gsnr_drop" in fine) == (says, not says)
-        assert doubtful == ({*JUDGED_BY_GSNR} & (doubtful | fine) if says else set())
-        assert {"estimator_unreliable", "high_effort_low_progress", "noisy_gradients"} <= doubtful | fine
+        assert ("sudden_gsnr_drop" in unsure, "sudden_gsnr_drop" in fine) == (says, not says)
+        assert unsure == ({*GSNR_RULES} & (unsure | fine) if says else set())
+        assert {"estimator_unreliable", "high_effort_low_progress", "noisy_gradients"} <= unsure | fine
 
 
 def test_other_sources_forget(tmp_path: Path) -> None:
-    assert doubt(run_with_a_spike(tmp_path, source="microbatch")) == ""
+    assert caveat(run_with_a_spike(tmp_path, source="microbatch")) == ""
 
 
-def test_report_and_doctor_say_so_and_whose_each_number_is(tmp_path: Path) -> None:
+def test_report_and_doctor_print_it_and_the_source_of_each_number(tmp_path: Path) -> None:
     run = str(run_with_a_spike(tmp_path))
     report, doctor = (
         CliRunner(env={"COLUMNS": "200"}).invoke(main, [name, run]).output for name in ("report", "doctor")
@@ -88,7 +88,7 @@ def test_report_and_doctor_say_so_and_whose_each_number_is(tmp_path: Path) -> No
     assert "GSNR (adam) " in report
     assert "noise scale (examples) " in report
     for said in (report, doctor):
-        assert "Note: the gradient of step 100, 100 times the usual, is still in Adam's averages" in said
+        assert "Note: the gradient of step 100, 100 times the usual norm, is still in Adam's moments" in said
     for name in ("report", "doctor"):
         assert (
             "until about step 828" in json.loads(CliRunner().invoke(main, [name, run, "--json"]).output)["gsnr_doubt"]

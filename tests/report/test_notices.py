@@ -11,8 +11,7 @@ from click.testing import CliRunner
 import gradvitals
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES
-from gradvitals.show.catalogue import entry
-from gradvitals.show.notice_words import NOTICE_WORDS
+from gradvitals.report.catalog import NOTICES, entry
 
 
 def ids_in_the_source() -> dict[str, set[str]]:
@@ -46,12 +45,12 @@ def test_every_notice_is_explained_with_its_severities(name: str) -> None:
     assert found.cures
     result = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["doctor", "--explain", name])
     assert result.exit_code == 0
-    for part in (found.words.name, f"[{name}]", "Likely causes", "What to do", "Severity: "):
+    for part in (found.name, f"[{name}]", "Likely causes", "Fixes", "Severity: "):
         assert part in result.output
 
 
 def test_no_words_are_left_without_a_notice() -> None:
-    assert set(NOTICE_WORDS) == set(IDS)
+    assert set(NOTICES) == set(IDS)
 
 
 def test_json_and_what_is_not_there() -> None:

@@ -1,4 +1,4 @@
-"""What is said of a run holds for what it speaks of: up to which step, of which loss, from which tensor on."""
+"""What checks and caveats claim holds: up to which step, for which loss, from which tensor on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.show.checkup import Checkup, examine
-from gradvitals.show.run_page import run_page
-from gradvitals.show.standouts import first_nonzero
+from gradvitals.report.html import render_html
+from gradvitals.report.report import Checks, Report
+from gradvitals.report.summary import first_nonzero
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
@@ -51,9 +51,14 @@ def write(
     return path
 
 
-def checkup(path: Path) -> Checkup:
+def checks_of(path: Path) -> Checks:
     with open_run(path) as run:
-        return examine(run)
+        return Report(run).checks
+
+
+def headline_of(path: Path) -> str:
+    with open_run(path) as run:
+        return run.verdict.headline
 
 
 def printed(*args: str) -> str:
@@ -64,45 +69,44 @@ def nan_at(step: int, last: int | None = None) -> Finding:
     return Finding(id="nonfinite", severity="critical", title="NaN", first_step=step, last_step=last)
 
 
-def test_after_nan_nothing_is_fine_any_more(tmp_path: Path) -> None:
+def test_no_check_passes_after_nan(tmp_path: Path) -> None:
     path = write(tmp_path / "run", nan_at(251))
-    judged = checkup(path)
-    assert judged.fine_until == judged.to_json()["fine_until"] == 250
-    assert "\nFine up to step 250: " in printed("doctor", str(path))
-    assert "\nWhat is fine up to step 250, before NaN or Inf\n" in printed("doctor", str(path), "--all")
+    assert checks_of(path).until == 250
+    assert " checks passed up to step 250, " in printed("doctor", str(path))
+    assert "\nChecks passed up to step 250, before NaN or Inf (" in printed("doctor", str(path), "--all")
     with open_run(path) as run:
-        assert "What is fine up to step 250, before NaN or Inf (" in run_page(run)
+        assert "Checks passed up to step 250, before NaN or Inf (" in render_html(run)
 
 
-def test_a_nan_that_is_over_takes_nothing_from_what_is_fine(tmp_path: Path) -> None:
+def test_a_resolved_nan_does_not_limit_the_checks(tmp_path: Path) -> None:
     path = write(tmp_path / "run", nan_at(251, 251))
-    assert checkup(path).fine_until is None
+    assert checks_of(path).until is None
     assert "up to step" not in printed("doctor", str(path))
 
 
-def test_what_takes_more_steps_than_were_finite_was_not_judged(tmp_path: Path) -> None:
-    late, early = checkup(write(tmp_path / "late", nan_at(251))), checkup(write(tmp_path / "early", nan_at(60)))
-    assert "loss_plateau" in {item.id for item in late.fine}
-    reasons = {name: item.reason for item in early.not_judged for name in item.ids}
+def test_a_check_that_needs_more_finite_steps_is_skipped(tmp_path: Path) -> None:
+    late, early = (checks_of(write(tmp_path / str(step), nan_at(step))) for step in (251, 60))
+    assert "loss_plateau" in {item.id for item in late.passed}
+    reasons = {name: item.reason for item in early.skipped for name in item.ids}
     assert reasons["loss_plateau"] == "too early: it needs more than 100 steps before NaN or Inf"
-    none = checkup(write(tmp_path / "none", nan_at(0)))
-    assert none.fine == ()
-    assert "stale_gradients" in next(item.ids for item in none.not_judged if item.reason == "no step was finite")
+    none = checks_of(write(tmp_path / "none", nan_at(0)))
+    assert none.passed == ()
+    assert "stale_gradients" in next(item.ids for item in none.skipped if item.reason == "no step was finite")
 
 
 @pytest.mark.parametrize(
     ("meta", "said"),
     [
-        ({}, "No loss was observed, so nothing about it was judged: in a loop of one's own, call observe(loss)"),
-        ({"imported": {}}, "No loss was imported, so nothing about it was judged: --map COLUMN=loss says which"),
+        ({}, "No loss was observed, so no check of the loss ran: call observe(loss), after backward"),
+        ({"imported": {}}, "No loss was imported, so no check of the loss ran: --map COLUMN=loss sets its column"),
     ],
 )
 def test_the_verdict_says_that_no_loss_was_observed(tmp_path: Path, meta: dict[str, Any], said: str) -> None:
-    assert said in checkup(write(tmp_path / "without", loss=False, meta=meta)).verdict.line
-    assert "loss was" not in checkup(write(tmp_path / "with", meta=meta)).verdict.line
+    assert said in headline_of(write(tmp_path / "without", loss=False, meta=meta))
+    assert "loss was" not in headline_of(write(tmp_path / "with", meta=meta))
 
 
-def test_the_tensors_that_broke_first_are_listed_as_backward_comes_to_them(tmp_path: Path) -> None:
+def test_nonfinite_tensors_are_listed_in_the_order_of_backward(tmp_path: Path) -> None:
     path = write(tmp_path / "run", broken=lambda step: np.where((step >= 20) & (np.arange(8) != 7), 1.0, 0.0))
     with open_run(path) as run:
         worst = first_nonzero(run, "grad/nonfinite")
@@ -141,11 +145,11 @@ def write_gsnr(
     return path
 
 
-def told_of_gsnr(path: Path) -> str:
-    """What is fine of how well the GSNR is known, or why that was not judged."""
-    judged = checkup(path)
-    fine = [item.text for item in judged.fine if item.id == "estimator_unreliable"]
-    return " ".join(fine or [item.reason for item in judged.not_judged if "estimator_unreliable" in item.ids])
+def gsnr_check(path: Path) -> str:
+    """Returns the passed check of how well the GSNR is known, or why it was skipped."""
+    checks = checks_of(path)
+    passed = [item.text for item in checks.passed if item.id == "estimator_unreliable"]
+    return " ".join(passed or [item.reason for item in checks.skipped if "estimator_unreliable" in item.ids])
 
 
 @pytest.mark.parametrize(
@@ -155,44 +159,49 @@ def told_of_gsnr(path: Path) -> str:
         (
             (0.2, 0.1, 0.3),
             [0.1, -0.1, 0.0, np.nan],
-            "the GSNR of the model is known within a factor of ten; of 2 of 3 layers it cannot be told from 0",
+            "the GSNR of the model is known within a factor of ten; for 2 of 3 layers it cannot be told from 0",
         ),
-        ((-0.2, -0.3, -0.1), [0.1] * 4, "the GSNR from Adam's averages cannot be told from 0 as last read"),
-        ((0.2, 0.0, 0.4), [0.1] * 4, "the GSNR from Adam's averages cannot be told from 0 as last read"),
-        ((0.2, 0.01, 0.4), [0.1] * 4, "the GSNR from Adam's averages is not known within a factor of ten as last read"),
+        ((-0.2, -0.3, -0.1), [0.1] * 4, "the latest GSNR from Adam's moments cannot be told from 0"),
+        ((0.2, 0.0, 0.4), [0.1] * 4, "the latest GSNR from Adam's moments cannot be told from 0"),
+        ((0.2, 0.01, 0.4), [0.1] * 4, "the latest GSNR from Adam's moments is not known within a factor of ten"),
     ],
 )
-def test_how_well_a_gsnr_is_known_holds_for_what_it_is_said_of(
+def test_how_well_a_gsnr_is_known(
     tmp_path: Path, gsnr: tuple[float, float, float], layers: list[float], told: str
 ) -> None:
-    assert told_of_gsnr(write_gsnr(tmp_path / "run", gsnr=gsnr, layers=layers)) == told
+    assert gsnr_check(write_gsnr(tmp_path / "run", gsnr=gsnr, layers=layers)) == told
 
 
 @pytest.mark.parametrize(
     ("source", "gsnr", "layers", "said"),
     [
         ("adam", 0.2, [0.1, 0.1, 0.1, 0.1], ""),
-        ("adam", 0.2, [0.1, 0.1, 0.1, -0.4], "where gradients have shrunk or undo each other"),
-        ("adam", -0.2, [0.1, 0.1, 0.1, 0.1], "where gradients have shrunk or undo each other"),
-        ("microbatch", 0.2, [0.1, 0.1, 0.1, -0.4], "where a step's passes are not samples of one thing"),
+        ("adam", 0.2, [0.1, 0.1, 0.1, -0.4], "if gradients have shrunk, or if they undo each other"),
+        ("adam", -0.2, [0.1, 0.1, 0.1, 0.1], "if gradients have shrunk, or if they undo each other"),
+        (
+            "microbatch",
+            0.2,
+            [0.1, 0.1, 0.1, -0.4],
+            "if the backward passes of a step are not samples of the same distribution",
+        ),
     ],
 )
-def test_a_gsnr_below_zero_is_not_shown_without_what_it_means(
+def test_a_negative_gsnr_comes_with_its_meaning(
     tmp_path: Path, source: Source, gsnr: float, layers: list[float], said: str
 ) -> None:
     path = write_gsnr(tmp_path / "run", source=source, gsnr=(gsnr, gsnr - 0.1, gsnr + 0.1), layers=layers)
     with open_run(path) as run:
-        page = run_page(run)
+        page = render_html(run)
     for text in (printed("report", str(path)), unescape(page)):
-        assert ("a GSNR cannot be below 0: read one that is as 0" in text) == bool(said)
+        assert ("a GSNR cannot be below 0: read a negative one as 0" in text) == bool(said)
         assert said in " ".join(text.split())
 
 
-def test_the_doctor_says_so_of_a_finding_that_names_one(tmp_path: Path) -> None:
+def test_the_doctor_explains_a_negative_gsnr_in_a_finding(tmp_path: Path) -> None:
     for name, gsnr, said in (
         ("estimator_unreliable", 0.1, False),
         ("estimator_unreliable", -0.1, True),
-        ("noisy_gradients", -0.1, False),  # which is told without its numbers
+        ("noisy_gradients", -0.1, False),  # shown without its numbers
     ):
         seen = {"gsnr": gsnr, "source": "adam"}
         found = Finding(id=name, severity="info", title="not well known", first_step=9, evidence={"seen": seen})

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradvitals.show.by_layer import ByLayer, table_of
-from gradvitals.show.standouts import layer_rows
+from gradvitals.report.series import ByLayer, table_of
+from gradvitals.report.summary import layer_rows
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
@@ -46,7 +46,7 @@ def test_tensors_become_layers(write_tensors: WriteTensors) -> None:
     np.testing.assert_allclose(by.norms(values), [[1, 5, 2], [np.nan, 4, np.inf]])
     np.testing.assert_array_equal(by.reduced(values, np.fmax), [[1, 4, 2], [np.nan, 4, np.inf]])
     np.testing.assert_array_equal(by.reduced(values, np.fmin), [[1, 3, 2], [np.nan, 4, np.inf]])
-    np.testing.assert_array_equal(by.whole(by.reduced(values[0], np.fmax)), [1, np.nan, 4, 2])
+    np.testing.assert_array_equal(by.all_layers(by.reduced(values[0], np.fmax)), [1, np.nan, 4, 2])
 
 
 @pytest.mark.parametrize("size", [2e-38, 2e37])
@@ -66,7 +66,7 @@ def test_a_run_without_tensors_has_no_layers(tmp_path: Path) -> None:
         by = ByLayer(run)
         assert table_of(run, "grad/norm", "layers") is None
     assert by.norms(np.zeros((2, 0))).shape == (2, 0)
-    assert np.isnan(by.whole(np.zeros(0))).all()
+    assert np.isnan(by.all_layers(np.zeros(0))).all()
 
 
 def test_the_table_of_a_metric_reads_what_it_needs(write_tensors: WriteTensors) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gradvitals.show.summary import Summary, summarize
-from gradvitals.show.terminal import render_report, render_summary
+from gradvitals.report.report import Report
+from gradvitals.report.summary import Summary, summarize
+from gradvitals.report.terminal import render_report
 from gradvitals.store.reader import open_run
 from gradvitals.types import Finding, Layout, Reading, TensorInfo, json_ready
 
@@ -33,13 +34,18 @@ def summary_of(path: Path) -> Summary:
         return summarize(run)
 
 
+def report_of(path: Path, **options: object) -> str:
+    with open_run(path) as run:
+        return shown(render_report(Report(run)), **options)
+
+
 def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     with open_run(write_run()) as run:
-        text = shown(render_report(run))
+        text = shown(render_report(Report(run)))
     # Where the first line breaks depends on how long the folder's name is.
     assert re.search(r"finished, step 39, [\d.]+ s, 4 tensors, 80 parameters", " ".join(text.split()))
     for part in (
-        "samples (95 %: 50 to 90)",
+        "samples (95%: 50 to 90)",
         "GSNR from microbatch at batch size 32",
         "0.75 to 1.25",
         "Lowest GSNR",
@@ -69,12 +75,13 @@ def test_the_largest_spike_and_the_layers_it_hit(write_run: WriteRun) -> None:
 
 
 def test_findings_come_worst_first(write_run: WriteRun) -> None:
-    summary = summary_of(write_run())
-    assert [finding.id for finding in summary.findings] == ["spike", "note"]
+    with open_run(write_run()) as run:
+        assert [finding.id for finding in Report(run).recorded_verdict.findings] == ["spike", "note"]
 
 
 def test_json_has_all_of_it_and_is_strict(write_run: WriteRun) -> None:
-    data = json.loads(json.dumps(json_ready(summary_of(write_run()).to_json()), allow_nan=False))
+    with open_run(write_run()) as run:
+        data = json.loads(json.dumps(json_ready(Report(run).summary_json()), allow_nan=False))
     assert data["noise_scale"] == {
         "measured": True, "value": 64.0, "low": 50.0, "high": 90.0, "source": "microbatch", "identifiable": True,
         "batch_told": True,
@@ -92,7 +99,7 @@ def without_noise_scale(step: int) -> list[Reading]:
 def test_what_cannot_be_known_is_said(write_run: WriteRun) -> None:
     path = write_run(readings=without_noise_scale, layout=Layout())
     summary = summary_of(path)
-    text = shown(render_summary(summary))
+    text = report_of(path)
     assert "not identifiable" in text
     loss = summary.trend("loss")
     assert loss is not None
@@ -104,7 +111,7 @@ def test_what_cannot_be_known_is_said(write_run: WriteRun) -> None:
 @pytest.mark.parametrize("layout", [None, Layout()])
 def test_a_run_without_readings(write_run: WriteRun, layout: Layout | None) -> None:
     path = write_run(steps=0, layout=layout)
-    text = shown(render_summary(summary_of(path)))
+    text = report_of(path)
     assert "No readings yet." in text
     assert "the norm jumped" in text
 
@@ -132,7 +139,7 @@ def hostile_readings(step: int) -> list[Reading]:
 def test_names_are_text_whatever_they_hold(write_run: WriteRun, width: int, color: str | None) -> None:
     finding = Finding(id="x", severity="warning", title="[red]\x1b]0;owned\x07", tensors=HOSTILE)
     path = write_run(steps=3, layout=hostile_layout(), readings=hostile_readings, findings=(finding,))
-    text = shown(render_summary(summary_of(path)), width=width, force_terminal=color is not None, color_system=color)
+    text = report_of(path, width=width, force_terminal=color is not None, color_system=color)
     assert "\x1b[2J" not in text
     assert "\x1b]0" not in text
     assert "\u202e" not in text
@@ -147,41 +154,44 @@ def test_ascii_terminals_get_ascii(write_run: WriteRun) -> None:
         encoding = "ascii"
 
     console = Console(file=Ascii(), width=80, markup=False, highlight=False)
-    console.print(render_summary(replace(summary_of(write_run()), run="run")))
+    with open_run(write_run()) as run:
+        console.print(render_report(Report(run)))
     assert isinstance(console.file, Ascii)
     assert console.file.getvalue().isascii()
 
 
 def test_no_line_is_wider_than_the_screen(write_run: WriteRun) -> None:
-    summary = summary_of(write_run())
+    path = write_run()
     for width in (30, 60, 80, 120):
-        assert max(map(len, shown(render_summary(summary), width=width).splitlines())) <= width
+        assert max(map(len, report_of(path, width=width).splitlines())) <= width
 
 
 def test_dropped_readings_are_told(write_run: WriteRun) -> None:
-    summary = replace(summary_of(write_run()), dropped=1234)
-    assert "1,234 readings were dropped" in shown(render_summary(summary))
+    with open_run(write_run()) as run:
+        report = Report(run)
+        report.summary = replace(report.summary, dropped=1234)
+        assert "1,234 readings were dropped" in shown(render_report(report))
 
 
 def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
     from rich.console import Console
 
-    from gradvitals.show.standouts import LayerRow
-    from gradvitals.show.terminal import MOST_LAYERS, LayerTable
+    from gradvitals.report.summary import LayerRow
+    from gradvitals.report.terminal import MAX_LAYERS, LayerTable
 
     nothing = float("nan")
     rows = [
         LayerRow(
             name=f"layer{at}", grad_norm=at, spike_ratio=1, gsnr=1, gsnr_low=nothing, gsnr_high=nothing, update_ratio=1
         )
-        for at in range(MOST_LAYERS + 600)
+        for at in range(MAX_LAYERS + 600)
     ]
     console = Console(width=100, color_system=None)
-    for many, left_out in ((MOST_LAYERS, 0), (MOST_LAYERS + 600, 600)):
+    for many, left_out in ((MAX_LAYERS, 0), (MAX_LAYERS + 600, 600)):
         with console.capture() as shown:
             console.print(LayerTable(rows[:many], 5, None, None))
         words = [line.split()[0] for line in shown.get().splitlines() if line.strip()]
         names = [word for word in words if word[5:].isdigit()]
-        assert len(names) == MOST_LAYERS
+        assert len(names) == MAX_LAYERS
         assert (names[0], names[-1]) == ("layer0", f"layer{many - 1}")
         assert (f"{left_out:,} more; gradvitals export has all" in shown.get()) == (left_out > 0)
