@@ -245,7 +245,7 @@ def tick_text(value: float) -> str:
 
 
 def photo(data: Any) -> NDArray[np.uint8]:
-    """Returns ``[channels, rows, columns]`` as pixels: three channels as red, green and blue, others as their gray mean.
+    """Returns ``[channels, rows, columns]`` as pixels: three channels are RGB, others become their gray mean.
 
     Brightness runs from the smallest to the largest value, however the data were scaled.
     """

@@ -55,7 +55,7 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
         return
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     names = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
-    yield from (_compared(names.get(name, name), seen[name], normal[name]) for name in seen if name in normal)
+    yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
     others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)})
     if others:
         yield others

@@ -436,6 +436,11 @@ def _signal(signal: Record) -> Html:
     return join([facts(rows), tag("p", text, class_="dim"), _layer_signal(layers), _tensor_signal(tensors)])
 
 
+def _gsnr_mark(row: Record, axis: Axis) -> Html:
+    value, low, high = (as_float(row.get(key)) for key in ("gsnr", "gsnr_low", "gsnr_high"))
+    return interval_mark(value, low, high, axis)
+
+
 def _layer_signal(rows: Sequence[Record]) -> Html | None:
     if not rows:
         return None
@@ -445,7 +450,7 @@ def _layer_signal(rows: Sequence[Record]) -> Html | None:
         [
             str(row.get("layer", "")) or "(model)",
             _verdict_cell(row),
-            _left(interval_mark(*(as_float(row.get(key)) for key in ("gsnr", "gsnr_low", "gsnr_high")), axis)),
+            _left(_gsnr_mark(row, axis)),
             _gsnr(row),
             *_numbers(row, "norm", "cv"),
         ]

@@ -1,4 +1,4 @@
-"""The report on a run: one model with the verdict, the checks behind it, caveats and the summary, for every renderer."""
+"""The report on a run: one model of verdict, checks, caveats and summary, which every renderer reads."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def heatmap_bytes(
 def _fill(
     run: Run, table: Table, steps: NDArray[np.int64], shape: tuple[int, int], *, averaged: bool
 ) -> NDArray[np.floating[Any]]:
-    """Returns the largest, or the mean, of each cell. Infinity, which marks NaN or Inf in a gradient, is the largest."""
+    """Returns the largest, or the mean, of each cell. Infinity marks NaN or Inf in a gradient."""
     reduce = np.add if averaged else np.fmax
     cells = np.full(shape, 0.0 if averaged else np.nan, dtype=np.float64 if averaged else np.float32)
     counts = np.zeros(shape, dtype=np.int32)
