@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import HOSTILE, hostile_run, run_id
 
+from gradvitals.errors import RunError
 from gradvitals.lab.made_up_run import write_made_up_run
 from gradvitals.web import run_index, views
 from gradvitals.web.api import Cache
@@ -178,8 +178,8 @@ def test_only_a_few_runs_are_open_at_a_time_and_none_is_closed_in_use(tmp_path: 
                 assert run.last_step == 4
         assert kept.num_open == 2
         assert first.last_step == 4
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        first._db.execute("SELECT 1")
+    with pytest.raises(RunError, match="was closed"):
+        _ = first.last_step
     with kept.opened(places[-1].id) as once, kept.opened(places[-1].id) as again:
         assert once is again
     kept.close()

@@ -108,8 +108,9 @@ def error_entry(file: RunFile, error: GradvitalsError, folder: str) -> dict[str,
 
 
 def num_records(run: Run) -> int:
-    """Returns how many findings and actions a run has, by which the page notices new ones."""
-    return len(run.findings()) + len(run.actions())
+    """Returns how many findings and actions a run has, by which the page notices new ones; counted, not parsed."""
+    counts = run.census()
+    return counts["findings"] + counts["actions"]
 
 
 def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
