@@ -101,7 +101,7 @@ def test_a_check_that_needs_more_finite_steps_is_skipped(tmp_path: Path) -> None
         ({"imported": {}}, "No loss was imported, so no check of the loss ran: --map COLUMN=loss sets its column"),
     ],
 )
-def test_the_verdict_says_that_no_loss_was_observed(tmp_path: Path, meta: dict[str, Any], said: str) -> None:
+def test_the_headline_reports_a_missing_loss(tmp_path: Path, meta: dict[str, Any], said: str) -> None:
     assert said in headline_of(write(tmp_path / "without", loss=False, meta=meta))
     assert "loss was" not in headline_of(write(tmp_path / "with", meta=meta))
 
@@ -159,10 +159,11 @@ def gsnr_check(path: Path) -> str:
         (
             (0.2, 0.1, 0.3),
             [0.1, -0.1, 0.0, np.nan],
-            "the GSNR of the model is known within a factor of ten; for 2 of 3 layers it cannot be told from 0",
+            "the GSNR of the model is known within a factor of ten; "
+            "for 2 of 3 layers it cannot be distinguished from 0",
         ),
-        ((-0.2, -0.3, -0.1), [0.1] * 4, "the latest GSNR from Adam's moments cannot be told from 0"),
-        ((0.2, 0.0, 0.4), [0.1] * 4, "the latest GSNR from Adam's moments cannot be told from 0"),
+        ((-0.2, -0.3, -0.1), [0.1] * 4, "the latest GSNR from Adam's moments cannot be distinguished from 0"),
+        ((0.2, 0.0, 0.4), [0.1] * 4, "the latest GSNR from Adam's moments cannot be distinguished from 0"),
         ((0.2, 0.01, 0.4), [0.1] * 4, "the latest GSNR from Adam's moments is not known within a factor of ten"),
     ],
 )

@@ -19,7 +19,7 @@ from gradvitals.types import Reading
 WriteRun = Callable[..., Path]
 
 
-def test_a_spike_and_what_is_not_a_number_survive_thinning(write_run: WriteRun) -> None:
+def test_spikes_and_nan_survive_thinning(write_run: WriteRun) -> None:
     def reading(step: int) -> list[Reading]:
         loss = np.nan if 4000 <= step < 4100 else 50.0 if step == 1234 else 2.0
         return [Reading(step=step, time=0.0, values={"loss": loss, "grad/norm": np.inf if step == 7 else 1.0})]
@@ -37,7 +37,7 @@ def test_a_spike_and_what_is_not_a_number_survive_thinning(write_run: WriteRun) 
     assert loss.steps_per_point == pytest.approx(5000 / 600, abs=1)
 
 
-def test_gsnr_has_its_interval_and_gaps_where_it_could_not_be_told(write_run: WriteRun) -> None:
+def test_gsnr_has_its_interval_and_gaps_if_it_is_unknown(write_run: WriteRun) -> None:
     def reading(step: int) -> list[Reading]:
         gsnr = np.nan if step < 10 else 0.5
         values = {"gsnr": gsnr, "gsnr_low": gsnr - 0.1, "gsnr_high": gsnr + 0.1}
@@ -79,7 +79,7 @@ def test_a_reading_stands_until_the_next_and_not_beyond_the_last(write_run: Writ
     assert np.isnan(found.values[0, 60:]).all()
 
 
-def test_a_long_run_keeps_the_largest_norm_of_every_stretch(write_run: WriteRun) -> None:
+def test_a_long_run_keeps_the_largest_norm_of_every_bin(write_run: WriteRun) -> None:
     def reading(step: int) -> list[Reading]:
         norm = np.array([1.0, 1.0, 1.0, 9.0 if step == 777 else 1.0])
         return [Reading(step=step, time=0.0, values={"grad/norm": 1.0}, tensors={"grad/norm": norm})]
@@ -91,7 +91,7 @@ def test_a_long_run_keeps_the_largest_norm_of_every_stretch(write_run: WriteRun)
     assert np.argwhere(found.values > 5).tolist() == [[3, 777 * 480 // 2000]]
 
 
-def test_colors_are_by_the_logarithm_and_tell_what_is_missing_or_nonfinite() -> None:
+def test_colors_are_logarithmic_and_mark_missing_and_nonfinite_cells() -> None:
     values = np.array([[1.0, 10.0, 100.0], [0.0, np.nan, 10.0]])
     nonfinite = np.array([[False, False, False], [False, False, True]])
     found = Heatmap(metric="x", note="", names=("a", "b"), values=values, nonfinite=nonfinite)
@@ -102,7 +102,7 @@ def test_colors_are_by_the_logarithm_and_tell_what_is_missing_or_nonfinite() -> 
     assert scale_of(np.full((2, 2), np.nan)) is None
 
 
-def test_a_picture_with_a_palette_is_a_png_of_its_places() -> None:
+def test_an_image_with_a_palette_is_a_png_of_indices() -> None:
     places = np.array([[0, 1, 2], [253, 254, 255]], dtype=np.uint8)
     data = png(places, palette())
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
@@ -117,7 +117,7 @@ def test_a_picture_with_a_palette_is_a_png_of_its_places() -> None:
     assert zlib.decompress(chunks[b"IDAT"]) == b"\0" + bytes([0, 1, 2]) + b"\0" + bytes([253, 254, 255])
 
 
-def test_the_axis_is_logarithmic_where_values_are_far_apart(write_run: WriteRun) -> None:
+def test_the_axis_is_logarithmic_if_values_are_far_apart(write_run: WriteRun) -> None:
     def reading(step: int) -> list[Reading]:
         return [Reading(step=step, time=0.0, values={"loss": 2.0 + step / 100, "grad/norm": 10.0 ** (step / 25)})]
 

@@ -44,7 +44,7 @@ def write(path: Path, title: str, *, ranks: int = 2, steps: int = 60) -> Path:
     return path
 
 
-def test_a_run_shows_verdict_pictures_and_findings(tmp_path: Path) -> None:
+def test_a_run_shows_verdict_curves_and_findings(tmp_path: Path) -> None:
     with open_run(write(tmp_path / "run", "the loss is NaN")) as run:
         seen = Seen(run._repr_html_())
     flat = " ".join(seen.text.split())

@@ -53,7 +53,7 @@ def test_no_words_are_left_without_a_notice() -> None:
     assert set(NOTICES) == set(IDS)
 
 
-def test_json_and_what_is_not_there() -> None:
+def test_json_and_unknown_ids() -> None:
     assert '"id": "ranks_lost"' in CliRunner().invoke(main, ["doctor", "--explain", "ranks_lost", "--json"]).output
     unknown = CliRunner().invoke(main, ["doctor", "--explain", "nothing"])
     assert unknown.exit_code == 2

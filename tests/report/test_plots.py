@@ -85,7 +85,7 @@ def test_all_layers_as_a_map(run: Run) -> None:
         ({"kind": "ranks"}, "no 'grad/norm' to plot for ranks"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(run: Run, options: dict[str, Any], words: str) -> None:
+def test_a_plot_that_cannot_be_drawn_is_an_error(run: Run, options: dict[str, Any], words: str) -> None:
     with pytest.raises(RunError, match=words):
         run.plot("grad/norm", **options)
 
@@ -110,7 +110,7 @@ def curve(path: Path, values: list[float]) -> Run:
     return open_run(path)
 
 
-def test_what_has_no_values_says_so(tmp_path: Path) -> None:
+def test_a_metric_without_values_says_so(tmp_path: Path) -> None:
     with curve(tmp_path / "run", [float("nan")] * 5) as run:
         assert [text.get_text() for text in run.plot("loss").texts] == ["no values of loss"]
     with curve(tmp_path / "other", [1.0] * 5) as run:

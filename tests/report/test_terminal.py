@@ -96,7 +96,7 @@ def without_noise_scale(step: int) -> list[Reading]:
     return [Reading(step=step, time=float(step), values=values)]
 
 
-def test_what_cannot_be_known_is_said(write_run: WriteRun) -> None:
+def test_unknown_numbers_are_marked(write_run: WriteRun) -> None:
     path = write_run(readings=without_noise_scale, layout=Layout())
     summary = summary_of(path)
     text = report_of(path)
@@ -166,7 +166,7 @@ def test_no_line_is_wider_than_the_screen(write_run: WriteRun) -> None:
         assert max(map(len, report_of(path, width=width).splitlines())) <= width
 
 
-def test_dropped_readings_are_told(write_run: WriteRun) -> None:
+def test_dropped_readings_are_reported(write_run: WriteRun) -> None:
     with open_run(write_run()) as run:
         report = Report(run)
         report.summary = replace(report.summary, dropped=1234)

@@ -154,7 +154,7 @@ def test_self_reports_do_not_count() -> None:
     assert list(self_reports([found(), *own])) == own
 
 
-def test_json_says_what_is_open_and_what_it_weighs() -> None:
+def test_json_has_open_findings_and_weights() -> None:
     judged = verdict(found("critical", 100, 100), found("warning", 200, name="other"))
     assert judged.to_json() == {
         "level": "attention", "line": judged.headline, "cause": None, "fix": None,

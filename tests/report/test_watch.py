@@ -52,7 +52,7 @@ def shown(content: Any, width: int = 100, **options: Any) -> str:
     return console.file.getvalue()
 
 
-def test_a_follower_reads_on_from_where_it_was(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_reads_only_what_is_new(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
     series = Run.series
 

@@ -98,7 +98,7 @@ def test_a_long_series_keeps_its_peaks_in_few_buckets(client: TestClient, folder
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bucket_counts_what_is_not_a_number_and_the_last_reading_comes_as_it_is(
+def test_a_bucket_counts_nonfinite_values_and_the_last_reading_is_exact(
     tmp_path: Path, client_of: ClientOf, bad: float
 ) -> None:
     with RunWriter(tmp_path / "run", meta={}) as writer:
@@ -113,7 +113,7 @@ def test_a_bucket_counts_what_is_not_a_number_and_the_last_reading_comes_as_it_i
     assert np.flatnonzero(nonfinite).tolist() == [33, 34, 75]
 
 
-def test_a_stretch_is_what_lies_after_since_up_to_until(client: TestClient) -> None:
+def test_a_range_is_after_since_up_to_until(client: TestClient) -> None:
     body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=loss&since=99&until=120.0").content
     steps, *_ = read_series(body)
     assert steps.tolist() == list(range(100, 121))
@@ -150,7 +150,7 @@ def test_one_tensor_is_asked_for_by_its_row(client: TestClient, folder: Path) ->
         ("heatmap?rows=ranks", 400, "rows is 'ranks'"),
     ],
 )
-def test_a_wrong_question_is_told_what_is_wrong(
+def test_a_wrong_request_says_what_is_wrong(
     client: TestClient, folder: Path, query: str, status: int, said: str
 ) -> None:
     answer = client.get(f"/api/runs/{run_id(client, 'gpt')}/{query}")
@@ -171,7 +171,7 @@ def test_a_layer_is_the_root_sum_of_squares_of_its_tensors(client: TestClient, f
     assert end == steps[-1] + 50
 
 
-def test_a_column_shows_the_largest_of_its_stretch_and_of_gsnr_the_mean(client: TestClient, folder: Path) -> None:
+def test_a_column_has_the_largest_of_its_bin_and_the_mean_gsnr(client: TestClient, folder: Path) -> None:
     run = run_id(client, "gpt")
     with gv.open_run(folder / "gpt") as opened:
         steps, updates = opened.matrix("update/ratio")
@@ -206,14 +206,14 @@ def test_the_page_and_the_report_show_the_same_number_of_each_layer(client: Test
         np.testing.assert_array_equal(infinite, whole.nonfinite[:, 0])
 
 
-def test_the_picture_of_a_stretch_is_cut_finer(client: TestClient) -> None:
+def test_the_heatmap_of_a_range_is_finer(client: TestClient) -> None:
     run = run_id(client, "gpt")
     starts, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?since=99&until=300&columns=800").content)
     assert starts.tolist() == [100, 150, 200, 250, 300]
     assert cells.shape[1] == 5
 
 
-def test_a_picture_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heatmap_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gv.open_run(folder / "gpt") as run:
         for heatmap in views.HEATMAPS:
             whole = views.heatmap_bytes(run, heatmap, "layers", columns=7)
@@ -222,7 +222,7 @@ def test_a_picture_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.M
                 assert views.heatmap_bytes(run, heatmap, "layers", columns=7) == whole
 
 
-def test_a_gradient_with_nan_is_infinite_in_the_picture(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_gradient_with_nan_is_infinite_in_the_heatmap(tmp_path: Path, client_of: ClientOf) -> None:
     layout = Layout(
         tensors=tuple(
             TensorInfo(index=i, name=f"{layer}.weight", shape=(2,), dtype="float32", layer=layer, depth=i)
@@ -286,7 +286,7 @@ def test_a_folder_that_is_a_run_is_served_as_that_run(folder: Path, client_of: C
     assert [run["name"] for run in runs] == ["gpt"]
 
 
-def test_what_is_not_a_run_is_listed_with_its_trouble(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_file_that_is_no_run_is_listed_with_its_error(tmp_path: Path, client_of: ClientOf) -> None:
     write_made_up_run(tmp_path / "fine", steps=20, num_tensors=14)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
@@ -330,7 +330,7 @@ def test_a_run_recorded_without_diagnosis_is_replayed_with_the_current_rules(
         assert told["line"] == opened.verdict.headline
 
 
-def test_a_long_list_comes_bit_by_bit_what_was_written_last_first(
+def test_a_long_list_comes_in_parts_the_newest_first(
     tmp_path: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gradvitals.web import api

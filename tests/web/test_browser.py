@@ -283,7 +283,7 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, serve: Any, open_page: 
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
-def test_a_lost_connection_is_told_and_found_again(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
+def test_a_lost_connection_is_shown_and_restored(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
     with writing(tmp_path / "run") as write:
         page_server = serve(tmp_path)
         page = open_page(page_server.url, quiet=False)  # Chromium itself reports requests that fail

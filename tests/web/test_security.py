@@ -111,7 +111,7 @@ def test_a_run_that_becomes_a_link_is_not_opened(tmp_path: Path, client_of: Clie
     assert client.get(f"/api/runs/{run}").status_code == 404
 
 
-def test_hidden_folders_and_those_too_deep_are_left_out(tmp_path: Path) -> None:
+def test_hidden_and_too_deep_folders_are_skipped(tmp_path: Path) -> None:
     deep = Path(*["d"] * (run_index.MAX_DEPTH + 1))
     for place in (".trash/run", "a/run", deep):
         (tmp_path / place).mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     kept.close()
 
 
-def test_what_is_kept_is_bounded_and_made_again_when_it_changed() -> None:
+def test_the_cache_is_bounded_and_renewed_on_change() -> None:
     cache = Cache(max_entries=3, max_bytes=100)
     made: list[int] = []
 

@@ -96,13 +96,13 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listeni
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["serve", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
     assert "there is no folder" in result.output
 
 
-def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_an_error_and_the_default_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradvitals.web import app
 
     taken = bind("127.0.0.1", 0)

@@ -186,10 +186,7 @@ _NOTICES = (
         "Clipped twice",
         "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit wins.",
         causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
-        cures=(
-            "remove one of them: of two limits, the higher changes nothing; `gradvitals advise` tells which limit "
-            "suits the run",
-        ),
+        cures=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
         severities=("info",),
     ),
     _notice(
@@ -361,7 +358,7 @@ def _family_name(module: str) -> str:
     return module.rpartition(".")[2].capitalize()
 
 
-# -- what only the source of a rule tells ------------------------------------------------------------------------
+# -- read from the source of a rule ------------------------------------------------------------------------------
 
 
 def _settings(rule: type[Rule]) -> tuple[Setting, ...]:

@@ -33,7 +33,7 @@ NEGATIVE_SAMPLES = (
 SCALE_UNKNOWN = "too early: the noise scale is not known well enough yet to judge the batch"
 GSNR_UNKNOWN = "too early: the GSNR is not known within a factor of ten yet"
 ADAM_UNKNOWN = "the latest GSNR from Adam's moments is not known within a factor of ten"
-ADAM_ZERO = "the latest GSNR from Adam's moments cannot be told from 0"
+ADAM_ZERO = "the latest GSNR from Adam's moments cannot be distinguished from 0"
 ADAM_FALSE = "the GSNR from Adam's moments is wrong for now, because of one huge gradient"
 
 GSNR_RULES = (
@@ -175,7 +175,7 @@ def _unsure_gsnr(record: Record) -> dict[str, str]:
 
 
 def layers_without_signal(run: Run) -> str:
-    """Returns how many layers have a GSNR that cannot be told from 0, to follow what is said of the model."""
+    """Returns how many layers have a GSNR not distinguishable from 0, to append to the check of the model."""
     source = next((source for source in run.sources("gsnr", "values") if source != "examples"), None)
     if source is None or source not in run.sources("gsnr_low", "layers"):
         return ""
@@ -188,4 +188,4 @@ def layers_without_signal(run: Run) -> str:
         return ""
     lows = known[-1][np.isfinite(known[-1])]
     count = int((lows <= 0).sum())
-    return f"; for {count:,} of {len(lows):,} layers it cannot be told from 0" if count else ""
+    return f"; for {count:,} of {len(lows):,} layers it cannot be distinguished from 0" if count else ""

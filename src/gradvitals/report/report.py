@@ -85,7 +85,7 @@ CONTRADICTS = {
     "trained_in_turn": ("mixed_passes", "deep_layer_collapse"),
 }
 """By finding: the checks that are not listed as passed beside it, though their rules saw nothing. Readers take checks
-together: if the loss rose a thousandfold, "no loss spike" only tells which rule was silent."""
+together: if the loss rose a thousandfold, "no loss spike" only means that one rule was silent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -338,47 +338,65 @@ def read_heatmap(
     starts = np.arange(rows) * len(names) // rows
     columns = min(HEATMAP_COLUMNS, span.last - span.first + 1)
     averaged = is_averaged(metric)
-    frames = table.read(run, table.steps(run, source), source)
-    row = np.searchsorted(starts, table.rows, "right") - 1
-    found = _gather(frames, row, span, (columns, rows), averaged=averaged)
-    if found is None:
+    cells = CellReducer((columns, rows), np.searchsorted(starts, table.rows, "right") - 1, averaged=averaged)
+    seen = np.zeros(columns, bool)
+    for steps, found in table.read(run, table.steps(run, source), source):
+        column = span.columns(steps, columns)
+        seen[column] = True
+        cells.add(column, found)
+    if cells.is_empty:
         return None
     note = f"the {'mean' if averaged else 'largest'} of each bin of steps"
     if rows < len(names):
         note = f"{note}, and of about {len(names) / rows:.1f} {kind} per row"
     shown = tuple(names[at] for at in starts)
-    return Heatmap(metric=metric, note=note, names=shown, values=found[0], nonfinite=found[1])
+    return Heatmap(
+        metric=metric,
+        note=note,
+        names=shown,
+        values=_fill_gaps(cells.cells, seen).T,
+        nonfinite=_fill_gaps(cells.nonfinite, seen).T,
+    )
 
 
-def _gather(
-    frames: Iterable[tuple[Steps, Floats]], row: Steps, span: Span, shape: tuple[int, int], *, averaged: bool
-) -> tuple[Floats, NDArray[np.bool_]] | None:
-    """Returns each cell's largest, or mean, value, and whether one of its values is infinite."""
-    reduce = np.add if averaged else np.fmax
-    values = np.full(shape, 0.0 if averaged else np.nan)
-    counts = np.zeros(shape)
-    nonfinite = np.zeros(shape, bool)
-    seen = np.zeros(shape[0], bool)
-    across = np.flatnonzero(np.diff(row, prepend=-1))
-    for steps, found in frames:
-        column = span.columns(steps, shape[0])
+class CellReducer:
+    """Reduces frames of ``[steps, rows]`` to cells of ``[columns, rows]``: the largest or the mean of finite values."""
+
+    def __init__(self, shape: tuple[int, int], row: Steps, *, averaged: bool) -> None:
+        self._averaged = averaged
+        self._reduce = np.add if averaged else np.fmax
+        self._values = np.full(shape, 0.0 if averaged else np.nan)
+        self._counts = np.zeros(shape, dtype=np.int32)
+        self._row = row
+        self._across = np.flatnonzero(np.diff(row, prepend=-1))
+        self.nonfinite = np.zeros(shape, bool)
+        """Cells with an infinite value, which marks a gradient that held NaN or Inf."""
+
+    def add(self, column: Steps, found: Floats) -> None:
+        """Adds a frame; `column` is that of each of its steps, in order."""
+        if not self._row.size or not column.size:
+            return
         down = np.flatnonzero(np.diff(column, prepend=-1))
-        seen[column] = True
-        if not row.size:
-            continue
-        into = np.ix_(column[down], row[across])
+        into = np.ix_(column[down], self._row[self._across])
         finite = np.where(np.isfinite(found), found, np.nan)
-        part = reduce.reduceat(np.nan_to_num(finite) if averaged else finite, down, axis=0)
-        known = np.add.reduceat(~np.isnan(finite), down, axis=0, dtype=np.int64)
+        part = self._reduce.reduceat(np.nan_to_num(finite) if self._averaged else finite, down, axis=0)
+        known = np.add.reduceat(~np.isnan(finite), down, axis=0, dtype=np.int32)
         infinite = np.logical_or.reduceat(np.isinf(found), down, axis=0)
-        values[into] = reduce(values[into], reduce.reduceat(part, across, axis=1))
-        counts[into] += np.add.reduceat(known, across, axis=1)
-        nonfinite[into] |= np.logical_or.reduceat(infinite, across, axis=1)
-    if not counts.any():
-        return None
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cells = values / counts if averaged else values
-    return _fill_gaps(cells, seen).T, _fill_gaps(nonfinite, seen).T
+        self._values[into] = self._reduce(self._values[into], self._reduce.reduceat(part, self._across, axis=1))
+        self._counts[into] += np.add.reduceat(known, self._across, axis=1)
+        self.nonfinite[into] |= np.logical_or.reduceat(infinite, self._across, axis=1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no cell has a finite value."""
+        return not self._counts.any()
+
+    @property
+    def cells(self) -> Floats:
+        """The reduced values; NaN if nothing is known."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            cells: Floats = self._values / self._counts if self._averaged else self._values
+        return cells
 
 
 def _fill_gaps(values: NDArray[Number], seen: NDArray[np.bool_]) -> NDArray[Number]:

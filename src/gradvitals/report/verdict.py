@@ -45,7 +45,7 @@ SELF_REPORTS = (
 """Ids of what gradvitals reports about itself. They mean nothing for the training."""
 STOPPED = "training_stopped"
 WHY_STOPPED = (STOPPED, "ranks_lost")
-"""Findings that explain why a process ended, the most telling first."""
+"""Findings that explain why a process ended, the most specific first."""
 ROUTINE = ("noisy_gradients",)
 """Ids of notes that nearly every healthy run has and that ask for nothing: they take one line."""
 
@@ -454,7 +454,7 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
         made = numbers if len(numbers) and numbers[-1] == last_step else np.append(numbers, last_step)
         steps, read = steps_spanned(run, made), len(numbers)
     verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
-    if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding tells why
+    if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
         verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
     more = [text] if (text := describe_restarts(restarts(run))) else []
     if "loss" not in run.metrics("values"):
@@ -566,7 +566,7 @@ def describe_restarts(found: Sequence[Restart]) -> str:
 
 
 def _restart(before: Segment, after: Segment, ends: Sequence[Finding]) -> Restart:
-    # A finding from before the step of the restart is not hidden; only its step tells which process it is of.
+    # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
     own = [*before.hidden, *(finding for finding in ends if before.first_step <= finding.first_step < after.first_step)]
     why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
     if why is not None:

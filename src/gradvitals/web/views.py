@@ -15,7 +15,7 @@ from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
 from gradvitals.report.catalog import name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
 from gradvitals.report.format import clean, cut
-from gradvitals.report.series import Floats, Table, is_averaged, table_of
+from gradvitals.report.series import CellReducer, Floats, is_averaged, table_of
 from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
 from gradvitals.report.verdict import RankedFinding, num_ranks, self_reports, state_of
 from gradvitals.store.downsample import min_max_buckets
@@ -351,35 +351,15 @@ def heatmap_bytes(
         if not steps.size:
             return HEATMAP_HEADER.pack(num_rows, 0, 0.0, float("nan"))
         columns = max(1, min(columns, MAX_COLUMNS, MAX_NUMBERS // num_rows, steps.size))
-        cells = _fill(run, table, steps, (num_rows, columns), averaged=is_averaged(HEATMAPS[heatmap]))
-    starts = steps[np.arange(columns) * steps.size // columns]
+        starts_at = np.arange(columns) * steps.size // columns
+        column_of = np.searchsorted(starts_at, np.arange(steps.size), "right") - 1
+        averaged = is_averaged(HEATMAPS[heatmap])
+        cells = CellReducer((columns, num_rows), table.rows, averaged=averaged)
+        for own, found in table.read(run, steps, at_a_time=NUMBERS_AT_A_TIME):
+            known = np.isin(own, steps)
+            cells.add(column_of[np.searchsorted(steps, own[known])], found[known])
+    with np.errstate(over="ignore"):
+        numbers = np.where(cells.nonfinite & (not averaged), np.inf, cells.cells).T.astype("<f4")
     every = max(1, int(steps[-1] - steps[-2])) if steps.size > 1 else 1
     head = HEATMAP_HEADER.pack(num_rows, columns, float(steps[-1] + every), float(steps[-1]))
-    return head + starts.astype("<f8").tobytes() + cells.astype("<f4").tobytes()
-
-
-def _fill(
-    run: Run, table: Table, steps: NDArray[np.int64], shape: tuple[int, int], *, averaged: bool
-) -> NDArray[np.floating[Any]]:
-    """Returns the largest, or the mean, of each cell. Infinity marks NaN or Inf in a gradient."""
-    reduce = np.add if averaged else np.fmax
-    cells = np.full(shape, 0.0 if averaged else np.nan, dtype=np.float64 if averaged else np.float32)
-    counts = np.zeros(shape, dtype=np.int32)
-    column_of = np.searchsorted(np.arange(shape[1]) * steps.size // shape[1], np.arange(steps.size), "right") - 1
-    for own, found in table.read(run, steps, at_a_time=NUMBERS_AT_A_TIME):
-        at = np.searchsorted(steps, own)
-        known = (at < steps.size) & (steps[np.minimum(at, steps.size - 1)] == own)
-        with np.errstate(over="ignore"):
-            made = found[known].astype(np.float32)  # [steps, rows]
-        into = column_of[at[known]]
-        if not into.size:
-            continue
-        cuts = np.flatnonzero(np.diff(into, prepend=-1))
-        where = np.ix_(table.rows, into[cuts])
-        if averaged:
-            known = np.isfinite(made)
-            made = np.where(known, made, 0.0)
-            counts[where] += np.add.reduceat(known, cuts, axis=0, dtype=np.int32).T
-        cells[where] = reduce(cells[where], reduce.reduceat(made, cuts, axis=0).T)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return cells / counts if averaged else cells
+    return head + steps[starts_at].astype("<f8").tobytes() + numbers.tobytes()
