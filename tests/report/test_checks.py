@@ -78,6 +78,11 @@ def test_no_check_passes_after_nan(tmp_path: Path) -> None:
         assert "Checks passed up to step 250, before NaN or Inf (" in render_html(run)
 
 
+def test_steps_that_were_not_read_before_nan_do_not_count_as_passed(tmp_path: Path) -> None:
+    unread = Finding(id="nonfinite", severity="critical", title="NaN", first_step=251, evidence={"unread": 49})
+    assert checks_of(write(tmp_path / "run", unread)).until == 201
+
+
 def test_a_resolved_nan_does_not_limit_the_checks(tmp_path: Path) -> None:
     path = write(tmp_path / "run", nan_at(251, 251))
     assert checks_of(path).until is None

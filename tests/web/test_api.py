@@ -19,6 +19,7 @@ from web_runs import STEPS, run_id
 
 import gradvitals as gv
 from gradvitals.lab.made_up_run import write_made_up_run
+from gradvitals.report import series
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
 from gradvitals.web import views
@@ -406,9 +407,14 @@ def test_many_layers_with_few_tensors_take_little_memory(tmp_path: Path, client_
     tracemalloc.start()
     try:
         _, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?picture=norm").content)
+        with gv.open_run(tmp_path / "wide") as opened:
+            of_report = series.read_heatmap(opened, "grad/norm", "layers", series.Span(0, 399), max_rows=160)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert cells[-2, -1] == 401.0
     assert np.isnan(cells[0]).all()
+    assert of_report is not None
+    assert of_report.values.shape == (160, 400)
+    assert of_report.values[-1, -1] == 401.0
     assert peak < 140 << 20  # all steps of all layers would take 160 MB, several times over
