@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.faults.presets import PRESETS
 from benchmarks.faults.record import Recording
 from gradvitals.diagnose import Diagnosis, Facts
-from gradvitals.show import verdict
-from gradvitals.show.verdict import Level
+from gradvitals.report import verdict
+from gradvitals.report.verdict import Level
 from gradvitals.types import Finding, FloatArray
 
 OURS = "gradvitals"

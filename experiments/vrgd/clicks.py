@@ -27,7 +27,7 @@ from experiments.vrgd.trial import Result, Trial
 from gradvitals.bench import markdown_table
 from gradvitals.errors import GradvitalsError
 from gradvitals.functional import vrgd_scale_from_variance
-from gradvitals.show.text import number
+from gradvitals.report.format import number
 
 MODEL = "dlrm-small"
 FIELD_SIZES = (10_000, 3_000, 1_000, 300, 100, 30, 10, 10)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradvitals.bench import markdown_table
 from gradvitals.functional import vrgd_scale_from_variance
-from gradvitals.show.sparkline import sparkline
+from gradvitals.report.format import sparkline
 
 Inputs = Literal["normal", "uniform"]
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gradvitals.config import Config
     from gradvitals.monitor import Monitor, watch
     from gradvitals.probe import probe
+    from gradvitals.report.verdict import Verdict
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
     from gradvitals.monitor import watch
@@ -24,6 +25,7 @@ __all__ = [
     "Monitor",
     "Reading",
     "Run",
+    "Verdict",
     "__version__",
     "act",
     "advise",
@@ -48,6 +50,7 @@ _HOMES = {
     "Monitor": "gradvitals.monitor",
     "Reading": "gradvitals.types",
     "Run": "gradvitals.store.reader",
+    "Verdict": "gradvitals.report.verdict",
     "open_run": "gradvitals.store.reader",
     "watch": "gradvitals.monitor",
 }

@@ -146,13 +146,13 @@ def watch(
 
 def print_verdict(monitor: Monitor) -> None:
     """Print to stderr how a closed run did; of several ranks one prints it. Silent with `Config(quiet=True)`."""
-    from gradvitals.show.last_words import verdicts
+    from gradvitals.report.verdict import closing_lines
 
     config = monitor.config
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
     with contextlib.suppress(Exception):  # a full disk, say, or a stderr that is gone: it must not end the program
-        for line in verdicts({monitor.run_path: ""}):
+        for line in closing_lines({monitor.run_path: ""}):
             print_line(line)
 
 
@@ -463,7 +463,7 @@ class Monitor:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
 
     def _repr_html_(self) -> str:
-        from gradvitals.show.notebook import display
+        from gradvitals.report.notebook import display
 
         if not self._closed:
             self.flush(SHOW_SECONDS)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from guarded import Run, adamw
 
 import gradvitals as gv
-from gradvitals.show.actions import summarise
+from gradvitals.report.describe import summarize_actions
 from gradvitals.types import Action
 
 ACT = {"mode": "act", "skip": gv.act.Skip(first_steps=10), "rollback": gv.act.RollBack(every=10, settle=5)}
@@ -108,7 +108,7 @@ def test_what_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     run.close()
     said = capsys.readouterr().err
-    assert "the Guard left 2 steps out" in said
+    assert "the Guard skipped 2 steps" in said
     assert "cost: 2 steps of training" in said
 
 
@@ -152,17 +152,17 @@ def test_a_summary_of_everything() -> None:
         action("roll_back", taken=False, reason="its budget of 3 in 1,000 steps is spent"),
         action("skip", taken=False, reason="dry run; the gradient norm is nan"),
     ]
-    assert summarise(done).splitlines() == [
-        "the Guard clipped 1 gradient, left 2 steps out, reset momentum 1 time, lowered the learning rate 1 time, "
-        "rolled back 1 time, gave the learning rate back 1 time",
-        "  it would have, being on a dry run: left 1 step out",
+    assert summarize_actions(done).splitlines() == [
+        "the Guard clipped 1 gradient, skipped 2 steps, reset momentum 1 time, lowered the learning rate 1 time, "
+        "rolled back 1 time, restored the learning rate 1 time",
+        "  dry run, it would have: skipped 1 step",
         "  it did not roll back: its budget of 3 in 1,000 steps is spent",
         "  cost: 42 steps of training and 1 s",
     ]
 
 
 def test_a_summary_of_a_rate_that_came_back() -> None:
-    assert summarise([action("restore_lr")]).splitlines()[0].removeprefix("the Guard").strip()
+    assert summarize_actions([action("restore_lr")]).splitlines()[0].removeprefix("the Guard").strip()
 
 
 def test_the_state_can_be_saved_in_a_checkpoint(tmp_path: Path) -> None:

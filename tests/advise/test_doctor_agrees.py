@@ -8,34 +8,34 @@ import pytest
 from runs_to_advise import write_run
 
 from gradvitals.advise import Advised, advise
-from gradvitals.show.checkup import Checkup, examine
+from gradvitals.report.report import Checks, Report
 from gradvitals.store.reader import open_run
 from gradvitals.types import Finding
 
 BATCH_RULES = {"batch_too_small", "batch_too_large"}
 
 
-def both(path: Path, *, gsnr: float, error: float, steps: int = 600, **more: object) -> tuple[Checkup, Advised]:
+def both(path: Path, *, gsnr: float, error: float, steps: int = 600, **more: object) -> tuple[Checks, Advised]:
     """Of a run with 64 samples a step in 4 micro-batches, whose GSNR of one micro-batch is known this well."""
     written = write_run(path, steps=steps, gsnr=lambda step: gsnr, gsnr_error=error, **more)  # type: ignore[arg-type]
     with open_run(written) as run:
-        return examine(run), advise(run)
+        return Report(run).checks, advise(run)
 
 
-def fine(checkup: Checkup) -> set[str]:
-    return {item.id for item in checkup.fine}
+def passed(checks: Checks) -> set[str]:
+    return {item.id for item in checks.passed}
 
 
-def why_not(checkup: Checkup, rule: str) -> str:
-    return next((item.reason for item in checkup.not_judged if rule in item.ids), "")
+def why_skipped(checks: Checks, rule: str) -> str:
+    return next((item.reason for item in checks.skipped if rule in item.ids), "")
 
 
 @pytest.mark.parametrize("steps", [70, 150, 400])
 @pytest.mark.parametrize("error", [0.001, 0.02, 0.3, 3.0])
 @pytest.mark.parametrize("gsnr", [-0.01, 0.004, 0.03, 0.1, 0.25, 0.8, 4.0])
 def test_they_never_contradict_each_other(tmp_path: Path, gsnr: float, error: float, steps: int) -> None:
-    checkup, advised = both(tmp_path / "run", gsnr=gsnr, error=error, steps=steps)
-    told = fine(checkup) & BATCH_RULES
+    checks, advised = both(tmp_path / "run", gsnr=gsnr, error=error, steps=steps)
+    told = passed(checks) & BATCH_RULES
     proposed = advised.batch_size.values["proposed"]
     if not advised.batch_size.can_tell:
         assert told == set()
@@ -44,25 +44,25 @@ def test_they_never_contradict_each_other(tmp_path: Path, gsnr: float, error: fl
 
 
 def test_a_batch_is_fine_where_the_noise_scale_is_known_to_be_near_it(tmp_path: Path) -> None:
-    checkup, advised = both(tmp_path / "run", gsnr=0.25, error=0.05)  # B_simple = 16 / 0.25 = 64
-    assert fine(checkup) >= BATCH_RULES | {"estimator_unreliable"}
+    checks, advised = both(tmp_path / "run", gsnr=0.25, error=0.05)  # B_simple = 16 / 0.25 = 64
+    assert passed(checks) >= BATCH_RULES | {"estimator_unreliable"}
     assert advised.batch_size.answer.startswith("Keep the batch of 64")
 
 
 def test_what_is_not_known_yet_is_too_early_and_not_fine(tmp_path: Path) -> None:
-    checkup, advised = both(tmp_path / "run", gsnr=0.03, error=0.035, steps=300)  # 246 samples or more, or any number
+    checks, advised = both(tmp_path / "run", gsnr=0.03, error=0.035, steps=300)  # 246 samples or more, or any number
     assert advised.batch_size.answer.startswith("A larger batch pays off")
-    assert why_not(checkup, "batch_too_small").startswith("too early: the noise scale is not known well enough yet")
-    assert why_not(checkup, "estimator_unreliable").startswith(
+    assert why_skipped(checks, "batch_too_small").startswith("too early: the noise scale is not known well enough yet")
+    assert why_skipped(checks, "estimator_unreliable").startswith(
         "too early: the GSNR is not known within a factor of ten"
     )
-    assert "batch_too_large" in fine(checkup)
+    assert "batch_too_large" in passed(checks)
 
 
 def test_what_the_advice_would_change_is_left_to_it(tmp_path: Path) -> None:
-    checkup, advised = both(tmp_path / "run", gsnr=0.08, error=0.01)  # 200 samples, 178 to 229
+    checks, advised = both(tmp_path / "run", gsnr=0.08, error=0.01)  # 200 samples, 178 to 229
     assert advised.batch_size.values["proposed"] == 128
-    assert why_not(checkup, "batch_too_small").endswith("`gradvitals advise` finds that a larger batch pays off")
+    assert why_skipped(checks, "batch_too_small").endswith("`gradvitals advise` finds that a larger batch pays off")
 
 
 def test_the_advice_knows_what_the_doctor_found(tmp_path: Path) -> None:

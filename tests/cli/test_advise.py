@@ -61,7 +61,7 @@ def test_the_text_tells_each_setting_with_its_figures_and_fits(tmp_path: Path, w
     titles = ("Gradient clipping", "Batch size", "Warmup", "Learning-rate decay", "Layers")
     places = [result.output.index(f"\n{title}\n") for title in titles]
     assert places == sorted(places)
-    assert result.output.count("\n  sure  ") == result.output.count("\n  seen  ") == 5
+    assert result.output.count("\n  Confidence  ") == result.output.count("\n  Evidence  ") == 5
     assert max(map(len, result.output.splitlines())) <= width
 
 

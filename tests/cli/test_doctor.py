@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from gradvitals import notices
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Rule, Sign, Step
-from gradvitals.show.findings import evidence
+from gradvitals.report.describe import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -86,65 +86,82 @@ def in_order(text: str, parts: Iterable[str]) -> bool:
     return -1 not in at and at == sorted(at)
 
 
-def test_a_healthy_run_is_one_line_and_how_much_is_fine(write: Write) -> None:
-    result = doctor(write(), width=120)
+def test_a_healthy_run_takes_two_lines(write: Write) -> None:
+    run = write()
+    result = doctor(run, width=120)
+    data = json.loads(doctor(run, "--json").output)
+    skipped = sum(len(item["ids"]) for item in data["not_judged"])
     assert result.exit_code == 0
-    assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
-    assert in_order(result.output, ["Fine: ", "patterns looked for and not found (loss ", "Not judged: ", "--all"])
-    assert "the loss was finite at every step" not in result.output
-    assert result.output.count("\n") <= 12
-    assert "About the monitoring" not in result.output
+    assert result.output == (
+        "Healthy: 400 steps, no findings.\n"
+        f"{len(data['fine'])} checks passed, {skipped} skipped (--all to list the checks)\n"
+    )
 
 
-def test_what_is_fine_is_counted_and_all_names_each(write: Write) -> None:
+def test_all_lists_each_check(write: Write) -> None:
     run = write()
     data = json.loads(doctor(run, "--json").output)
-    line = next(line for line in doctor(run, width=1000).output.splitlines() if line.startswith("Fine: "))
-    total, counts = line.removeprefix("Fine: ").partition(" patterns")[0], line.partition("(")[2].rstrip(")")
-    assert int(total) == len(data["fine"]) == sum(int(part.rpartition(" ")[2]) for part in counts.split(", "))
     whole = doctor(run, "--all", width=1000).output
-    assert in_order(whole, ["What is fine\n", "- the loss was finite at every step", "What could not be judged"])
+    assert in_order(whole, ["Checks passed (", "- the loss was finite at every step", "Checks skipped ("])
     assert all(f"  - {item['text']}\n" in whole for item in data["fine"])
     assert all(item["reason"] in whole for item in data["not_judged"])
 
 
-def test_what_was_not_judged_is_told_by_its_reasons_and_what_comes_later_by_its_name(write: Write) -> None:
-    output = doctor(write(steps=60, reading=lambda step: calm(step, loss=False)), width=2000).output
-    [line] = [line for line in output.splitlines() if line.startswith("Not judged: ")]
-    assert line.count("No loss was observed: call monitor.observe(loss) after backward.") == 1
-    assert "Unstable norm" in line.partition("Too early for: ")[2]
-    assert "Loss not finite" not in line
-
-
-def test_a_finding_is_told_with_place_time_evidence_causes_and_cures(write: Write) -> None:
-    result = doctor(write(SPIKE))
+def test_one_fault_fits_on_one_screen(write: Write) -> None:
+    follows = [
+        Finding(id=name, severity="warning", title=name, first_step=step, evidence={"follows": "explosion"})
+        for name, step in (("oscillation", 310), ("oscillation", 320), ("loss_rising", 310))
+    ]
+    other = Finding(id="clip_saturated", severity="warning", title="every step is clipped", first_step=5)
+    result = doctor(write(SPIKE, *follows, other), width=120)
     assert result.exit_code == 1
     parts = (
-        "Unhealthy: 400 steps, 1 finding open.",
+        "Unhealthy: 400 steps, 5 open findings. Worst: the gradient norm rose to 41× its usual size (since step 300, ",
+        "Likely cause  one bad batch: it came and went",
+        "Fix           skip the batch of step 300",
+        "Where         blocks.0.attn.qkv.weight, ",
+        "Evidence      ratio 41.3, normally 2; lr 0.003",
+        "Also caused by this: ",
+        "warning: every step is clipped [clip_saturated]; since step 5, ongoing when the run ended",
+        " checks passed, ",
+    )
+    assert in_order(result.output, parts)
+    assert "×2" in result.output
+    assert "the learning rate" not in result.output
+    assert result.output.count("\n") <= 20
+
+
+def test_verbose_shows_place_time_evidence_causes_and_fixes(write: Write) -> None:
+    result = doctor(write(SPIKE), "-v")
+    assert result.exit_code == 1
+    parts = (
+        "Unhealthy: 400 steps, 1 open finding.",
         "critical: the gradient norm rose to 41× its usual size [explosion]",
-        "where blocks.0.attn.qkv.weight, ",
+        "Where         blocks.0.attn.qkv.weight, ",
         "and 5 more",
-        "when  since step 300, still open at the end; found at step 302",
-        "seen  ratio 41.3 (expected 2)",
-        "with lr 0.003\n",
-        "why   1. one bad batch: it came and went",
+        "When          since step 300, ongoing when the run ended; found at step 302",
+        "Evidence      ratio 41.3, normally 2",
+        "lr 0.003\n",
+        "Likely cause  1. one bad batch: it came and went",
         "2. the learning rate",
-        "to do 1. skip the batch of step 300",
+        "Fix           1. skip the batch of step 300",
         "2. lower the learning rate from 0.003 to 0.001",
         "--explain",
-        "Fine: ",
+        " checks passed, ",
     )
     assert in_order(result.output, parts)
     assert "nobody thinks of" not in result.output
 
 
-def test_what_is_over_is_told_as_that_and_shorter(write: Write) -> None:
-    result = doctor(write(OVER))
+def test_a_resolved_finding_is_shorter(write: Write) -> None:
+    run = write(OVER)
+    result = doctor(run, "-v")
     assert result.exit_code == 0
-    assert result.output.startswith("Healthy: 400 steps, 1 finding, now over.")
-    assert "critical, over: the gradient norm rose" in result.output
-    assert "when  step 300 only, over for 99 steps" in result.output
+    assert result.output.startswith("Healthy: 400 steps, 1 resolved.")
+    assert "critical, resolved: the gradient norm rose" in result.output
+    assert "When          step 300, resolved 99 steps ago" in result.output
     assert "lower the learning rate" not in result.output
+    assert doctor(run, width=300).output.count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -158,9 +175,7 @@ def test_what_is_over_is_told_as_that_and_shorter(write: Write) -> None:
         (notices.source_unavailable("adam", "no averages", 0), "info", 0),
     ],
 )
-def test_the_exit_status_tells_whether_it_weighs_as_much(
-    write: Write, finding: Finding, fail_on: str, code: int
-) -> None:
+def test_the_exit_status_compares_the_weight(write: Write, finding: Finding, fail_on: str, code: int) -> None:
     run = write(finding)
     assert doctor(run, "--fail-on", fail_on).exit_code == code
     as_json = doctor(run, "--fail-on", fail_on, "--json")
@@ -183,7 +198,7 @@ def test_json_holds_everything(write: Write) -> None:
     assert judged == {name for name, rule in RULES.items() if rule.default} - {"explosion"}
 
 
-def test_what_could_not_be_judged_says_why_once_for_all(write: Write) -> None:
+def test_skipped_checks_share_their_reason(write: Write) -> None:
     output = doctor(write(reading=lambda step: calm(step, loss=False)), "--all", width=300).output
     [line] = [line for line in output.splitlines() if "monitor.observe(loss)" in line]
     assert "Loss not finite" in line
@@ -203,7 +218,7 @@ class Slow(Rule):
 
 
 @pytest.mark.parametrize(("steps", "enough"), [(50, False), (51, True)])
-def test_a_rule_is_fine_only_once_it_has_seen_enough(
+def test_a_check_passes_only_once_its_rule_has_seen_enough(
     write: Write, monkeypatch: pytest.MonkeyPatch, steps: int, enough: bool
 ) -> None:
     monkeypatch.setitem(RULES, "slow", Slow)
@@ -213,7 +228,7 @@ def test_a_rule_is_fine_only_once_it_has_seen_enough(
     assert any("slow" in ids for ids in too_early) is not enough
 
 
-def test_a_rule_that_was_turned_off_or_broke_is_not_fine(write: Write) -> None:
+def test_the_check_of_a_rule_that_is_off_or_broken_is_skipped(write: Write) -> None:
     error = notices.monitor_error("explosion", ValueError("oops"), 3)
     meta = {"facts": {}, "config": {"rules": {"loss_nonfinite": False}}}
     data = json.loads(doctor(write(error, meta=meta), "--json").output)
@@ -233,10 +248,10 @@ class Broken(Slow):
         raise ValueError("oops")
 
 
-def test_a_rule_that_breaks_while_judging_again_is_not_fine(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_rule_that_breaks_in_a_replay_is_skipped(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "broken", Broken)
     data = json.loads(doctor(write(steps=5), "--again", "--json").output)
-    assert any("broken" in item["ids"] for item in data["not_judged"] if "error of its own" in item["reason"])
+    assert any("broken" in item["ids"] for item in data["not_judged"] if "raised an error" in item["reason"])
 
 
 @dataclass
@@ -250,12 +265,12 @@ class Needy(Slow):
 @pytest.mark.parametrize(
     ("needs", "source", "value", "reason"),
     [
-        ("microbatch:gsnr", None, 1.0, "two or more backward passes a step"),
-        ("microbatch:gsnr", "adam", 1.0, "two or more backward passes a step"),
-        ("microbatch:gsnr", "microbatch", np.nan, "could not be told from these readings"),
+        ("microbatch:gsnr", None, 1.0, "two or more backward passes per step"),
+        ("microbatch:gsnr", "adam", 1.0, "two or more backward passes per step"),
+        ("microbatch:gsnr", "microbatch", np.nan, "do not determine a GSNR"),
         ("microbatch:gsnr", "microbatch", 1.0, ""),
         ("gsnr", "adam", 1.0, ""),
-        ("gsnr", "adam", np.nan, "could not be told from these readings"),
+        ("gsnr", "adam", np.nan, "do not determine a GSNR"),
         ("gsnr", "window", None, "no GSNR was measured"),  # it has single tensors only
         ("tensors:gsnr", "window", None, ""),
         ("heads:gsnr", "microbatch", 1.0, "no attention heads"),
@@ -264,7 +279,7 @@ class Needy(Slow):
         ("update/ratio", "microbatch", 1.0, "update/ratio was not measured"),
     ],
 )
-def test_a_rule_is_fine_only_with_the_source_it_needs(
+def test_a_check_passes_only_with_the_source_its_rule_needs(
     write: Write, monkeypatch: pytest.MonkeyPatch, needs: str, source: Source, value: float | None, reason: str
 ) -> None:
     monkeypatch.setitem(RULES, "needy", Needy)
@@ -281,13 +296,14 @@ def test_a_rule_is_fine_only_with_the_source_it_needs(
     assert all(reason in said for said in reasons)
 
 
-def test_monitoring_is_told_apart_and_last(write: Write) -> None:
-    result = doctor(write(notices.source_unavailable("micro-batches", "one pass a step", 1)))
+def test_self_reports_come_last(write: Write) -> None:
+    run = write(notices.source_unavailable("micro-batches", "one pass a step", 1))
+    result = doctor(run, "-v")
     assert result.output.startswith("Healthy")
-    assert in_order(result.output, ["Fine: ", "About the monitoring\n  - GSNR from micro-batches is not available"])
+    assert in_order(result.output, [" checks passed", "Monitoring\n  - GSNR from micro-batches is not available"])
 
 
-def test_again_judges_the_kept_readings_by_the_rules_of_today(write: Write) -> None:
+def test_again_replays_the_stored_readings(write: Write) -> None:
     run = write(SPIKE, reading=broken)
     kept, again = (json.loads(doctor(run, *args, "--json").output) for args in ((), ("--again",)))
     assert [finding["id"] for finding in kept["findings"]] == ["explosion"]
@@ -295,15 +311,16 @@ def test_again_judges_the_kept_readings_by_the_rules_of_today(write: Write) -> N
     assert again["replayed"] is True
     [finding] = [finding for finding in again["findings"] if finding["id"] == "loss_nonfinite"]
     assert (finding["first_step"], finding["open"]) == (350, True)
-    assert "Single tensors are kept more rarely" in doctor(run, "--again", width=300).output
+    assert "Tensors are stored less often" in doctor(run, "--again", "-v", width=300).output
 
 
 @pytest.mark.parametrize("meta", [{}, {"facts": {}, "config": {"diagnose": False}}])
-def test_a_run_recorded_without_diagnosis_is_judged_all_the_same(write: Write, meta: dict[str, Any]) -> None:
-    result = doctor(write(reading=broken, meta=meta), width=300)
+def test_a_run_recorded_without_diagnosis_is_replayed(write: Write, meta: dict[str, Any]) -> None:
+    run = write(reading=broken, meta=meta)
+    result = doctor(run, width=300)
     assert result.exit_code == 1
     assert "recorded without diagnosis" in result.output
-    assert "[loss_nonfinite]" in result.output
+    assert "loss_nonfinite" in doctor(run, "-v").output
 
 
 def test_again_keeps_to_the_settings_of_the_run_as_far_as_they_are_known(write: Write) -> None:
@@ -312,7 +329,7 @@ def test_again_keeps_to_the_settings_of_the_run_as_far_as_they_are_known(write: 
     assert "loss_nonfinite" not in [finding["id"] for finding in data["findings"]]
 
 
-def test_what_no_reading_shows_is_kept_where_it_is_judged_again(write: Write) -> None:
+def test_a_replay_keeps_what_no_reading_shows(write: Write) -> None:
     crash = notices.training_stopped(RuntimeError("boom"), 399)
     result = doctor(write(crash, SPIKE), "--again")
     assert result.exit_code == 1
@@ -355,13 +372,15 @@ def test_lines_fit_names_are_text_and_nothing_trails(write: Write, width: int) -
         causes=("why\x1b[2J " * 20,),
         cures=("do\x1b[2J " * 20,),
     )
-    output = doctor(write(hostile, SPIKE), width=width).output
-    assert "\x1b" not in output
-    assert "\u202e" not in output
-    assert all(len(line) <= width and line == line.rstrip() for line in output.splitlines())
+    run = write(hostile, SPIKE)
+    for options in ((), ("-v",)):
+        output = doctor(run, *options, width=width).output
+        assert "\x1b" not in output
+        assert "\u202e" not in output
+        assert all(len(line) <= width and line == line.rstrip() for line in output.splitlines())
 
 
-def test_no_colour_in_a_pipe_and_no_torch() -> None:
+def test_no_color_in_a_pipe_and_no_torch() -> None:
     code = "import sys\nsys.modules['torch'] = None\nfrom gradvitals.cli import main\nmain(sys.argv[1:])"
     for args in (["--rules"], ["--explain", "loss_nonfinite"], ["--rules", "--markdown"]):
         command = [sys.executable, "-c", code, "doctor", *args]
@@ -371,15 +390,15 @@ def test_no_colour_in_a_pipe_and_no_torch() -> None:
         assert "loss" in done.stdout
 
 
-def test_the_report_tells_the_verdict_and_the_first_cure(write: Write) -> None:
+def test_the_report_shows_the_verdict_and_the_first_fix(write: Write) -> None:
     run = write(OVER, notices.source_unavailable("adam", "no averages", 0))
     output = CliRunner(env={"COLUMNS": "100"}).invoke(main, ["report", str(run)]).output
     parts = (
-        "Healthy: 400 steps, 1 finding, now over.",
-        "critical, over: the gradient norm rose to 41× its usual size [explosion]",
-        "in blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight and 7 more; step 300 only, over for 99 steps",
-        "to do: skip the batch of step 300",
-        "About the monitoring",
+        "Healthy: 400 steps, 1 resolved.",
+        "critical, resolved: the gradient norm rose to 41× its usual size [explosion]",
+        "in blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight and 7 more; step 300, resolved 99 steps ago",
+        "Fix: skip the batch of step 300",
+        "Monitoring",
     )
     assert in_order(output, parts)
     data = json.loads(CliRunner().invoke(main, ["report", str(run), "--json"]).output)
@@ -391,10 +410,10 @@ def test_the_report_tells_the_verdict_and_the_first_cure(write: Write) -> None:
 def test_the_report_of_a_run_without_diagnosis_does_not_call_it_healthy(write: Write) -> None:
     output = CliRunner().invoke(main, ["report", str(write(meta={}))]).output
     assert "Healthy" not in output
-    assert "recorded without diagnosis" in output
+    assert "Recorded without diagnosis" in output
 
 
-def test_a_number_that_has_not_changed_since_is_told_once() -> None:
+def test_a_number_that_has_not_changed_is_shown_once() -> None:
     seen = {"loss": 3.2, "batch_size": 16.0}
     assert list(evidence({"seen": seen, "latest": {"step": 90, **seen}})) == ["loss 3.2, batch size 16"]
     latest = {"step": 90, "loss": 2.9, "batch_size": 16.0}

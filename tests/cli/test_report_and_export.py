@@ -120,7 +120,7 @@ def test_export_into_a_closed_pipe_ends_quietly(write_run: WriteRun) -> None:
     assert done.stderr == ""
 
 
-def test_export_where_nobody_may_write(write_run: WriteRun) -> None:
+def test_export_to_a_folder_that_does_not_exist(write_run: WriteRun) -> None:
     done = gradvitals("export", write_run(), "--csv", "/nonexistent/folder/a.csv")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -166,7 +166,7 @@ def test_a_page_and_json_at_once_are_refused(write_run: WriteRun, tmp_path: Path
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_page_where_it_cannot_be_written_is_one_line(write_run: WriteRun, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_one_line(write_run: WriteRun, tmp_path: Path) -> None:
     done = gradvitals("report", write_run(), "--html", tmp_path / "no" / "such" / "x.html")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

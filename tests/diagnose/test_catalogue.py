@@ -15,7 +15,7 @@ from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Diagnosis, Rule, Sign, Step
 from gradvitals.diagnose.explain import explain
 from gradvitals.diagnose.words import WORDS
-from gradvitals.show import catalogue
+from gradvitals.report import catalog
 from gradvitals.types import METRICS, SOURCES, Reading
 
 PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")
@@ -41,7 +41,7 @@ def test_every_rule_has_all_its_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_rule_says_what_it_needs_and_how_severe_it_is(name: str) -> None:
-    entry = catalogue.entry(name)
+    entry = catalog.entry(name)
     assert entry.severities
     for metric in entry.needs:
         *of, plain = metric.split(":")
@@ -51,7 +51,7 @@ def test_every_rule_says_what_it_needs_and_how_severe_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OURS if RULES[name].default])
 def test_every_setting_says_what_it_is(name: str) -> None:
-    assert [setting.name for setting in catalogue.entry(name).settings if not setting.text] == []
+    assert [setting.name for setting in catalog.entry(name).settings if not setting.text] == []
 
 
 def test_words_are_only_of_rules_that_there_are() -> None:
@@ -84,8 +84,8 @@ def test_the_example_of_the_page_is_a_rule() -> None:
         diagnosis = Diagnosis()
         diagnosis.read([Reading(step=0, time=0.0, values={"loss": 1e9})])
         assert name in [finding.id for finding in diagnosis.findings]
-        assert catalogue.entry(name).family == catalogue.OTHERS
-        assert name not in catalogue.markdown()
+        assert catalog.entry(name).family == catalog.OTHERS
+        assert name not in catalog.markdown()
         assert name in doctor("--rules")
     finally:
         del RULES[name]
@@ -127,7 +127,7 @@ class Described(Base):
 
 def test_an_entry_is_read_off_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "described", Described)
-    entry = catalogue.entry("described")
+    entry = catalog.entry("described")
     assert [(s.name, s.default, s.text) for s in entry.settings] == [
         ("shared", 3, "From the base."),
         ("limit", 10.0, "How much is too much, over two lines."),
@@ -135,18 +135,18 @@ def test_an_entry_is_read_off_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         ("kinds", [1, 2], "A list."),
     ]
     assert entry.severities == ("info", "critical")
-    assert entry.decided == (
+    assert entry.conditions == (
         "Severity: info or critical. Needs `loss` and `gsnr` of microbatch. Silent for the first 1,200 steps. "
-        "Over after 1 step without a sign."
+        "Resolves after 1 clean step."
     )
-    assert entry.words.pattern == "A rule for this test."
+    assert entry.pattern == "A rule for this test."
 
 
 def test_explain_prints_one_rule_in_full() -> None:
     text = doctor("--explain", "loss_nonfinite")
     words = WORDS["loss_nonfinite"]
     assert text.startswith(f"{words.name}  [loss_nonfinite]\n")
-    assert all(part in text for part in ("Likely causes", "What to do", "Severity: critical"))
+    assert all(part in text for part in ("Likely causes", "Fixes", "Severity: critical"))
     assert re.search(r"\{\w+\}", text) is None
     data = json.loads(doctor("--explain", "loss_nonfinite", "--json"))
     assert (data["id"], data["name"]) == ("loss_nonfinite", words.name)
@@ -157,7 +157,7 @@ def test_rules_lists_every_one_with_its_pattern() -> None:
     text = doctor("--rules")
     assert all(re.search(rf"^{name}  +\S", text, re.MULTILINE) for name in OURS)
     listed = json.loads(doctor("--rules", "--json"))["rules"]
-    assert sorted(rule["id"] for rule in listed if rule["family"] != catalogue.OTHERS) == OURS
+    assert sorted(rule["id"] for rule in listed if rule["family"] != catalog.OTHERS) == OURS
 
 
 def test_a_rule_that_there_is_not() -> None:

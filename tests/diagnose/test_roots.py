@@ -7,7 +7,7 @@ from made_up import make_layout
 
 from gradvitals.diagnose import RULES, Diagnosis
 from gradvitals.diagnose.roots import FOLLOWS, root_of, traced
-from gradvitals.show.verdict import judge
+from gradvitals.report.verdict import judge
 from gradvitals.types import Finding, Reading
 
 

@@ -10,9 +10,7 @@ import pytest
 from by_hand import Run, healthy_run, only
 
 from gradvitals.diagnose.explain import before_it
-from gradvitals.show.again import diagnose_again
-from gradvitals.show.checkup import _finite_until
-from gradvitals.show.verdict import judge, unread_before, when
+from gradvitals.report.verdict import judge, replay, unread_before
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Finding, Reading
 
@@ -81,8 +79,8 @@ def test_what_is_fine_is_fine_up_to_the_last_step_that_was_read() -> None:
     run = broken()
     open_end = replace(found(run, 50, "nonfinite"), last_step=None)
     verdict = judge([open_end], last_step=50 * BROKEN, steps=50 * BROKEN + 1, read=BROKEN + 1)
-    assert _finite_until(verdict) == 50 * (BROKEN - 1)
-    assert "(the 49 steps before it were not read)" in when(verdict.findings[0], live=False)
+    assert verdict.ranked[0].unread_before == 49
+    assert "(the 49 steps before it were not read)" in verdict.ranked[0].when(live=False)
 
 
 @pytest.mark.parametrize("unread", ["x", None, -3, 1e9, [4], {}])
@@ -104,5 +102,5 @@ def test_a_last_step_that_was_not_read_closes_nothing_when_a_run_is_judged_again
         writer.write(Reading(step=last + 49, time=1e6))
     with open_run(tmp_path / "run") as kept:
         assert kept.last_step == last + 49
-        (finding,) = (one for one in diagnose_again(kept).findings if one.id == "loss_nonfinite")
+        (finding,) = (one for one in replay(kept).findings if one.id == "loss_nonfinite")
         assert (finding.first_step, finding.last_step) == (last - 50, None)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
 from gradvitals.probe import QUESTIONS, Probe
-from gradvitals.show.probe_report import probe_text
+from gradvitals.report.probe_report import probe_text
 
 
 @pytest.fixture(scope="module")

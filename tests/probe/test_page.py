@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradvitals.show.html import folded, join, table, tag, text
-from gradvitals.show.pictures import heat, photo, png
-from gradvitals.show.probe_page import probe_page
-from gradvitals.show.svg import Axis, bar, histogram, interval_mark, line_chart
+from gradvitals.report.charts import Axis, bar, heat, histogram, interval_mark, line_chart, photo, png
+from gradvitals.report.markup import folded, join, table, tag, text
+from gradvitals.report.probe_report import probe_page
 from gradvitals.types import json_ready
 
 HOSTILE = "</td><script>alert('x')</script>\"><img src=x onerror=alert(1)>\x1b[31m&amp;"
@@ -252,7 +251,7 @@ def test_colours_follow_the_reader_and_the_page_fits_a_phone() -> None:
 
 
 def test_a_page_is_made_without_torch() -> None:
-    code = "import sys, gradvitals.show.probe_page; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradvitals.report.probe_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

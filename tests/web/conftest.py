@@ -18,8 +18,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from benchmarks.synthetic_run import write_synthetic_run
-from gradvitals.show.web.app import make_app
-from gradvitals.show.web.serving import Server, bind
+from gradvitals.web.app import Server, bind, make_app
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `web_runs`, which these tests share
 from web_runs import LONG, STEPS, TENSORS

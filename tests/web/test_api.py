@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +19,11 @@ from web_runs import STEPS, run_id
 
 import gradvitals as gv
 from benchmarks.synthetic_run import write_synthetic_run
-from gradvitals.show.checkup import examine
+from gradvitals.report import series
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
+from gradvitals.web import views
+from gradvitals.web.run_index import RunFile
 
 ClientOf = Callable[[Path], TestClient]
 
@@ -32,7 +37,7 @@ def read_series(body: bytes) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndar
     return steps, times, [tuple(one[:3]) for one in rest], readings, last
 
 
-def read_last_and_broken(body: bytes) -> tuple[list[float], np.ndarray]:
+def read_last_and_nonfinite(body: bytes) -> tuple[list[float], np.ndarray]:
     points, metrics, *_ = struct.unpack_from("<IIdd", body)
     start = 24 + 8 * metrics
     rest = np.frombuffer(body, "<f4", 4 * metrics * points, start + 16 * points).reshape(metrics, 4, points)
@@ -50,17 +55,15 @@ def test_the_list_names_every_run_with_its_verdict(client: TestClient, folder: P
     assert list(runs) == ["gpt", "sweep/wide"]
     assert runs["gpt"]["last_step"] == STEPS - 1
     assert runs["gpt"]["state"] == "finished"
-    assert runs["gpt"]["level"] == "watch"
+    assert runs["gpt"]["level"] == "attention"
 
 
 def test_the_verdict_is_the_one_of_doctor(client: TestClient, folder: Path) -> None:
     told = client.get(f"/api/runs/{run_id(client, 'gpt')}").json()
     with gv.open_run(folder / "gpt") as run:
-        checkup = examine(run)
-    assert told["line"] == checkup.verdict.line
-    assert [finding["title"] for finding in told["findings"]] == [
-        item.finding.title for item in checkup.verdict.findings
-    ]
+        verdict = run.verdict
+    assert told["line"] == verdict.headline
+    assert [finding["title"] for finding in told["findings"]] == [finding.title for finding in verdict.findings]
     explosion = next(finding for finding in told["findings"] if finding["id"] == "explosion")
     assert explosion["seen"] == ["ratio 14 (expected under 5)"]
     assert explosion["tensors"][0] == {"name": "blocks.0.norm1.bias", "row": 2}
@@ -96,7 +99,7 @@ def test_a_long_series_keeps_its_peaks_in_few_buckets(client: TestClient, folder
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bucket_counts_what_is_not_a_number_and_the_last_reading_comes_as_it_is(
+def test_a_bucket_counts_nonfinite_values_and_the_last_reading_is_exact(
     tmp_path: Path, client_of: ClientOf, bad: float
 ) -> None:
     with RunWriter(tmp_path / "run", meta={}) as writer:
@@ -104,14 +107,14 @@ def test_a_bucket_counts_what_is_not_a_number_and_the_last_reading_comes_as_it_i
             writer.write(Reading(step=step, time=0.0, values={"loss": bad if step in (33, 34, 75) else float(step)}))
     client = client_of(tmp_path)
     run = run_id(client, "run")
-    now, broken = read_last_and_broken(client.get(f"/api/runs/{run}/series?metric=loss&buckets=10").content)
+    now, nonfinite = read_last_and_nonfinite(client.get(f"/api/runs/{run}/series?metric=loss&buckets=10").content)
     assert now == [99.0]
-    assert broken.tolist() == [[0, 0, 0, 2, 0, 0, 0, 1, 0, 0]]
-    _, broken = read_last_and_broken(client.get(f"/api/runs/{run}/series?metric=loss").content)
-    assert np.flatnonzero(broken).tolist() == [33, 34, 75]
+    assert nonfinite.tolist() == [[0, 0, 0, 2, 0, 0, 0, 1, 0, 0]]
+    _, nonfinite = read_last_and_nonfinite(client.get(f"/api/runs/{run}/series?metric=loss").content)
+    assert np.flatnonzero(nonfinite).tolist() == [33, 34, 75]
 
 
-def test_a_stretch_is_what_lies_after_since_up_to_until(client: TestClient) -> None:
+def test_a_range_is_after_since_up_to_until(client: TestClient) -> None:
     body = client.get(f"/api/runs/{run_id(client, 'gpt')}/series?metric=loss&since=99&until=120.0").content
     steps, *_ = read_series(body)
     assert steps.tolist() == list(range(100, 121))
@@ -148,7 +151,7 @@ def test_one_tensor_is_asked_for_by_its_row(client: TestClient, folder: Path) ->
         ("heatmap?rows=ranks", 400, "rows is 'ranks'"),
     ],
 )
-def test_a_wrong_question_is_told_what_is_wrong(
+def test_a_wrong_request_says_what_is_wrong(
     client: TestClient, folder: Path, query: str, status: int, said: str
 ) -> None:
     answer = client.get(f"/api/runs/{run_id(client, 'gpt')}/{query}")
@@ -169,7 +172,7 @@ def test_a_layer_is_the_root_sum_of_squares_of_its_tensors(client: TestClient, f
     assert end == steps[-1] + 50
 
 
-def test_a_column_shows_the_largest_of_its_stretch_and_of_gsnr_the_mean(client: TestClient, folder: Path) -> None:
+def test_a_column_has_the_largest_of_its_bin_and_the_mean_gsnr(client: TestClient, folder: Path) -> None:
     run = run_id(client, "gpt")
     with gv.open_run(folder / "gpt") as opened:
         steps, updates = opened.matrix("update/ratio")
@@ -188,8 +191,8 @@ def test_a_column_shows_the_largest_of_its_stretch_and_of_gsnr_the_mean(client: 
 
 
 def test_the_page_and_the_report_show_the_same_number_of_each_layer(client: TestClient, folder: Path) -> None:
-    from gradvitals.show.curves import Span
-    from gradvitals.show.heatmap import read_heatmap as of_report
+    from gradvitals.report.series import Span
+    from gradvitals.report.series import read_heatmap as of_report
 
     run = run_id(client, "gpt")
     for picture, metric in (("norm", "grad/norm"), ("gsnr", "gsnr"), ("update", "update/ratio")):
@@ -199,30 +202,28 @@ def test_the_page_and_the_report_show_the_same_number_of_each_layer(client: Test
             assert found is not None
             whole = of_report(opened, metric, "layers", Span(0, 10**9))  # all steps in the first column
         assert whole is not None
-        infinite = np.isinf(cells[:, 0])  # on the page, what is broken is infinite
+        infinite = np.isinf(cells[:, 0])  # on the page, NaN is infinite too
         np.testing.assert_allclose(cells[~infinite, 0], whole.values[~infinite, 0], rtol=1e-5)
-        np.testing.assert_array_equal(infinite, whole.broken[:, 0])
+        np.testing.assert_array_equal(infinite, whole.nonfinite[:, 0])
 
 
-def test_the_picture_of_a_stretch_is_cut_finer(client: TestClient) -> None:
+def test_the_heatmap_of_a_range_is_finer(client: TestClient) -> None:
     run = run_id(client, "gpt")
     starts, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?since=99&until=300&columns=800").content)
     assert starts.tolist() == [100, 150, 200, 250, 300]
     assert cells.shape[1] == 5
 
 
-def test_a_picture_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradvitals.show.web import heatmap
-
+def test_a_heatmap_read_in_parts_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gv.open_run(folder / "gpt") as run:
-        for picture in heatmap.PICTURES:
-            whole = heatmap.heatmap_bytes(run, picture, "layers", columns=7)
+        for heatmap in views.HEATMAPS:
+            whole = views.heatmap_bytes(run, heatmap, "layers", columns=7)
             with monkeypatch.context() as patch:
-                patch.setattr(heatmap, "NUMBERS_AT_A_TIME", 100)
-                assert heatmap.heatmap_bytes(run, picture, "layers", columns=7) == whole
+                patch.setattr(views, "NUMBERS_AT_A_TIME", 100)
+                assert views.heatmap_bytes(run, heatmap, "layers", columns=7) == whole
 
 
-def test_a_gradient_with_nan_is_infinite_in_the_picture(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_gradient_with_nan_is_infinite_in_the_heatmap(tmp_path: Path, client_of: ClientOf) -> None:
     layout = Layout(
         tensors=tuple(
             TensorInfo(index=i, name=f"{layer}.weight", shape=(2,), dtype="float32", layer=layer, depth=i)
@@ -256,7 +257,7 @@ def test_layers_know_their_tensors_and_heads(client: TestClient) -> None:
 
 
 def test_the_worst_tensors_are_those_of_the_report(client: TestClient, folder: Path) -> None:
-    from gradvitals.show.summary import summarize
+    from gradvitals.report.summary import summarize
 
     lists = client.get(f"/api/runs/{run_id(client, 'gpt')}/worst").json()["lists"]
     with gv.open_run(folder / "gpt") as run:
@@ -272,11 +273,11 @@ def test_a_run_that_appears_is_found_and_one_that_goes_is_missed(tmp_path: Path,
     client = client_of(tmp_path / "later")
     assert client.get("/api/runs").json()["runs"] == []
     write_synthetic_run(tmp_path / "later" / "a" / "b" / "deep", steps=20, num_tensors=14)
-    client.app.state.api.shelf._looked = 0.0  # as if a second had passed
+    client.app.state.api.index._scanned = 0.0  # as if a second had passed
     run = run_id(client, "a/b/deep")
     assert client.get(f"/api/runs/{run}").status_code == 200
     shutil.rmtree(tmp_path / "later" / "a")
-    client.app.state.api.shelf._looked = 0.0
+    client.app.state.api.index._scanned = 0.0
     assert client.get(f"/api/runs/{run}").status_code == 404
     assert client.get("/api/runs").json()["runs"] == []
 
@@ -286,7 +287,7 @@ def test_a_folder_that_is_a_run_is_served_as_that_run(folder: Path, client_of: C
     assert [run["name"] for run in runs] == ["gpt"]
 
 
-def test_what_is_not_a_run_is_listed_with_its_trouble(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_file_that_is_no_run_is_listed_with_its_error(tmp_path: Path, client_of: ClientOf) -> None:
     write_synthetic_run(tmp_path / "fine", steps=20, num_tensors=14)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
@@ -308,7 +309,9 @@ def test_a_run_without_a_reading_has_no_verdict(tmp_path: Path, client_of: Clien
     assert client.get(f"/api/runs/{run_id(client, 'empty')}/worst").json() == {"lists": []}
 
 
-def test_a_run_recorded_without_diagnosis_is_judged_by_the_rules_of_today(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_run_recorded_without_diagnosis_is_replayed_with_the_current_rules(
+    tmp_path: Path, client_of: ClientOf
+) -> None:
     with RunWriter(tmp_path / "old", meta={}) as writer:
         for step in range(200):
             loss = 2.0 + 0.01 * (step % 3) if step < 150 else float("nan")
@@ -320,18 +323,18 @@ def test_a_run_recorded_without_diagnosis_is_judged_by_the_rules_of_today(tmp_pa
         told = client.get(f"/api/runs/{run}").json()
         if told["level"] != "pending":
             break
-        assert told["note"] == "Being judged by the rules of today."
+        assert told["note"] == "Replaying with the current rules."
         time.sleep(0.02)
     assert told["level"] == "unhealthy"
     assert "recorded without diagnosis" in told["note"]
     with gv.open_run(tmp_path / "old") as opened:
-        assert told["line"] == examine(opened).verdict.line
+        assert told["line"] == opened.verdict.headline
 
 
-def test_a_long_list_comes_bit_by_bit_what_was_written_last_first(
+def test_a_long_list_comes_in_parts_the_newest_first(
     tmp_path: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradvitals.show.web import api
+    from gradvitals.web import api
 
     monkeypatch.setattr(api, "LIST_SECONDS", -1.0)
     for number, name in enumerate(("c", "a", "b")):
@@ -344,3 +347,74 @@ def test_a_long_list_comes_bit_by_bit_what_was_written_last_first(
         {"a": "finished", "b": "finished", "c": "unread"},
         {"a": "finished", "b": "finished", "c": "finished"},
     ]
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """A sound run, and one that tests damage."""
+    for name in ("good", "bad"):
+        write_synthetic_run(tmp_path / name, steps=5, num_tensors=14)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["UPDATE segment SET finished_at = NULL, heartbeat = 'abc'", "INSERT INTO finding VALUES (NULL, 'k', 1, 0, '{}')"],
+)
+def test_a_damaged_file_does_not_hide_the_others(both: Path, client_of: ClientOf, statement: str) -> None:
+    db = sqlite3.connect(both / "bad" / "run.db")
+    db.execute(statement)
+    db.commit()
+    db.close()
+    client = client_of(both)
+    found = client.get(f"/api/runs/{run_id(client, 'bad')}")
+    assert found.status_code == 422
+    assert "damaged" in found.json()["error"]
+    assert client.get(f"/api/runs/{run_id(client, 'good')}").status_code == 200
+
+
+def test_an_unforeseen_error_in_one_run_is_reported_for_that_run_alone(
+    both: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = views.list_entry
+
+    def fails(file: RunFile, *rest: Any) -> dict[str, Any]:
+        return made(file, *rest) if file.name == "good" else {"line": "\ud800"}  # no response can encode it
+
+    monkeypatch.setattr(views, "list_entry", fails)
+    runs = {run["name"]: run for run in client_of(both).get("/api/runs").json()["runs"]}
+    assert runs["good"]["state"] == "finished"
+    assert runs["bad"]["state"] == "error"
+    assert "cannot be read" in runs["bad"]["line"]
+
+
+def test_many_layers_with_few_tensors_take_little_memory(tmp_path: Path, client_of: ClientOf) -> None:
+    many = 50_000
+    layers = tuple(f"l{at}" for at in range(many))
+    tensors = tuple(
+        TensorInfo(index=at, name=f"{layers[-1 - at]}.w", shape=(2,), dtype="f", layer=layers[-1 - at], depth=0)
+        for at in range(2)
+    )
+    heads = tuple(f"{layers[at]}.attn/head0" for at in range(many))
+    with RunWriter(tmp_path / "wide", meta={}) as writer:
+        writer.write(Layout(tensors=tensors, layers=layers, heads=heads))
+        for step in range(400):
+            writer.write(Reading(step=step, time=0.0, tensors={"grad/norm": [1.0, 2.0 + step]}))
+    client = client_of(tmp_path)
+    run = run_id(client, "wide")
+    found = client.get(f"/api/runs/{run}/layout").json()["layers"]
+    assert [layer["heads"] for layer in (found[0], found[-1])] == [[0], [many - 1]]
+    tracemalloc.start()
+    try:
+        _, cells, _ = read_heatmap(client.get(f"/api/runs/{run}/heatmap?picture=norm").content)
+        with gv.open_run(tmp_path / "wide") as opened:
+            of_report = series.read_heatmap(opened, "grad/norm", "layers", series.Span(0, 399), max_rows=160)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cells[-2, -1] == 401.0
+    assert np.isnan(cells[0]).all()
+    assert of_report is not None
+    assert of_report.values.shape == (160, 400)
+    assert of_report.values[-1, -1] == 401.0
+    assert peak < 140 << 20  # all steps of all layers would take 160 MB, several times over

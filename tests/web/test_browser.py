@@ -12,7 +12,6 @@ from web_runs import HOSTILE, LONG, hostile_run, wait, wait_for_charts, writing
 
 import gradvitals as gv
 from benchmarks.synthetic_run import write_synthetic_run
-from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 
@@ -37,10 +36,9 @@ def test_the_page_shows_verdict_charts_findings_and_layers(served: Any, folder: 
     page.get_by_role("button", name="gpt").click()
     wait_for_charts(page)
     with gv.open_run(folder / "gpt") as run:
-        line = examine(run).verdict.line
-    assert (
-        page.locator(".verdict-line").inner_text().replace("▲", "").replace("Watch it ", "Watch it: ").strip() == line
-    )
+        headline = run.verdict.headline
+    shown = page.locator(".verdict-line").inner_text().replace("▲", "").strip()
+    assert shown.replace("Needs attention ", "Needs attention: ") == headline
     assert page.locator(".strips > .strip").count() == 4
     for number in range(4):
         assert ink_of(page, f".strips > .strip >> nth={number} >> canvas") > 1000
@@ -167,7 +165,7 @@ def contrasts(page: Any) -> list[float]:
         });
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
       };
-      const names = ["ink", "dim", "accent", "healthy", "watch", "unhealthy", "critical", "warning", "info"];
+      const names = ["ink", "dim", "accent", "healthy", "attention", "unhealthy", "critical", "warning", "info"];
       return names.flatMap((name) => ["--card", "--bg"].map((ground) => {
         const [a, b] = [light(`--${name}`), light(ground)].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);
@@ -210,7 +208,7 @@ def test_everything_is_reached_by_keyboard(served: Any, folder: Path, open_page:
     page.keyboard.press("k")
     wait(page, "document.querySelector('.run[aria-current]').textContent.includes('sweep/wide')")
     assert "sweep/wide" in shown.inner_text()
-    page.locator(".verdict.watch").wait_for()
+    page.locator(".verdict.attention").wait_for()
     wait_for_charts(page)
     page.keyboard.press("f")
     assert drawer.locator("h2").inner_text() == "gradients are noisier than they are large"
@@ -285,7 +283,7 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, serve: Any, open_page: 
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
-def test_a_lost_connection_is_told_and_found_again(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
+def test_a_lost_connection_is_shown_and_restored(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
     with writing(tmp_path / "run") as write:
         page_server = serve(tmp_path)
         page = open_page(page_server.url, quiet=False)  # Chromium itself reports requests that fail

@@ -62,7 +62,7 @@ def said(page: Any, *keys: str) -> str:
     return str(page.evaluate(SAID))
 
 
-def test_the_ratio_tells_which_layer_differs_and_from_which_step_on(
+def test_the_ratio_shows_which_layer_differs_since_which_step(
     tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage
 ) -> None:
     write_run(tmp_path / "a", 100, second=lambda step: 0.5)
@@ -88,7 +88,7 @@ def test_the_ratio_tells_which_layer_differs_and_from_which_step_on(
     assert page.evaluate(f"{norm}.map(line => Math.max(...line.mean))") == [0.5, 2.0]
 
 
-def test_the_picture_can_be_of_the_other_run_and_d_goes_through_all(
+def test_the_heatmap_can_show_the_other_run_and_d_cycles_through_all(
     tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage
 ) -> None:
     write_run(tmp_path / "a", 50, second=lambda step: 0.5)
@@ -126,7 +126,7 @@ def test_runs_of_other_layers_steps_or_times_leave_out_what_only_one_has(
     assert said(page, "End") == "first, norm × 1, 1 in b, 1 in a, steps 40 to 59"
 
 
-def test_two_tables_are_compared_over_the_same_stretches(served: Any, open_page: OpenPage) -> None:
+def test_two_tables_are_compared_over_the_same_bins(served: Any, open_page: OpenPage) -> None:
     page = open_page(served.url)
     page.locator(".strips").wait_for()
     found = page.evaluate(

@@ -37,7 +37,7 @@ def lines(page: Any, name: str, what: str) -> Any:
     return strip(page, name).locator(".plot").evaluate(f"plot => plot.chart.lines.map(line => {what})")
 
 
-def test_the_value_now_is_the_last_reading_and_not_the_last_that_could_be_told(
+def test_the_current_value_is_the_last_reading_even_if_unknown(
     tmp_path: Path, serve: Callable[[Path], Any], open_page: OpenPage
 ) -> None:
     def unclear(step: int) -> dict[str, float]:

@@ -98,7 +98,7 @@ def test_nothing_but_negative_values_and_nothing_but_zero_can_be_seen(
     assert "0 or less: 3 of 3" in page.locator(f"{GSNR} .more").inner_text()
 
 
-def test_a_chart_of_what_was_never_identifiable_says_so(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
+def test_a_chart_that_was_never_identifiable_says_so(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
     write(tmp_path / "noise", [-0.1, -0.2])
     page = open_page(serve(tmp_path).url)
     page.locator(f"{NOISE} .plot-state", has_text="Not identifiable at any step so far").wait_for()

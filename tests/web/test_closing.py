@@ -15,10 +15,11 @@ import pytest
 
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.errors import RunError
-from gradvitals.show.web import judging
-from gradvitals.show.web.shelf import Shelf
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Reading
+from gradvitals.web import run_index
+from gradvitals.web.run_index import Judge, RunIndex
 
 UNJUDGED = 20_000
 """Steps of a run recorded without diagnosis that is still being judged when the server is told to end."""
@@ -45,55 +46,30 @@ def test_ctrl_c_while_a_run_is_judged_ends_the_server_without_a_crash(tmp_path: 
         assert "Traceback" not in process.stderr.read()
 
 
-def test_judging_breaks_off_when_the_page_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_unjudged(tmp_path / "run", 300)
-    shelf = Shelf(tmp_path)
-    judge = judging.Judge(shelf)
-    begun, seen = threading.Event(), []
-
-    def diagnose(run, on_step):
-        begun.set()
-        judge._stop.wait(30)
-        for step in range(5):
-            on_step(step)
-            seen.append(step)
-
-    monkeypatch.setattr(judging, "diagnose_again", diagnose)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        assert judge.judged(place.id, run).pending
-        assert begun.wait(30)
-    judge.close()
-    shelf.close()
-    judge._thread.shutdown(wait=True)
-    assert seen == []
-
-
 def test_a_run_that_the_rules_cannot_read_is_not_called_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_unjudged(tmp_path / "run", 300)
-    shelf = Shelf(tmp_path)
-    judge = judging.Judge(shelf)
-    monkeypatch.setattr(judging, "diagnose_again", lambda run, on_step: 1 / 0)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        judge.judged(place.id, run)
-        judge._thread.shutdown(wait=True)
-        found = judge.judged(place.id, run)
-    shelf.close()
+    index = RunIndex(tmp_path)
+    judge = Judge(index)
+    monkeypatch.setattr(run_index, "replay", lambda run, on_step: 1 / 0)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        while (found := judge.judged(file.id, run)).is_pending:
+            time.sleep(0.01)
+    index.close()
     assert found.level == "unknown"
     assert found.note.startswith("Not judged")
 
 
-def test_a_shelf_that_closes_leaves_a_run_open_until_its_user_gives_it_back(tmp_path: Path) -> None:
+def test_a_closed_index_leaves_a_run_open_until_its_user_releases_it(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
-    shelf = Shelf(tmp_path)
-    [place] = shelf.places()
-    with shelf.opened(place.id) as run:
-        shelf.close()
+    index = RunIndex(tmp_path)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        index.close()
         assert run.last_step == 4
-        with shelf.opened(place.id) as late:  # a request that was under way
+        with index.opened(file.id) as late:  # a request that was under way
             assert late.last_step == 4
     for closed in (run, late):
         with pytest.raises(RunError, match="was closed"):

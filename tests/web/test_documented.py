@@ -1,4 +1,4 @@
-"""docs/page.md names the addresses of the page: each answers as it says, and none is left out."""
+"""docs/page.md names the addresses of the page: each answers as documented, and none is missing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import run_id
 
-from gradvitals.show.web.api import Api
-from gradvitals.show.web.shelf import Shelf
+from gradvitals.web.api import Api
+from gradvitals.web.run_index import RunIndex
 
 PAGE = (Path(__file__).parents[2] / "docs" / "page.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(/api/[^`]+)` \| (.+) \|$", PAGE, re.MULTILINE))
@@ -20,7 +20,7 @@ BYTES = [address for address, answer in ROWS.items() if answer.startswith("bytes
 
 
 def test_every_address_is_documented(tmp_path: Path) -> None:
-    api = Api(Shelf(tmp_path))
+    api = Api(RunIndex(tmp_path))
     paths = {f"/api{route.path}".replace("{run_id:str}", "{id}") for route in api.routes()}
     api.close()
     assert paths == {address.partition("?")[0] for address in ROWS}
@@ -28,7 +28,7 @@ def test_every_address_is_documented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", JSON)
-def test_what_is_json_has_the_names_that_are_told(client: TestClient, address: str) -> None:
+def test_json_has_the_documented_names(client: TestClient, address: str) -> None:
     answer = client.get(address.replace("{id}", run_id(client, "gpt")))
     assert answer.status_code == 200
     content = answer.json()
@@ -40,7 +40,7 @@ def test_what_is_json_has_the_names_that_are_told(client: TestClient, address: s
 
 
 @pytest.mark.parametrize("address", BYTES)
-def test_what_is_bytes_is_as_long_as_its_header_says(client: TestClient, address: str) -> None:
+def test_bytes_are_as_long_as_their_header_says(client: TestClient, address: str) -> None:
     answer = client.get(address.replace("{id}", run_id(client, "gpt")))
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/octet-stream")
     first, second, *_ = struct.unpack_from("<IIdd", answer.content)
@@ -54,7 +54,7 @@ def test_what_is_bytes_is_as_long_as_its_header_says(client: TestClient, address
     ("query", "status"),
     [("series?metric=nothing", 404), ("heatmap?picture=nothing", 400), ("series?metric=loss&buckets=0", 400)],
 )
-def test_what_cannot_be_answered_says_why(client: TestClient, query: str, status: int) -> None:
+def test_a_request_that_cannot_be_answered_says_why(client: TestClient, query: str, status: int) -> None:
     answer = client.get(f"/api/runs/{run_id(client, 'gpt')}/{query}")
     assert answer.status_code == status
     assert answer.json()["error"]

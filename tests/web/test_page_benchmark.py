@@ -40,7 +40,7 @@ class _Lent:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_without_a_browser_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_browser_it_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.shutil, "which", lambda _: None)
     monkeypatch.delenv("GRADVITALS_CHROMIUM", raising=False)
     with pytest.raises(GradvitalsError, match="needs a Chromium"):

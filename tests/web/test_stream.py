@@ -23,12 +23,13 @@ from click.testing import CliRunner
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.cli import main
 from gradvitals.errors import ConfigError
-from gradvitals.show.web import stream
-from gradvitals.show.web.serving import addresses, bind
-from gradvitals.show.web.shelf import Shelf
-from gradvitals.show.web.stream import Watcher
+from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
+from gradvitals.web import stream
+from gradvitals.web.app import addresses, bind
+from gradvitals.web.run_index import RunIndex
+from gradvitals.web.stream import Watcher
 
 
 def events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -96,20 +97,20 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listeni
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["serve", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
     assert "there is no folder" in result.output
 
 
-def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradvitals.show.web import serving
+def test_a_taken_port_is_an_error_and_the_default_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradvitals.web import app
 
     taken = bind("127.0.0.1", 0)
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=rf"port {port} .*--port 0 takes a free one"):
         bind("127.0.0.1", port)
-    monkeypatch.setattr(serving, "USUAL_PORT", port)
+    monkeypatch.setattr(app, "DEFAULT_PORT", port)
     other = bind("127.0.0.1", None)
     assert other.getsockname()[1] != port
     assert addresses(other)[0] == f"http://127.0.0.1:{other.getsockname()[1]}/"
@@ -121,7 +122,7 @@ def test_a_port_that_is_taken_is_told_and_the_usual_one_gives_way(monkeypatch: p
 
 def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
-    watcher = Watcher(Shelf(tmp_path))
+    watcher = Watcher(RunIndex(tmp_path))
     watcher._look_now()
     begun, go_on = threading.Event(), threading.Event()
 
@@ -149,7 +150,7 @@ def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
-    watcher = Watcher(Shelf(tmp_path))
+    watcher = Watcher(RunIndex(tmp_path))
     done = threading.Event()
 
     async def look_while_all_requests_are_busy() -> None:

@@ -23,7 +23,7 @@ from gradvitals.act.subject import Subject
 from gradvitals.act.together import Together
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.monitor import Monitor
-from gradvitals.show.actions import GUARD_KINDS, summarise
+from gradvitals.report.describe import GUARD_KINDS, summarize_actions
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action
 
@@ -272,7 +272,7 @@ class Guard:
 
     def summary(self) -> str:
         """What the Guard did, in a few lines."""
-        return summarise(self.actions)
+        return summarize_actions(self.actions)
 
     def resume(self) -> int:
         """Go on from the newest snapshot in `folder`, if there is one. Call it before the first step.

@@ -35,6 +35,6 @@ def advise(run: Path, as_json: bool) -> None:
     if as_json:
         print_json(advised.to_json())
     else:
-        from gradvitals.show.advice import render_advice
+        from gradvitals.report.terminal import render_advice
 
         console().print(render_advice(advised))

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gradvitals.demo import DemoResult
-    from gradvitals.show.summary import Summary
+    from gradvitals.report.report import Report
+    from gradvitals.report.summary import Summary
 
 
 @click.command()
@@ -46,8 +47,8 @@ def demo(steps: int, fault: bool, out: Path, seed: int, as_json: bool) -> None:
         screen.print("Training a small transformer on Shakespeare, one character at a time ...")
 
     from gradvitals.demo import DemoSettings, run_demo
-    from gradvitals.show.live import live_view
-    from gradvitals.show.summary import summarize
+    from gradvitals.report.live import live_view
+    from gradvitals.report.report import Report
     from gradvitals.store.reader import open_run
 
     settings = DemoSettings(out=out, steps=steps, seed=seed, fault=fault)
@@ -56,22 +57,20 @@ def demo(steps: int, fault: bool, out: Path, seed: int, as_json: bool) -> None:
     else:
         with live_view(screen, steps) as view:
             result = run_demo(settings, view.update)
-    run = open_run(result.path)
-    try:
-        summary = summarize(run)
-    finally:
-        run.close()
-    if as_json:
-        print_json({**result.to_json(), "report": summary.to_json()})
-    else:
-        for line in _closing(result, summary):
-            screen.print(line, soft_wrap=isinstance(line, str))
+    with open_run(result.path) as run:
+        report = Report(run)
+        if as_json:
+            print_json({**result.to_json(), "report": report.summary_json()})
+        else:
+            for line in _closing(result, report):
+                screen.print(line, soft_wrap=isinstance(line, str))
 
 
-def _closing(result: DemoResult, summary: Summary) -> Iterator[RenderableType]:
-    from gradvitals.show.terminal import findings_section
-    from gradvitals.show.text import duration, number
+def _closing(result: DemoResult, report: Report) -> Iterator[RenderableType]:
+    from gradvitals.report.format import duration, number
+    from gradvitals.report.terminal import findings_section
 
+    summary = report.summary
     early = " (stopped early)" if result.interrupted else ""
     yield ""
     yield f"{result.steps} steps in {duration(result.seconds)}{early}, {result.num_parameters:,} parameters."
@@ -87,11 +86,11 @@ def _closing(result: DemoResult, summary: Summary) -> Iterator[RenderableType]:
             yield "Hit most: " + ", ".join(f"{layer.name} ({number(layer.value)}x)" for layer in spike.layers) + "."
     scale = summary.noise_scale
     if scale.identifiable:
-        yield f"Noise scale: {number(scale.value)} samples (95 %: {number(scale.low)} to {number(scale.high)})."
+        yield f"Noise scale: {number(scale.value)} samples (95%: {number(scale.low)} to {number(scale.high)})."
     else:
         yield "Noise scale: not identifiable from these readings."
     yield ""
-    yield from findings_section(summary)
+    yield from findings_section(report)
     yield ""
     yield f"Kept in {result.path}. Next:"
     yield f"  gradvitals doctor {result.path}"

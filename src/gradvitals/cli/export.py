@@ -15,13 +15,13 @@ KINDS = ("run", "layer", "tensor", "head")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--csv", "csv_path", type=click.Path(allow_dash=True), help="File to write as CSV; - prints it.")
 @click.option("--parquet", "parquet_path", type=click.Path(path_type=Path), help="File to write as Parquet.")
-@click.option("--metric", "metrics", multiple=True, help="Keep only this metric; may be given several times.")
+@click.option("--metric", "metrics", multiple=True, help="Keep only this metric; repeat for several.")
 @click.option(
     "--kind",
     "kinds",
     type=click.Choice(KINDS),
     multiple=True,
-    help="Keep only rows of this kind; may be given several times.",
+    help="Keep only rows of this kind; repeat for several.",
 )
 @json_option
 def export(
@@ -34,9 +34,9 @@ def export(
 ) -> None:
     """Write the readings of RUN as one table.
 
-    One row for each (step, kind, name), one column for each metric. Kind is run, layer, tensor or head; name is
-    empty for run. Metrics that come from samples carry their source, as in gsnr:microbatch. An empty cell was
-    not measured at that step, or is not a number. Parquet needs the extra: pip install 'gradvitals[parquet]'.
+    One row per step, kind and name, one column per metric. Kind is run, layer, tensor or head; name is empty for
+    run. Metrics that come from samples carry their source, as in gsnr:microbatch. An empty cell was not measured
+    at that step, or is NaN. Parquet needs the extra: pip install 'gradvitals[parquet]'.
 
     \b
     Example:
@@ -48,7 +48,7 @@ def export(
     if csv_path == "-" and as_json:
         raise click.UsageError("--json and --csv - both print to the screen; give --csv a file.")
 
-    from gradvitals.show.export import Selection, write_csv, write_parquet
+    from gradvitals.report.export import Selection, write_csv, write_parquet
     from gradvitals.store.reader import open_run
 
     selection = Selection(kinds=kinds, metrics=metrics)

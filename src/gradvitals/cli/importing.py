@@ -54,7 +54,7 @@ def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bo
 
 
 def _tell(done: Imported) -> None:
-    from gradvitals.show.text import clean
+    from gradvitals.report.format import clean
 
     read = ", ".join(f"{metric} from {column!r}" for metric, column in done.columns.items())
     click.echo(clean(f"{done.steps:,} steps of {done.source} ({done.kind}): {read}"))

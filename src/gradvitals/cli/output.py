@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradvitals.show.again import OnStep
+    from gradvitals.report.verdict import OnStep
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
@@ -46,11 +46,11 @@ def console() -> Console:
 
 
 @contextmanager
-def judging_bar(last_step: int) -> Iterator[OnStep]:
-    """A bar on stderr while readings are judged again, where somebody is looking."""
+def replay_bar(last_step: int) -> Iterator[OnStep]:
+    """Shows a bar on stderr while readings are replayed, if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("judging", total=last_step + 1, visible=False)
+        task = bar.add_task("replaying", total=last_step + 1, visible=False)
         yield lambda step: bar.update(task, completed=step + 1, visible=True)

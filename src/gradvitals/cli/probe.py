@@ -74,7 +74,7 @@ def probe(
     if as_json:
         print_json(found.to_json())
     else:
-        from gradvitals.show.probe_report import render_probe
+        from gradvitals.report.probe_report import render_probe
 
         console().print(render_probe(found.record()))
 

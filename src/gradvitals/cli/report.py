@@ -1,4 +1,4 @@
-"""`gradvitals report`: what a run shows, on one screen."""
+"""`gradvitals report`: the numbers and findings of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.output import console, json_option, judging_bar, print_json
+from gradvitals.cli.output import console, json_option, print_json, replay_bar
 
 
 @click.command()
@@ -16,7 +16,7 @@ from gradvitals.cli.output import console, json_option, judging_bar, print_json
     "html_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a page with pictures instead, one file to send or attach; it needs no network.",
+    help="Write an HTML report with charts instead, one file to send or attach; it needs no network.",
 )
 @json_option
 @click.pass_context
@@ -33,28 +33,21 @@ def report(ctx: click.Context, run: Path, html_file: Path | None, as_json: bool)
     """
     if html_file is not None and as_json:
         raise click.UsageError("give one of --html and --json.", ctx)
-    if html_file is not None:
-        _write_page(run, html_file)
-        return
 
-    from gradvitals.show.summary import summarize
+    from gradvitals.report.report import Report
     from gradvitals.store.reader import open_run
 
     with open_run(run) as opened:
-        summary = summarize(opened)
-    if as_json:
-        print_json(summary.to_json())
-    else:
-        from gradvitals.show.terminal import render_summary
+        if html_file is not None:
+            from gradvitals.report.html import render_html
 
-        console().print(render_summary(summary))
+            with replay_bar(opened.last_step or 0) as on_step:
+                page = render_html(opened, on_step=on_step)
+            html_file.write_text(page, encoding="utf-8")
+            click.echo(f"Wrote {html_file} ({len(page.encode()) / 1e6:.2f} MB); open it in any browser.")
+        elif as_json:
+            print_json(Report(opened).summary_json())
+        else:
+            from gradvitals.report.terminal import render_report
 
-
-def _write_page(path: Path, file: Path) -> None:
-    from gradvitals.show.run_page import run_page
-    from gradvitals.store.reader import open_run
-
-    with open_run(path) as opened, judging_bar(opened.last_step or 0) as on_step:
-        page = run_page(opened, on_step=on_step)
-    file.write_text(page, encoding="utf-8")
-    click.echo(f"Wrote {file} ({len(page.encode()) / 1e6:.2f} MB); open it in any browser.")
+            console().print(render_report(Report(opened)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-USUAL_FOLDER = "runs"
+DEFAULT_FOLDER = "runs"
 
 
 @click.command()
@@ -15,14 +15,14 @@ USUAL_FOLDER = "runs"
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Port to listen on, 0 for any free one. [default: 8484, or a free one where that is taken]",
+    help="Port to listen on, 0 for any free one. [default: 8484, or a free one if that is taken]",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
     """Show the runs in FOLDER, live, as a page in a browser.
 
     FOLDER holds runs, at any depth, or is one; `runs` by default. New runs appear by themselves. Only this machine can
-    open the page unless --host says otherwise; the page fetches nothing from anywhere else. Ctrl-C ends it.
+    open the page unless --host says otherwise; the page loads nothing from elsewhere. Ctrl-C stops it.
 
     \b
     Example:
@@ -31,16 +31,16 @@ def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) 
       gradvitals serve /data/runs --port 0
     """
     from gradvitals.errors import RunNotFoundError
-    from gradvitals.show.web.serving import addresses, bind, serve_runs
+    from gradvitals.web.app import addresses, bind, serve_runs
 
-    chosen = folder or Path(USUAL_FOLDER)
+    chosen = folder or Path(DEFAULT_FOLDER)
     if folder is not None and not chosen.exists():
         raise RunNotFoundError(f"there is no folder {folder}")
     if chosen.is_file():
         chosen = chosen.parent
     listening = bind(host, port)
     url, tunnel = addresses(listening)
-    click.echo(f"{url}  shows the runs in {chosen}. Ctrl-C ends it.")
+    click.echo(f"{url}  shows the runs in {chosen}. Ctrl-C stops it.")
     click.echo(f"From another machine:  {tunnel}")
     if open_browser:
         import webbrowser

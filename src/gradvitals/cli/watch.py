@@ -1,4 +1,4 @@
-"""`gradvitals watch`: a run in the terminal, while it happens."""
+"""`gradvitals watch`: a run in the terminal while it trains."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
     "--every",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="Time between two looks.  [default: 1, or 10 where lines are printed]",
+    help="Time between two looks.  [default: 1, or 10 without a terminal]",
 )
-@click.option("--once", is_flag=True, help="Show the run as it is now, and leave.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each look that finds something new.")
+@click.option("--once", is_flag=True, help="Show the run as it is now, and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per look that finds something new.")
 def watch(run: Path, every: float | None, once: bool, as_json: bool) -> None:
     """Follow RUN in the terminal: verdict, trends, findings, every layer, the worst tensors.
 
-    Waits for a run that is not there yet, and ends when the run ends. Ctrl-C leaves; the run goes on. Where there is
-    no terminal (a pipe, CI) it prints a line now and then instead. Needs no torch.
+    Waits for a run that does not exist yet, and ends when the run ends. Ctrl-C leaves; the run continues. Without a
+    terminal (a pipe, CI) it prints a line now and then instead. Needs no torch.
 
     \b
     Example:
@@ -33,12 +33,10 @@ def watch(run: Path, every: float | None, once: bool, as_json: bool) -> None:
       gradvitals watch runs/gpt --once
       ssh cluster gradvitals watch runs/gpt --json | jq .verdict.line
     """
-    from gradvitals.show.follow import Follower
-    from gradvitals.show.live import can_redraw
-    from gradvitals.show.watching import Frame, Lines, draw, moments, wait_for
+    from gradvitals.report.live import Follower, Frame, Lines, can_redraw, draw, moments, wait_for
 
     screen = console()
-    follower = Follower(run) if once else wait_for(run, lambda words: click.echo(words, err=True))
+    follower = Follower(run) if once else wait_for(run, lambda text: click.echo(text, err=True))
     try:
         if once and not as_json:
             screen.print(Frame(follower.look()))

@@ -75,7 +75,7 @@ class Probe:
         Returns:
             Where it was written.
         """
-        from gradvitals.show.probe_page import probe_page
+        from gradvitals.report.probe_report import probe_page
 
         target = Path(path)
         target.write_text(probe_page(self.record()), encoding="utf-8")
@@ -83,7 +83,7 @@ class Probe:
 
     def __str__(self) -> str:
         """The tables of the terminal, without colours."""
-        from gradvitals.show.probe_report import probe_text
+        from gradvitals.report.probe_report import probe_text
 
         return probe_text(self.record())
 

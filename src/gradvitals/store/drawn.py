@@ -1,8 +1,9 @@
-"""A run that draws itself: with matplotlib, and in a notebook."""
+"""What a Run takes from `gradvitals.report`, which is above the store: its verdict, plots, and its notebook display."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from gradvitals.store.frames import Kind
@@ -10,6 +11,7 @@ from gradvitals.store.frames import Kind
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from gradvitals.report.verdict import Verdict
     from gradvitals.store.reader import Run
 
 Names = str | int | Sequence[str | int] | None
@@ -17,7 +19,18 @@ Names = str | int | Sequence[str | int] | None
 
 
 class Drawn:
-    """What a Run has for the eye. It lives in `gradvitals.show`, above the store, and is reached when asked for."""
+    """The verdict on a run, and its plots. All of it is imported on first use."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the run is: level, headline, cause, fix, findings. Prints itself, and displays itself in a notebook.
+
+        A run that was recorded without diagnosis is replayed first, which takes a while if it is long.
+
+        Raises:
+            RunError: If the run has no readings yet.
+        """
+        return cast("Verdict", _report().verdict_of(cast("Run", self)))
 
     def plot(
         self,
@@ -45,7 +58,7 @@ class Drawn:
             kind: Instead of lines a map of all ``layers``, ``tensors``, ``heads`` or ``ranks``.
             source: Which source; None takes the most trustworthy one present.
             ax: Where to draw; None makes a new figure.
-            band: Shade the 95 % interval, where the metric has one.
+            band: Shade the 95% interval, where the metric has one.
             marks: Dotted lines where something was found that is more than a note.
             **style: For matplotlib, such as ``color`` or ``linewidth``.
 
@@ -56,14 +69,17 @@ class Drawn:
             >>> run.plot("gsnr", tensor="head.weight")  # doctest: +SKIP
             >>> run.plot("grad/norm", kind="layers")  # doctest: +SKIP
         """
-        from gradvitals.show.plots import plot
-
         chosen = {"tensor": tensor, "layer": layer, "head": head, "rank": rank}
-        return plot(
+        drawn = _report().plot(
             cast("Run", self), metric, chosen, kind=kind, source=source, ax=ax, band=band, marks=marks, style=style
         )
+        return cast("Axes", drawn)
 
     def _repr_html_(self) -> str:
-        from gradvitals.show.notebook import run_html
+        return str(_report().run_html(cast("Run", self)))
 
-        return run_html(cast("Run", self))
+
+def _report() -> ModuleType:
+    from gradvitals.report import notebook
+
+    return notebook

@@ -75,9 +75,9 @@ class Launch:
         if not is_first:  # it may be on another machine than the run
             runs = {path: model for path, model in runs.items() if path.exists()}
         if runs:
-            from gradvitals.show.last_words import verdicts
+            from gradvitals.report.verdict import closing_lines
 
-            return verdicts(runs)
+            return closing_lines(runs)
         if not is_first or (watcher is not None and (watcher.watches_itself or watcher.said_elsewhere)):
             return ()
         return ["no optimizer stepped in this process, so there is nothing to judge"]

@@ -1,0 +1,405 @@
+"""The catalog of findings, built from the rules and their texts: for the terminal, JSON and docs/findings.md."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from gradvitals.diagnose import FAMILIES, RULES, Rule
+from gradvitals.diagnose.words import WORDS
+from gradvitals.errors import GradvitalsError
+from gradvitals.types import SEVERITIES, Severity
+
+WIDTH = 120
+PLACEHOLDER = re.compile(r"\{(\w+)[^{}]*\}")
+PLACEHOLDERS = {"first": "tensor", "where": "tensors", "step": "step"}
+OTHERS = "Others"
+"""Family of rules that users registered."""
+NOTICE = "Notices"
+"""Family of findings that no rule makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One threshold of a rule."""
+
+    name: str
+    default: Any
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Everything there is to know about one kind of finding."""
+
+    id: str
+    family: str
+    name: str
+    pattern: str
+    """When it fires."""
+    causes: tuple[str, ...] = ()
+    """Likely causes, the commonest first."""
+    cures: tuple[str, ...] = ()
+    """What to do, the first thing to try first."""
+    severities: tuple[Severity, ...] = ()
+    """Those that the rule's source names."""
+    passed: str = ""
+    """What holds if the check passed."""
+    reference: str = ""
+    needs: tuple[str, ...] = ()
+    min_steps: int = 0
+    closes_after: int = 0
+    settings: tuple[Setting, ...] = ()
+    default: bool = True
+    """Whether the rule is on by default."""
+
+    @property
+    def conditions(self) -> str:
+        """Severity, the data it needs, and from when on it looks, in a few sentences."""
+        severity = f"Severity: {_listed(self.severities, 'or')}. " if self.severities else ""
+        if self.family == NOTICE:
+            return f"{severity}Not found by a rule: gradvitals reports it when it happens."
+        start = f" Silent for the first {self.min_steps:,} steps." if self.min_steps else ""
+        end = f" Resolves after {self.closes_after:,} clean step{'' if self.closes_after == 1 else 's'}."
+        return f"{severity}Needs {_listed(map(_metric, self.needs), 'and')}.{start}{end}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the entry as plain JSON values."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "family": self.family,
+            "pattern": self.pattern,
+            "default": self.default,
+            "severities": list(self.severities),
+            "needs": list(self.needs),
+            "min_steps": self.min_steps,
+            "closes_after": self.closes_after,
+            "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings},
+            "causes": list(self.causes),
+            "cures": list(self.cures),
+            "fine": self.passed,
+            "reference": self.reference,
+        }
+
+
+def _notice(
+    id: str,
+    name: str,
+    pattern: str,
+    *,
+    causes: tuple[str, ...],
+    cures: tuple[str, ...],
+    severities: tuple[Severity, ...],
+) -> Entry:
+    return Entry(id=id, family=NOTICE, name=name, pattern=pattern, causes=causes, cures=cures, severities=severities)
+
+
+_NOTICES = (
+    _notice(
+        "training_stopped",
+        "Training stopped",
+        "The training loop ended with an exception, or was stopped by hand. Recorded when a `with` block ends or the "
+        "program exits.",
+        causes=("the error in its title; by hand means Ctrl-C or sys.exit",),
+        cures=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
+        severities=("info", "critical"),
+    ),
+    _notice(
+        "run_cut_off",
+        "Run cut off",
+        "The run was not closed, and its process stopped responding. Found when the run is read, because a process "
+        "that is killed cannot report it.",
+        causes=(
+            "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
+            "the files were copied while the run was active, or the disk is full and nothing more can be written",
+        ),
+        cures=(
+            "look at the end of its output, and in the log of the system or the scheduler for what killed it",
+            "restart it from its last checkpoint with watch(..., resume=True): the record continues",
+        ),
+        severities=("warning",),
+    ),
+    _notice(
+        "ranks_lost",
+        "Ranks lost",
+        "Other ranks stopped responding, so their readings are missing from here on.",
+        causes=("a process died or hangs", "the network between hosts is down", "ranks make different steps"),
+        cures=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
+        severities=("critical",),
+    ),
+    _notice(
+        "source_unavailable",
+        "Source not available",
+        "A source of GSNR, or another measurement that was requested, is not available in this run.",
+        causes=(
+            "no micro-batches, one process, or an optimizer without Adam-like moments",
+            "overhead_budget with several ranks: all must read the same steps",
+        ),
+        cures=("nothing, if another source is available; else see docs/measuring.md for what each source needs",),
+        severities=("info",),
+    ),
+    _notice(
+        "readings_thinned",
+        "Readings thinned",
+        "Monitoring took a larger share of the step than Config.overhead_budget allows (3% by default on a CPU), so "
+        "tensors are read less often, or not every step is read.",
+        causes=("the model has many small tensors, or its steps are very short",),
+        cures=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
+        severities=("info",),
+    ),
+    _notice(
+        "monitor_error",
+        "Internal error",
+        "A part of gradvitals, or a rule, raised an error and is disabled from here on. Training continues.",
+        causes=("a bug in gradvitals or in a rule of your own", "a model or an optimizer it does not know"),
+        cures=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
+        severities=("warning",),
+    ),
+    _notice(
+        "observe_ignored",
+        "Observed value is not a loss",
+        "Monitor.observe received something other than a tensor or a number. That call is ignored, training continues, "
+        "and later calls count.",
+        causes=("a string, a list or the whole output of a model was passed instead of its loss",),
+        cures=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
+        severities=("warning",),
+    ),
+    _notice(
+        "no_steps",
+        "No steps",
+        "The loop continues but skips every batch, so the optimizer makes no more steps.",
+        causes=("the loop skips non-finite batches, and every batch is: the weights have become NaN or Inf",),
+        cures=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
+        severities=("critical",),
+    ),
+    _notice(
+        "clipped_twice",
+        "Clipped twice",
+        "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit wins.",
+        causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
+        cures=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
+        severities=("info",),
+    ),
+    _notice(
+        "store_error",
+        "Run cannot be written",
+        "Readings could not be written. Training continues, and gradvitals keeps trying to write.",
+        causes=("the disk is full, the folder is not writable, or the file was damaged",),
+        cures=("free space, or pass another folder as run=...",),
+        severities=("warning",),
+    ),
+    _notice(
+        "sink_error",
+        "Sink or alert failed",
+        "A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training continues, "
+        "and the run's own folder has everything.",
+        causes=(
+            "the network or the service is down, a disk is full, or settings are wrong",
+            "it takes longer than a step",
+        ),
+        cures=("look at the error in its title; a sink gets nothing more in this run, later alerts are still tried",),
+        severities=("info", "warning"),
+    ),
+    _notice(
+        "guard_error",
+        "Guard stopped",
+        "The Guard stopped, continues without findings, or does not see the steps of an optimizer.",
+        causes=(
+            "an error inside gradvitals",
+            "the diagnosis was far behind: the disk is very slow, or its thread has stopped",
+            "gradients are computed inside optimizer.step(closure)",
+        ),
+        cures=("look for a store_error beside it", "call backward before optimizer.step(), without a closure"),
+        severities=("warning",),
+    ),
+    _notice(
+        "snapshot_error",
+        "Snapshot not saved",
+        "A snapshot of the Guard could not be written; it keeps trying with later ones.",
+        causes=("the folder is gone, full or not writable",),
+        cures=("free space, or give the Guard another folder",),
+        severities=("warning",),
+    ),
+)
+NOTICES: dict[str, Entry] = {entry.id: entry for entry in _NOTICES}
+"""Findings that no rule makes: how a run ended, and what gradvitals reports about itself."""
+
+
+def entries() -> list[Entry]:
+    """Returns every registered rule, family by family."""
+    order = [_family_name(module.__name__) for module in FAMILIES] + [OTHERS]
+    return sorted((entry(name) for name in RULES), key=lambda found: order.index(found.family))
+
+
+def entry(name: str) -> Entry:
+    """Returns the entry of a rule or notice.
+
+    Raises:
+        GradvitalsError: If there is no such id.
+    """
+    if name in NOTICES:
+        return NOTICES[name]
+    if name not in RULES:
+        known = [*RULES, *NOTICES]
+        asked = name.lower().replace(" ", "_").replace("-", "_")
+        close = [other for other in known if asked in other] or get_close_matches(asked, known)
+        meant = f"; did you mean {' or '.join(close[:3])}?" if close else ""
+        raise GradvitalsError(
+            f"there is no rule {name!r}{meant}; `gradvitals doctor --rules` lists all rules; other findings: "
+            f"{', '.join(NOTICES)}"
+        )
+    rule, words = RULES[name], WORDS.get(name)
+    return Entry(
+        id=name,
+        family=_family(rule),
+        name=words.name if words else name,
+        pattern=_named_placeholders(words.pattern if words else inspect.getdoc(rule) or ""),
+        causes=tuple(map(_named_placeholders, words.causes.values())) if words else (),
+        cures=tuple(map(_named_placeholders, words.cures.values())) if words else (),
+        severities=_severities(rule),
+        passed=words.fine if words else "",
+        reference=words.reference if words else "",
+        needs=rule.needs,
+        min_steps=rule.min_steps,
+        closes_after=rule.closes_after,
+        settings=_settings(rule),
+        default=rule.default,
+    )
+
+
+def name_of(finding_id: str) -> str:
+    """Returns the name of a kind of finding; the id itself if it has none."""
+    if finding_id in NOTICES:
+        return NOTICES[finding_id].name
+    return WORDS[finding_id].name if finding_id in WORDS else finding_id
+
+
+def passed_text(rule: str) -> str:
+    """Returns what holds if the check of a rule passed."""
+    return (WORDS[rule].fine if rule in WORDS else "") or f"no sign of: {name_of(rule)}"
+
+
+def markdown() -> str:
+    """Returns the catalog of gradvitals' own rules as docs/findings.md has it."""
+    parts: list[str] = []
+    family = ""
+    for item in entries():
+        if item.family == OTHERS:
+            continue
+        if item.family != family:
+            family = item.family
+            parts.append(f"### {family}\n")
+        parts += _entry_lines(item)
+    return "\n".join(parts)
+
+
+def _entry_lines(item: Entry) -> Iterator[str]:
+    yield f"#### `{item.id}`: {item.name}\n"
+    yield _wrapped(item.pattern)
+    yield _wrapped(item.conditions)
+    if item.settings:
+        yield "| setting | default | |\n|---|---|---|"
+        for setting in item.settings:
+            text = " ".join(setting.text.split()).replace("|", "\\|")
+            yield f"| `{setting.name}` | `{setting.default!r}` | {text} |"
+        yield ""
+    yield "Likely causes:\n"
+    yield from _list(item.causes)
+    yield "Fixes:\n"
+    yield from _list(item.cures)
+    if item.reference:
+        yield _wrapped(f"Reference: {item.reference}")
+
+
+def _list(texts: Iterable[str]) -> Iterator[str]:
+    for i, text in enumerate(texts, 1):
+        head = f"{i}. "
+        yield textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), **_FILL)
+    yield ""
+
+
+_FILL: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, **_FILL) + "\n"
+
+
+def _named_placeholders(text: str) -> str:
+    """Shows the names in braces, which a run fills in, in angle brackets."""
+    return PLACEHOLDER.sub(lambda match: f"‹{PLACEHOLDERS.get(match[1], match[1].replace('_', ' '))}›", text)
+
+
+def _metric(needed: str) -> str:
+    *of, metric = needed.split(":")
+    return f"`{metric}`" + "".join(f" of {part}" for part in of)
+
+
+def _listed(words: Iterable[str], last: str) -> str:
+    *head, tail = words
+    return f"{', '.join(head)} {last} {tail}" if head else tail
+
+
+def _family(rule: type[Rule]) -> str:
+    is_ours = rule.__module__ in {module.__name__ for module in FAMILIES}
+    return _family_name(rule.__module__) if is_ours else OTHERS
+
+
+def _family_name(module: str) -> str:
+    return module.rpartition(".")[2].capitalize()
+
+
+# -- read from the source of a rule ------------------------------------------------------------------------------
+
+
+def _settings(rule: type[Rule]) -> tuple[Setting, ...]:
+    texts: dict[str, str] = {}
+    for base in reversed(rule.__mro__):
+        texts |= _field_texts(base)
+    chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
+    return tuple(Setting(name=f.name, default=_default(f), text=texts.get(f.name, "")) for f in chosen)
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else None
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """Returns the string under each field of a class, which Python keeps in the source alone."""
+    texts: dict[str, str] = {}
+    for above, below in pairwise(_body(cls)):
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+            value = below.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                texts[above.target.id] = " ".join(value.value.split())
+    return texts
+
+
+def _severities(rule: type[Rule]) -> tuple[Severity, ...]:
+    named: set[object] = set()
+    for base in rule.__mro__:
+        if issubclass(base, Rule) and base is not Rule:
+            body = _body(base)  # type: ignore[arg-type]  # a class has a hash, whatever its instances have
+            named |= {node.value for part in body for node in ast.walk(part) if isinstance(node, ast.Constant)}
+    return tuple(severity for severity in SEVERITIES if severity in named)
+
+
+@cache
+def _body(cls: type) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # defined at a prompt, or built in
+        return []
+    found = tree.body[0]
+    return found.body if isinstance(found, ast.ClassDef) else []

@@ -1,0 +1,191 @@
+"""When a number or a silent rule must not be taken at face value: GSNR below zero, Adam's memory, wide intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.advise import Advice
+from gradvitals.advise.batch import advise_batch
+from gradvitals.advise.record import Record
+from gradvitals.diagnose.adam_memory import BETAS, HUGE, steps_kept
+from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
+from gradvitals.report.format import number
+from gradvitals.report.verdict import RankedFinding
+from gradvitals.store.reader import Run
+from gradvitals.types import FloatArray
+
+NEGATIVE = "a GSNR cannot be below 0: read a negative one as 0, no measurable signal"
+# Adam's second moment reaches back further than its first, and both treat the gradients of steps as independent.
+NEGATIVE_ADAM = (
+    f"{NEGATIVE}. With Adam's moments, the value and its interval get there if gradients have shrunk, or if they "
+    "undo each other from step to step, which the interval does not account for"
+)
+NEGATIVE_SAMPLES = (
+    f"{NEGATIVE}. An interval gets there by chance, or if the backward passes of a step are not samples of the same "
+    "distribution"
+)
+
+SCALE_UNKNOWN = "too early: the noise scale is not known well enough yet to judge the batch"
+GSNR_UNKNOWN = "too early: the GSNR is not known within a factor of ten yet"
+ADAM_UNKNOWN = "the latest GSNR from Adam's moments is not known within a factor of ten"
+ADAM_ZERO = "the latest GSNR from Adam's moments cannot be distinguished from 0"
+ADAM_FALSE = "the GSNR from Adam's moments is wrong for now, because of one huge gradient"
+
+GSNR_RULES = (
+    "estimator_unreliable",
+    "sudden_gsnr_drop",
+    "high_effort_low_progress",
+    "noisy_gradients",
+    "decay_due",
+)
+NOISE_RULES = ("batch_too_small", "batch_too_large", *GSNR_RULES)
+"""Rules that are silent both if all is well and if the noise is not known."""
+
+GSNR_WINDOW = 20
+"""Readings in a GSNR, unless the run says otherwise."""
+LATEST_READINGS = 100
+"""Readings at the end of a run in which to look for the last one with numbers."""
+
+
+def negative_gsnr(values: Iterable[float], source: str | None) -> str:
+    """Returns what to say beside values of GSNR; empty if none is below 0.
+
+    >>> negative_gsnr([0.1, float("nan")], "adam")
+    ''
+    """
+    if not any(value < 0 for value in values):
+        return ""
+    return NEGATIVE_ADAM if source == "adam" else NEGATIVE_SAMPLES
+
+
+def negative_gsnr_in(findings: Iterable[RankedFinding]) -> str:
+    """Returns what to say beside findings that name a GSNR below 0; empty if none does."""
+    for item in findings:
+        seen = item.finding.evidence.get("seen")
+        if item.is_routine or not isinstance(seen, dict) or "source" not in seen:
+            continue
+        values = [seen[name] for name in ("gsnr", "high") if isinstance(seen.get(name), (int, float))]
+        if caveat := negative_gsnr(values, str(seen["source"])):
+            return caveat
+    return ""
+
+
+def adam_memory(run: Run) -> str:
+    """Returns why the GSNR from Adam's moments is wrong at the end of a run; empty if it is not."""
+    if "adam" not in run.sources("gsnr", "values") or "grad/spike_ratio" not in run.metrics("values"):
+        return ""
+    readings = run.series("gsnr", source="adam")[0]
+    steps, ratios = _spikes_adam_saw(run)
+    huge = (ratios >= HUGE) & (steps <= (readings[-1] if readings.size else -1))
+    if not huge.any():
+        return ""
+    steps, ratios = steps[huge], ratios[huge]
+    betas, window = _adam_settings(run.meta)
+    ends = steps + np.array([steps_kept(ratio, betas) for ratio in ratios.tolist()])
+    at = int(np.argmax(ends))
+    untouched = int(np.count_nonzero(readings > ends[at]))
+    if untouched >= window:
+        return ""
+    every = float(np.median(np.diff(readings[-window:]))) if readings.size > 1 else 1.0
+    until = math.ceil(max(ends[at], readings[-1]) + (window - untouched) * every)
+    return (
+        f"the gradient of step {int(steps[at]):,}, {number(float(ratios[at]))} times the usual norm, is still in "
+        f"Adam's moments: the GSNR from them is wrong until about step {until:,}"
+    )
+
+
+def _spikes_adam_saw(run: Run) -> tuple[NDArray[np.int64], FloatArray]:
+    """Returns the spike ratio of each gradient that Adam took in: after clipping, without skipped steps."""
+    steps, ratios = run.series("grad/spike_ratio")
+    norms, limits = _at(run, "grad/norm", steps), _at(run, "clip/max_norm", steps)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.where(limits < norms, ratios * limits / norms, ratios)
+    made = (_at(run, "step/skipped", steps) != 1) & (_at(run, "step/left_out", steps) != 1)
+    known = made & np.isfinite(ratios)
+    return steps[known], ratios[known]
+
+
+def _at(run: Run, metric: str, steps: NDArray[np.int64]) -> FloatArray:
+    """Returns a metric at some steps; NaN for steps at which it was not read."""
+    found = np.full(len(steps), np.nan)
+    if metric in run.metrics("values"):
+        read, values = run.series(metric)
+        _, here, there = np.intersect1d(steps, read, return_indices=True)
+        found[here] = values[there]
+    return found
+
+
+def _adam_settings(meta: Mapping[str, Any]) -> tuple[Sequence[float], int]:
+    """Returns the betas of the optimizer and the readings in a GSNR."""
+    facts, config = meta.get("facts"), meta.get("config")
+    betas = facts.get("betas") if isinstance(facts, Mapping) else None
+    window = config.get("gsnr_window") if isinstance(config, Mapping) else None
+    is_pair = isinstance(betas, (list, tuple)) and len(betas) == 2
+    known = is_pair and all(isinstance(beta, (int, float)) and 0 < beta < 1 for beta in betas or ())
+    return betas if known and betas else BETAS, window if isinstance(window, int) and window >= 2 else GSNR_WINDOW
+
+
+def silent_rules(run: Run) -> dict[str, str]:
+    """Returns, by the id of a rule, why its silence does not mean that the check passed.
+
+    `gradvitals advise` never contradicts it.
+    """
+    record = Record(run)
+    by_adam = record.gsnr_source == "adam" and adam_memory(run) != ""
+    about_gsnr = dict.fromkeys(GSNR_RULES, ADAM_FALSE) if by_adam else _unsure_gsnr(record)
+    return {**_unsure_batch(advise_batch(record)), **about_gsnr}
+
+
+def _unsure_batch(advice: Advice) -> dict[str, str]:
+    if not advice.can_tell:
+        return dict.fromkeys(("batch_too_small", "batch_too_large"), SCALE_UNKNOWN)
+    size, low, high, proposed = (advice.values[name] for name in ("batch_size", "low", "high", "proposed"))
+    found: dict[str, str] = {}
+    if not high < BatchTooSmall.factor * size:
+        found["batch_too_small"] = SCALE_UNKNOWN
+    elif proposed is not None and proposed > size:
+        found["batch_too_small"] = "not far too small, but `gradvitals advise` finds that a larger batch pays off"
+    if not size < BatchTooLarge.far * low:
+        found["batch_too_large"] = SCALE_UNKNOWN
+    elif proposed is not None and proposed < size:
+        found["batch_too_large"] = "not far too large, but `gradvitals advise` finds that a smaller batch is enough"
+    return found
+
+
+def _unsure_gsnr(record: Record) -> dict[str, str]:
+    decade = EstimatorUnreliable.decade
+    if record.gsnr_source == "adam":  # more steps need not make Adam's interval narrower
+        lows, highs = record.series("gsnr_low", "adam"), record.series("gsnr_high", "adam")
+        if not len(lows) or not len(highs):
+            return {}
+        low, high = float(lows.values[-1]), float(highs.values[-1])
+        if low <= 0:
+            return {"estimator_unreliable": ADAM_ZERO}
+        return {} if high <= decade * low else {"estimator_unreliable": ADAM_UNKNOWN}
+    if not record.averages:
+        return {}
+    last = record.averages[-1]
+    known = last.count >= EstimatorUnreliable.readings and last.low > 0 and last.high <= decade * last.low
+    return {} if known else {"estimator_unreliable": GSNR_UNKNOWN}
+
+
+def layers_without_signal(run: Run) -> str:
+    """Returns how many layers have a GSNR not distinguishable from 0, to append to the check of the model."""
+    source = next((source for source in run.sources("gsnr", "values") if source != "examples"), None)
+    if source is None or source not in run.sources("gsnr_low", "layers"):
+        return ""
+    steps, _ = run.times("gsnr_low", kind="layers", source=source)
+    if not steps.size:
+        return ""
+    _, rows = run.matrix("gsnr_low", "layers", source=source, since=int(steps[-LATEST_READINGS:][0]) - 1)
+    known = rows[np.isfinite(rows).any(axis=1)]
+    if not len(known):
+        return ""
+    lows = known[-1][np.isfinite(known[-1])]
+    count = int((lows <= 0).sum())
+    return f"; for {count:,} of {len(lows):,} layers it cannot be distinguished from 0" if count else ""

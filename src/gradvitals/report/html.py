@@ -1,0 +1,352 @@
+"""A run as one HTML file to attach to an issue or to mail: it opens from disk, without network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from gradvitals.report.charts import Axis, bar, interval_mark
+from gradvitals.report.describe import TITLE, evidence, summarize_actions, where
+from gradvitals.report.format import capitalized, cut, duration, number
+from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
+from gradvitals.report.report import Checks, Report
+from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
+from gradvitals.report.summary import LayerRow, Summary, Worst
+from gradvitals.report.timeline import WIDTH, Mark, heatmap_figure, timeline, x_axis
+from gradvitals.report.verdict import LABELS, STATES, OnStep, RankedFinding, Verdict
+from gradvitals.store.reader import Run
+from gradvitals.types import Action, Finding
+
+LEVEL_CLASSES = {"healthy": "fine", "attention": "warning", "unhealthy": "critical"}
+SEVERITIES = {"critical": "Critical", "warning": "Warning", "info": "Note"}
+MAX_IN_FULL = 40
+"""Findings that are shown with everything; further ones take a line each."""
+MAX_IN_A_LINE = 200
+MAX_ACTIONS = 100
+MAX_LAYERS = 200
+MAX_RANKS = 256
+MAX_OPEN_ROWS = 40
+"""A table with more rows is folded."""
+NAME = 100
+
+RANK_COLUMNS = {
+    "ranks/norm": "Own norm",
+    "ranks/norm_ratio": "Over the others'",
+    "ranks/step_seconds": "Seconds per step",
+    "ranks/replica": "Copies differ",
+    "ranks/out_of_step": "Out of step",
+    "ranks/nonfinite": "NaN or Inf",
+    "ranks/errors": "Errors",
+}
+
+
+def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
+    """Returns the report on a run, finished or being written, as a whole HTML document.
+
+    Args:
+        run: The run.
+        on_step: Called for each step that is replayed, in a run that was recorded without diagnosis.
+    """
+    report = Report(run, on_step=on_step)
+    name = cut(run.path.resolve().name or str(run.path), 120)
+    sections = [(title, part) for title, part in _sections(report) if part]
+    links = [tag("a", title, href=f"#s{at}") for at, (title, _) in enumerate(sections)]
+    return document(
+        f"{name}: gradvitals report",
+        tag("h1", name),
+        tag("p", _sentence(report.summary), class_="dim"),
+        _banner(report.verdict) if run.last_step is not None else tag("p", "No readings yet."),
+        tag("nav", *links, aria_label="Sections") if links else None,
+        *(tag("section", tag("h2", title, id=f"s{at}"), part) for at, (title, part) in enumerate(sections)),
+        tag("footer", _footer(run)),
+        styles=("page.css", "run_page.css"),
+        script="run_page.js",
+    )
+
+
+def _sentence(summary: Summary) -> str:
+    steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
+    ranks = f"{summary.num_ranks:,} ranks, " if summary.num_ranks > 1 else ""
+    return (
+        f"{capitalized(STATES[summary.state])}, {steps}, {duration(summary.seconds)}, {ranks}"
+        f"{summary.num_parameters:,} parameters in {summary.num_tensors:,} tensors"
+    )
+
+
+def _footer(run: Run) -> str:
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    return f"Made by gradvitals {cut(str(run.meta.get('version', '')), 40)} on {now}. Times are in optimizer steps."
+
+
+def _banner(verdict: Verdict) -> Html:
+    head, colon, rest = cut(verdict.headline, TITLE).partition(":")
+    if not colon:
+        head, rest = LABELS[verdict.level], verdict.headline
+    return tag("div", tag("strong", head), tag("p", rest.strip()), class_=f"banner {LEVEL_CLASSES[verdict.level]}")
+
+
+def _sections(report: Report) -> Iterator[tuple[str, Part]]:
+    run, summary = report.run, report.summary
+    has_readings, span = run.last_step is not None, span_of(run)
+    if has_readings:
+        replayed = "Recorded without diagnosis; replayed with the current rules." if report.diagnosed.replayed else None
+        note = tag("p", replayed, class_="dim") if replayed else None
+        yield "Findings", join([note, _findings(report.verdict)])
+        if report.actions:
+            yield "Actions", _actions(report.actions)
+    if has_readings and span is not None:
+        curves = list(read_curves(run, span))
+        marks = _marks(report.verdict)
+        lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=_batch_size(run))
+        yield "The run, step by step", lanes if curves else None
+        yield "Layers over steps", _heatmaps(run, span)
+    if summary.layers:
+        yield f"Layers at step {summary.layers_step:,}", join([_gsnr_note(summary), _layers(summary)])
+    yield "Tensors that stand out", _worst_tensors(summary)
+    if summary.num_ranks > 1:
+        yield f"The {summary.num_ranks:,} ranks", _ranks(run)
+    if has_readings:
+        yield "Checks", join(_checks(report.checks, report.monitoring))
+    dropped = f"{summary.dropped:,} readings were dropped because the disk could not keep up."
+    lost = tag("p", dropped, class_="word warning") if summary.dropped else None
+    yield "How it was recorded", join([_settings(run.meta, summary), lost])
+
+
+# -- findings, actions, checks -------------------------------------------------------------------------------------
+
+
+def _marks(verdict: Verdict) -> list[Mark]:
+    """Returns the findings for the time axis, numbered as in the list."""
+    findings = enumerate(verdict.findings[:MAX_IN_FULL], 1)
+    return [Mark(str(at), f.first_step, f.last_step, f.severity, f.title, f"#f{at}") for at, f in findings]
+
+
+def _findings(verdict: Verdict) -> Html:
+    """Returns every finding, the worst first; resolved ones and routine notes are folded."""
+    if not verdict.ranked:
+        return tag("p", "No findings.", class_="dim")
+    shown = [_finding(item, at, live=verdict.live) for at, item in enumerate(verdict.ranked[:MAX_IN_FULL], 1)]
+    others = verdict.ranked[MAX_IN_FULL : MAX_IN_FULL + MAX_IN_A_LINE]
+    lines = [tag("li", f"{cut(item.finding.title, 200)} ({item.when(live=verdict.live)})") for item in others]
+    rest = len(verdict.ranked) - MAX_IN_FULL - len(others)
+    more = f", {rest:,} of them not listed; gradvitals doctor --json has all" if rest > 0 else ""
+    fold = folded(f"{len(others) + max(rest, 0):,} more findings{more}", tag("ul", *lines)) if others else None
+    return join([tag("ol", *shown, class_="verdict"), fold])
+
+
+def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
+    finding = item.finding
+    resolved = "" if item.is_open else ", resolved"
+    found = finding.found_step
+    later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
+    facts = [("When", item.when(live=live) + later)]
+    if finding.tensors:
+        facts.append(("Where", where(finding)))
+    seen = list(evidence(finding.evidence))
+    if seen:
+        facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
+    pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
+    causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.cures)
+    severity = finding.severity if finding.severity in SEVERITIES else "info"
+    head = tag(
+        "summary",
+        tag("span", str(at), class_="flag", aria_hidden="true"),
+        tag("span", SEVERITIES[severity] + resolved, class_="tag"),
+        tag("b", cut(finding.title, TITLE)),
+        tag("code", cut(finding.id, 60)),
+    )
+    content = (tag("dl", *pairs, class_="about"), tag("div", causes, fixes, class_="two"))
+    opened = "open" if item.is_open and not item.is_routine else None
+    body = tag("details", head, *content, open=opened)
+    return tag("li", body, class_=f"{severity} {'open' if item.is_open else 'over'}", id=f"f{at}")
+
+
+def _numbered(title: str, texts: Sequence[str]) -> Html | None:
+    if not texts:
+        return None
+    return tag("div", tag("h4", title), tag("ol", *(tag("li", cut(text, TITLE)) for text in texts[:8])))
+
+
+def _actions(actions: Sequence[Action]) -> Html:
+    first, *others = summarize_actions(actions).splitlines()
+    rows = (
+        [
+            cut(action.kind.replace("_", " "), 60),
+            f"{action.step:,}",
+            tag("span", cut(("" if action.taken else "not taken: ") + action.reason, 300), class_="left"),
+            cut(action.finding, 60),
+        ]
+        for action in actions[-MAX_ACTIONS:]
+    )
+    count = min(len(actions), MAX_ACTIONS)
+    title = f"The last {count} actions" if len(actions) > count else f"All actions ({count})"
+    return join(
+        [
+            tag("p", f"{capitalized(first)}."),
+            tag("ul", *(tag("li", cut(line.strip(), TITLE)) for line in others)) if others else None,
+            folded(title, table(["Action", "Step", "Why", "Finding"], rows), opened=len(actions) <= 8),
+        ]
+    )
+
+
+def _checks(checks: Checks, monitoring: Sequence[Finding]) -> Iterator[Html]:
+    if checks.passed:
+        items = [tag("li", item.text) for item in checks.passed]
+        yield folded(f"{checks.passed_title} ({len(items)})", tag("ul", *items, class_="columns"))
+    if checks.skipped:
+        items = [tag("li", f"{cut(item.reason, 200)} ({cut(', '.join(item.names), TITLE)})") for item in checks.skipped]
+        yield folded(f"Checks skipped, and why ({checks.num_skipped})", tag("ul", *items))
+    if monitoring:
+        shown = monitoring[:MAX_IN_A_LINE]
+        items = [tag("li", f"{cut(finding.title, TITLE)} (step {finding.first_step:,})") for finding in shown]
+        yield folded(f"Monitoring ({len(items)})", tag("ul", *items), opened=True)
+
+
+# -- charts and tables ---------------------------------------------------------------------------------------------
+
+
+def _heatmaps(run: Run, span: Span) -> Html | None:
+    figures = [part for found in read_heatmaps(run, span) if (part := heatmap_figure(found)) is not None]
+    if not figures:
+        return None
+    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
+    text = "From the input, at the top, to the output. Colors are logarithmic; a reading lasts until the next one."
+    drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
+    return join([tag("p", text, class_="dim"), drawn])
+
+
+def _gsnr_note(summary: Summary) -> Html | None:
+    if not summary.gsnr_source:
+        return None
+    size = summary.gsnr_batch_size
+    at = f" at batch size {number(size)}" if size is not None else ""
+    caveat = f" Note: {summary.gsnr_caveat}." if summary.gsnr_caveat else ""
+    return tag("p", f"GSNR from {summary.gsnr_source}{at}. A dashed line is at GSNR 1.{caveat}", class_="dim")
+
+
+def _batch_size(run: Run) -> float | None:
+    """Returns the samples per step that the loop reported."""
+    if "grad/norm" not in run.metrics("values"):
+        return None
+    _, sizes = run.batch_sizes("grad/norm")
+    known = sizes[~np.isnan(sizes)]
+    return float(known[-1]) if known.size else None
+
+
+def _layers(summary: Summary) -> Html:
+    rows = summary.layers[:MAX_LAYERS]
+    largest = max((row.grad_norm for row in rows if math.isfinite(row.grad_norm)), default=0.0)
+    known = [value for row in rows for value in (row.gsnr, row.gsnr_low, row.gsnr_high) if value > 0]
+    axis = Axis.over(known, 4.0, 116.0, logarithmic=True)
+    heads = ["Layer", "Gradient norm", "Spike ratio", "GSNR", "95% interval", "Update over weight"]
+    whole = table(heads, (_layer_cells(row, largest, axis) for row in rows))
+    note = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
+    return join(
+        [
+            whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole),
+            tag("p", note, class_="dim") if len(summary.layers) > len(rows) else None,
+        ]
+    )
+
+
+def _layer_cells(row: LayerRow, largest: float, axis: Axis) -> list[Part]:
+    norm: Part = number(row.grad_norm)
+    if math.isfinite(row.grad_norm):
+        norm = bar(row.grad_norm, largest, number(row.grad_norm))
+    elif math.isinf(row.grad_norm):
+        norm = tag("b", "Inf", class_="word critical")
+    unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
+    return [
+        _name(row.name),
+        norm,
+        tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > 5 else None),
+        number(row.gsnr),
+        "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis),
+        number(row.update_ratio),
+    ]
+
+
+def _worst_tensors(summary: Summary) -> Html | None:
+    lists: tuple[tuple[str, str, Sequence[Worst]], ...] = (
+        ("Lowest GSNR", "at the latest reading", summary.lowest_gsnr),
+        ("Largest spike ratio", "norm over its moving average, in the whole run", summary.largest_spikes),
+        ("Largest update over weight", "at the latest reading", summary.largest_updates),
+        ("NaN or Inf in the gradient", "elements when first seen; 1: at least one", summary.nonfinite),
+    )
+    shown = []
+    for title, remark, found in lists:
+        if found:
+            rows = ([_name(item.name), number(item.value), f"{item.step:,}"] for item in found)
+            content = table(["Tensor", "Value", "Step"], rows)
+            shown.append(tag("div", tag("h3", title), tag("p", remark, class_="dim"), content))
+    return tag("div", *shown, class_="pairs") if shown else None
+
+
+def _name(name: str) -> Html:
+    return tag("span", cut(name, NAME), title=cut(name, 300))
+
+
+def _ranks(run: Run) -> Html | None:
+    """Returns a row per rank, with its latest readings; None if no ranks were compared."""
+    count = len(run.names("ranks"))
+    columns = [metric for metric in RANK_COLUMNS if metric in run.metrics("ranks")]
+    if not count or not columns:
+        return None
+    values = [_latest_known(run, metric, count) for metric in columns]
+    shown = min(count, MAX_RANKS)
+    rows = ([f"rank {rank}", *(number(float(column[rank])) for column in values)] for rank in range(shown))
+    whole = table(["Rank", *(RANK_COLUMNS[metric] for metric in columns)], rows)
+    more = tag("p", f"The first {MAX_RANKS} of {count:,} ranks.", class_="dim") if count > MAX_RANKS else None
+    return join([whole if count <= MAX_OPEN_ROWS else folded(f"All {shown} ranks", whole), more])
+
+
+def _latest_known(run: Run, metric: str, count: int) -> np.ndarray[Any, Any]:
+    """Returns the last number that each rank has."""
+    steps, _ = run.times(metric, kind="ranks")
+    latest = np.full(count, np.nan)
+    if steps.size:
+        _, rows = run.matrix(metric, "ranks", since=int(steps[max(0, steps.size - 200)]) - 1)
+        for row in rows:
+            latest = np.where(np.isnan(row), latest, row)
+    return latest
+
+
+def _settings(meta: Mapping[str, Any], summary: Summary) -> Html:
+    """Returns how the run was recorded, without its path and machine: a report is made to be sent."""
+    return join([_pairs(_about(meta, summary)), folded("Monitoring settings", _pairs(_known(meta.get("config"))))])
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Html:
+    cells = ([cut(name, 60), tag("span", cut(text, 300), class_="left")] for name, text in rows)
+    return table(["Setting", "Value"], cells, numbers_from=2)
+
+
+def _about(meta: Mapping[str, Any], summary: Summary) -> Iterator[tuple[str, str]]:
+    started = meta.get("started_at")
+    if isinstance(started, (int, float)):
+        yield "started", f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC, for {duration(summary.seconds)}"
+    yield "processes", f"{summary.num_ranks:,}"
+    yield "watched", f"{summary.num_tensors:,} tensors, {summary.num_parameters:,} parameters"
+    for name, key in (("gradvitals", "version"), ("torch", "torch")):
+        if key in meta:
+            yield name, str(meta[key])
+    yield from ((key, text) for key, text in _known(meta.get("facts")) if key != "world_size")
+    yield from _known(meta.get("extra"))
+
+
+def _known(content: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(content, Mapping):
+        for key, value in list(content.items())[:60]:
+            if value not in (None, {}, []) and key != "extra":
+                yield str(key), _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,260 @@
+"""A run in Python: its verdict, matplotlib plots, and what a notebook shows. `gradvitals.store` imports it on demand.
+
+The theme of a notebook is not known here, so text and lines take the color around them, and styles are inline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradvitals.errors import GradvitalsError, RunError
+from gradvitals.report.charts import Axis
+from gradvitals.report.describe import TITLE
+from gradvitals.report.format import clean, cut, number, plural
+from gradvitals.report.markup import Html, Part, folded, tag
+from gradvitals.report.report import Report
+from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
+from gradvitals.report.timeline import curve_parts, value_axis
+from gradvitals.report.verdict import (
+    STATES,
+    UNDIAGNOSED,
+    RankedFinding,
+    Verdict,
+    judge_run,
+    num_ranks,
+    state_of,
+    was_diagnosed,
+)
+from gradvitals.store.drawn import Names
+from gradvitals.store.frames import Kind
+from gradvitals.store.reader import Floats, Run, open_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_FINDINGS = 5
+CURVE_COLUMNS = 160
+WIDTH, HEIGHT = 180, 40
+COLORS = {"critical": "#e5484d", "warning": "#d9822b", "info": "#3b82f6"}
+LEVEL_COLORS = {"healthy": "#2f9e5b", "attention": "#d9822b", "unhealthy": "#e5484d"}
+LINE = "#3b82f6"
+DIM = "opacity:.7;font-size:12px"
+FONT = "font:14px/1.45 system-ui,sans-serif;max-width:1000px"
+
+KINDS: dict[str, Kind] = {"tensor": "tensors", "layer": "layers", "head": "heads", "rank": "ranks"}
+PLOT_COLORS = {"critical": "tab:red", "warning": "tab:orange", "info": "tab:blue"}
+FAR = 50.0
+"""A plot whose largest value is more than this many times its median is logarithmic."""
+NAMED_ROWS = 40
+
+
+def verdict_of(run: Run) -> Verdict:
+    """Returns the full verdict on a run. See `Run.verdict`."""
+    return Report(run).verdict
+
+
+# -- HTML ----------------------------------------------------------------------------------------------------------
+
+
+def display(path: Path | None, fallback: str) -> str:
+    """Returns the run in a folder as HTML; the given text if there is none that can be read."""
+    if path is not None:
+        try:
+            with open_run(path) as run:
+                return run_html(run)
+        except (GradvitalsError, OSError):
+            pass
+    return str(tag("pre", fallback))
+
+
+def run_html(run: Run) -> str:
+    """Returns a run as a notebook shows it: headline, small curves, findings."""
+    span = span_of(run)
+    headline, findings, curves = _headline("No readings yet.", "currentColor"), None, None
+    if span is not None:
+        verdict = judge_run(run, run.findings())
+        diagnosed = was_diagnosed(run.meta)
+        headline = _verdict_headline(verdict) if diagnosed else _headline(UNDIAGNOSED, "currentColor")
+        findings = _finding_list(verdict)
+        cells = [_cell(curve, span.first, span.last) for curve in read_curves(run, span, CURVE_COLUMNS)]
+        curves = tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None
+    head = tag("div", tag("b", cut(run.path.name or str(run.path))), " ", tag("span", _about(run), style=DIM))
+    return str(tag("div", head, headline, curves, findings, style=FONT))
+
+
+def verdict_html(verdict: Verdict) -> str:
+    """Returns a verdict as a notebook shows it."""
+    lines: list[Part] = []
+    for label, text in (("Likely cause", verdict.cause), ("Fix", verdict.fix)):
+        if text:
+            lines.append(tag("div", tag("b", label), ": ", cut(text, TITLE)))
+    if verdict.checks_passed or verdict.checks_skipped:
+        checks = f"{plural(len(verdict.checks_passed), 'check')} passed, {len(verdict.checks_skipped)} skipped"
+        lines.append(tag("div", checks, style=DIM))
+    return str(tag("div", _verdict_headline(verdict), *lines, _finding_list(verdict), style=FONT))
+
+
+def _verdict_headline(verdict: Verdict) -> Html:
+    return _headline(verdict.headline, LEVEL_COLORS[verdict.level])
+
+
+def _headline(text: str, color: str) -> Html:
+    return tag("div", cut(text, TITLE), style=f"border-left:4px solid {color};padding:2px 10px;margin:6px 0")
+
+
+def _finding_list(verdict: Verdict) -> Html | None:
+    items = [_finding(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]]
+    hidden = len(verdict.ranked) - MAX_FINDINGS
+    if hidden > 0:
+        items.append(tag("li", f"and {hidden:,} more; run.findings() has all", style=DIM))
+    if not items:
+        return None
+    listed = tag("ul", *items, style="margin:4px 0;padding-left:20px")
+    return folded(f"Findings ({len(verdict.ranked)})", listed, opened=len(verdict.ranked) <= 3)
+
+
+def _finding(item: RankedFinding, *, live: bool) -> Html:
+    finding = item.finding
+    label = finding.severity if item.is_open else f"{finding.severity}, resolved"
+    fix = tag("div", f"Fix: {cut(finding.cures[0], TITLE)}", style=DIM) if finding.cures and item.is_open else None
+    text = f"{cut(finding.title, TITLE)} ({item.when(live=live)})"
+    color = COLORS.get(finding.severity, COLORS["info"])
+    return tag("li", tag("b", label, style=f"color:{color}"), " ", text, fix, style="margin:2px 0")
+
+
+def _about(run: Run) -> str:
+    steps = "no steps" if run.last_step is None else f"step {run.last_step:,}"
+    ranks = num_ranks(run.meta)
+    return f"{STATES[state_of(run)]}, {steps}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
+
+
+def _cell(curve: Curve, first: int, last: int) -> Html:
+    """Returns one metric: its name, its latest value, and a small curve."""
+    xs = Axis(first, max(last, first + 1), 0.0, float(WIDTH))
+    ys = value_axis(curve, HEIGHT - 2.0, 2.0)
+    styles: dict[str, dict[str, Any]] = {"curve": {"fill": "none", "stroke": LINE, "stroke_width": 1.4}}
+    styles["band"] = styles["range"] = {"fill": LINE, "opacity": 0.2}
+    styles["dot"] = {**styles["curve"], "stroke_width": 4.0, "stroke_linecap": "round"}
+    styles["nonfinite"] = {"fill": COLORS["critical"], "opacity": 0.5}
+    parts = [tag(kind, **shape, **styles[role]) for kind, role, shape in curve_parts(curve, xs, ys, float(HEIGHT))]
+    label = f"{curve.title}: {number(curve.latest)}"
+    box = f"0 0 {WIDTH} {HEIGHT}"
+    svg = tag("svg", *parts, viewBox=box, width=WIDTH, height=HEIGHT, role="img", aria_label=label)
+    alarm = bool(curve.nonfinite) and not np.isfinite(curve.latest)
+    latest = "NaN" if alarm else number(curve.latest)
+    value = tag("b", latest, style=f"color:{COLORS['critical']}" if alarm else None)
+    return tag("div", tag("div", tag("span", curve.title, style=DIM), " ", value), svg)
+
+
+# -- matplotlib ----------------------------------------------------------------------------------------------------
+
+
+class PlotsMissingError(GradvitalsError, ImportError):
+    """matplotlib is not installed."""
+
+
+def plot(
+    run: Run,
+    metric: str,
+    chosen: Mapping[str, Names],
+    *,
+    kind: Kind | None,
+    source: str | None,
+    ax: Axes | None,
+    band: bool,
+    marks: bool,
+    style: Mapping[str, Any],
+) -> Axes:
+    """See `Run.plot`. `chosen` has the names of a `tensor`, `layer`, `head` or `rank`."""
+    given = {part: names for part, names in chosen.items() if names is not None}
+    if len(given) + (kind is not None) > 1:
+        raise RunError("a plot is of tensors, layers, heads or ranks, or of all of one kind; more than one was given")
+    axes, is_ours = (ax, False) if ax is not None else (_new_axes(), True)
+    if kind is not None:
+        _plot_heatmap(run, metric, kind, source, axes, style)
+        return axes
+    of: Kind = next((KINDS[part] for part in given), "values")
+    source = source if source is not None else next(iter(run.sources(metric, of)), None)
+    drawn: list[Floats] = []
+    for label, row in _rows(given):
+        steps, values = run.series(metric, source=source, **row)
+        drawn.append(values[np.isfinite(values)])
+        [line] = axes.plot(steps, values, **{"label": label or metric, **style})
+        if band and {f"{metric}_low", f"{metric}_high"} <= set(run.metrics(of)):
+            _plot_band(run, metric, source, row, axes, line.get_color())
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{metric} ({source})" if source else metric)
+    known = np.concatenate(drawn) if drawn else np.empty(0)
+    if not known.size:
+        axes.text(0.5, 0.5, f"no values of {_label(metric)}", ha="center", va="center", transform=axes.transAxes)
+    elif is_ours and known.min() > 0 and known.max() > FAR * np.median(known):
+        axes.set_yscale("log")  # otherwise one outlier hides all other steps
+    if marks:
+        _mark_findings(run, axes)
+    if given:
+        axes.legend(fontsize="small")
+    return axes
+
+
+def _new_axes() -> Axes:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise PlotsMissingError("plots need matplotlib; install it with: pip install 'gradvitals[plots]'") from error
+    _, axes = pyplot.subplots()
+    return axes
+
+
+def _rows(given: Mapping[str, Names]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a label and the arguments of `Run.series` for each line."""
+    if not given:
+        yield "", {}
+    for part, names in given.items():
+        several = names if isinstance(names, Sequence) and not isinstance(names, str) else [names]
+        for name in several:
+            yield f"rank {name}" if part == "rank" else _label(str(name)), {part: name}
+
+
+def _label(name: str) -> str:
+    # matplotlib hides labels with a leading underscore and reads dollar signs as formulas.
+    return cut(clean(name), 60).replace("$", r"\$").lstrip("_") or "?"
+
+
+def _plot_band(run: Run, metric: str, source: str | None, row: dict[str, Any], axes: Axes, color: Any) -> None:
+    steps, low = run.series(f"{metric}_low", source=source, **row)
+    also, high = run.series(f"{metric}_high", source=source, **row)
+    if np.array_equal(steps, also):
+        finite = list(map(bool, np.isfinite(low) & np.isfinite(high)))
+        axes.fill_between(steps, low, high, where=finite, color=color, alpha=0.2, linewidth=0)
+
+
+def _mark_findings(run: Run, axes: Axes) -> None:
+    """Draws a dotted line at each finding that is more than a note; the axes keep their limits."""
+    limits = axes.get_xlim()
+    for finding in run.findings():
+        if finding.severity != "info":
+            color = PLOT_COLORS.get(finding.severity, "tab:gray")
+            axes.axvline(finding.first_step, color=color, linestyle=":", linewidth=1, label="_")
+    axes.set_xlim(limits)
+
+
+def _plot_heatmap(run: Run, metric: str, kind: Kind, source: str | None, axes: Axes, style: Mapping[str, Any]) -> None:
+    span = span_of(run)
+    found = read_heatmap(run, metric, kind, span, source) if span is not None else None
+    if span is None or found is None:
+        have = ", ".join(run.metrics(kind)) or "none"
+        raise RunError(f"{run.file} has no {metric!r} to plot for {kind}; it has: {have}")
+    known = found.values[np.isfinite(found.values)]
+    rows = len(found.names)
+    logarithmic = bool(known.min() > 0) and bool(known.max() > 20 * known.min())
+    settings = {"norm": "log" if logarithmic else None, "aspect": "auto", "interpolation": "nearest", **style}
+    extent = (span.first - 0.5, span.last + 0.5, rows - 0.5, -0.5)  # the input is at the top
+    drawn = axes.imshow(found.values, extent=extent, **settings)
+    every = -(-rows // NAMED_ROWS)
+    axes.set_yticks(range(0, rows, every), [_label(name) for name in found.names[::every]], fontsize="small")
+    axes.set_xlabel("step")
+    axes.figure.colorbar(drawn, ax=axes, label=metric)

@@ -1,0 +1,341 @@
+"""The report on a run: one model of verdict, checks, caveats and summary, which every renderer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose import RULES, Rule
+from gradvitals.report.catalog import name_of, passed_text
+from gradvitals.report.caveats import NOISE_RULES, adam_memory, layers_without_signal, negative_gsnr_in, silent_rules
+from gradvitals.report.summary import Summary, knows_batch, summarize
+from gradvitals.report.verdict import (
+    Diagnosed,
+    OnStep,
+    Restart,
+    State,
+    Verdict,
+    diagnose_run,
+    judge_run,
+    metric_of_every_step,
+    num_ranks,
+    recorded_settings,
+    restarts,
+    self_reports,
+    state_of,
+    was_diagnosed,
+)
+from gradvitals.store.frames import KINDS
+from gradvitals.store.reader import Run
+from gradvitals.types import SOURCES, Action, Finding
+
+MISSING = {
+    "loss": "no loss was observed: call monitor.observe(loss) after backward",
+    "lr": "no learning rate was read",
+    "gsnr": "no GSNR was measured: it needs two or more backward passes per step, or an Adam-like optimizer",
+    "noise_scale": "no noise scale: it needs two or more backward passes per step, and watch(..., batch_size=...)",
+    "clip/max_norm": "the loop does not clip gradients by norm",
+    "step/skipped": "the loop has no GradScaler",
+    "step/left_out": "no Guard skipped a step",
+    "vrgd/mean": "the optimizer is not of the VRGD family",
+}
+"""Why a metric may be missing, and what to do about it."""
+MISSING_FROM = {
+    "microbatch": "no micro-batches: it needs gradient accumulation, two or more backward passes per step",
+    "ranks": "no ranks to compare: it needs several processes",
+    "adam": "the optimizer keeps no Adam-like moments",
+    "window": "no embedding or output head was followed",
+    "heads": "no attention heads were found: Config.heads sets them",
+    "tensors": "single tensors were not read",
+}
+"""The same for a source of samples, or a kind of row, that a rule needs a metric of."""
+MISSING_RANKS = {
+    "ranks/norm_dispersion": "the gradients of single ranks are not available here, or Config.audit_every is None",
+    "ranks/checksum_mismatch": "there are no copies to compare: each shard of the weights is on one rank alone",
+    "ranks/out_of_step": "the ranks have not been compared yet, or Config.audit_every is None",
+}
+"""Why a comparison may be missing in a run of several ranks."""
+HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes per step"
+ONLY_EXAMPLES = (
+    "only single examples of norm layers have it, which no rule uses: it needs two or more backward passes per step"
+)
+NO_PASSES = "no noise scale: it needs two or more backward passes per step, or several ranks"
+NEVER_A_GSNR = "these readings do not determine a GSNR"
+
+NONFINITE = ("nonfinite", "loss_nonfinite")
+"""While one of these is open, other rules have nothing to look at."""
+
+CONTRADICTS = {
+    "lr_too_high": ("loss_rising", "loss_spike", "loss_plateau", "explosion", "update_spike", "warmup_needed"),
+    "warmup_needed": ("loss_rising", "loss_spike", "lr_too_high", "explosion", "update_spike"),
+    "loss_rising": ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress"),
+    "loss_nonfinite": ("loss_rising", "loss_spike", "loss_plateau"),
+    "nonfinite": ("explosion", "unstable_norm"),
+    "stale_gradients": ("explosion", "oscillation"),
+    "loss_plateau": ("high_effort_low_progress", "decay_due"),
+    "update_ratio": ("update_spike", "lr_too_high", "warmup_needed"),
+    "vanishing": ("dead_tensor",),
+    "dead_tensor": ("vanishing",),
+    "frozen_weights": ("dead_tensor", "unchanged_weights"),
+    "mixed_passes": ("batch_too_small", "batch_too_large", "estimator_unreliable", "deep_layer_collapse"),
+    "trained_in_turn": ("mixed_passes", "deep_layer_collapse"),
+}
+"""By finding: the checks that are not listed as passed beside it, though their rules saw nothing. Readers take checks
+together: if the loss rose a thousandfold, "no loss spike" only means that one rule was silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassedCheck:
+    """A rule that looked and found nothing."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedChecks:
+    """Rules that could not look, and why."""
+
+    reason: str
+    ids: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rules."""
+        return tuple(name_of(rule) for rule in self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What every rule had to say, besides the findings."""
+
+    passed: tuple[PassedCheck, ...]
+    skipped: tuple[SkippedChecks, ...]
+    until: int | None
+    """The last step before NaN or Inf came to stay, up to which checks passed; None if that is the end."""
+
+    @property
+    def num_skipped(self) -> int:
+        """How many checks were skipped."""
+        return sum(len(item.ids) for item in self.skipped)
+
+    @property
+    def passed_title(self) -> str:
+        """The heading of the list of passed checks."""
+        if self.until is not None:
+            return f"Checks passed up to step {self.until:,}, before NaN or Inf"
+        return "Checks passed"
+
+
+class Report:
+    """Everything there is to report about a run. Each part is computed when it is first used.
+
+    Args:
+        run: The run, which has to stay open meanwhile.
+        again: Replay the readings with the current rules, whatever was found when they were recorded.
+        on_step: Called for each step that is replayed.
+    """
+
+    def __init__(self, run: Run, *, again: bool = False, on_step: OnStep | None = None) -> None:
+        self.run = run
+        self.again = again
+        self._on_step = on_step
+
+    @cached_property
+    def diagnosed(self) -> Diagnosed:
+        """The findings, recorded or replayed. Raises RunError if the run has no readings."""
+        return diagnose_run(self.run, again=self.again, on_step=self._on_step)
+
+    @cached_property
+    def _judged(self) -> Verdict:
+        return judge_run(self.run, self.diagnosed.findings)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The verdict, with the checks that passed and those that were skipped."""
+        skipped = tuple(name for item in self.checks.skipped for name in item.ids)
+        return replace(
+            self._judged, checks_passed=tuple(item.id for item in self.checks.passed), checks_skipped=skipped
+        )
+
+    @cached_property
+    def checks(self) -> Checks:
+        """The checks that passed and those that were skipped."""
+        until = _finite_until(self._judged)
+        availability = _Availability(self.run, self._judged.read, until)
+        return _checks(availability, self._judged, recorded_settings(self.run.meta), self.diagnosed.failed)
+
+    @cached_property
+    def caveat(self) -> str:
+        """Why the GSNR in a finding, or at the end, must not be taken at face value; empty if it can be."""
+        return adam_memory(self.run) or negative_gsnr_in(self._judged.ranked)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The numbers of the run."""
+        return summarize(self.run)
+
+    @cached_property
+    def monitoring(self) -> tuple[Finding, ...]:
+        """What gradvitals reports about itself."""
+        return self_reports(self.run.findings())
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """What a Guard or a schedule did, or would have done."""
+        return tuple(self.run.actions())
+
+    @cached_property
+    def state(self) -> State:
+        """Whether the run is being written, was closed, or ended without being closed."""
+        return state_of(self.run)
+
+    @cached_property
+    def restarts(self) -> tuple[Restart, ...]:
+        """Each time another process continued the run."""
+        return restarts(self.run)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `gradvitals doctor --json` prints: plain values except for NaN, which the printer handles."""
+        return {
+            "run": str(self.run.path),
+            "replayed": bool(self.diagnosed.replayed),
+            "state": self.state,
+            "restarts": [restart.to_json() for restart in self.restarts],
+            "verdict": self.verdict.to_json(),
+            "findings": [item.to_json() for item in self.verdict.ranked],
+            "fine": [{"id": item.id, "text": item.text} for item in self.checks.passed],
+            "fine_until": self.checks.until,
+            "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
+            "gsnr_doubt": self.caveat,
+            "monitoring": [finding.to_json() for finding in self.monitoring],
+            "actions": [action.to_json() for action in self.actions],
+        }
+
+    def summary_json(self) -> dict[str, Any]:
+        """Returns what `gradvitals report --json` prints: the numbers, and the findings as they were recorded."""
+        verdict = self.recorded_verdict
+        return {
+            **self.summary.to_json(),
+            "diagnosed": was_diagnosed(self.run.meta),
+            "verdict": verdict.to_json(),
+            "findings": [item.to_json() for item in verdict.ranked],
+            "monitoring": [finding.to_json() for finding in self.monitoring],
+            "actions": [action.to_json() for action in self.actions],
+        }
+
+    @cached_property
+    def recorded_verdict(self) -> Verdict:
+        """The verdict by the findings recorded with the run, without a replay and without checks."""
+        return judge_run(self.run, self.run.findings())
+
+
+def _finite_until(verdict: Verdict) -> int | None:
+    """Returns the last step before loss or gradients stopped being finite for good; None if they did not."""
+    lost = [item for item in verdict.ranked if item.finding.id in NONFINITE and item.is_open]
+    ends = (item.finding.first_step - 1 - item.unread_before for item in lost if item.finding.severity == "critical")
+    return min(ends, default=None)
+
+
+class _Availability:
+    """Which metrics a run has, and why others are missing, looked up once each."""
+
+    def __init__(self, run: Run, steps: int, until: int | None) -> None:
+        counted = metric_of_every_step(run)
+        if until is not None and counted is not None:  # a run need not start with step 0
+            steps = int(np.count_nonzero(run.times(counted)[0] <= until))
+        self.steps = steps
+        """Steps that were read, up to `until`."""
+        self.until = until
+        self.is_adversarial = "step/in_turn" in run.metrics("values")
+        self._run = run
+        self._several_ranks = num_ranks(run.meta) > 1
+        self._lacking: dict[str, str] = {}
+
+    def lacking(self, metric: str) -> str:
+        """Returns why a rule that needs this metric cannot look; empty if it can."""
+        if metric not in self._lacking:
+            self._lacking[metric] = self._why_missing(metric)
+        return self._lacking[metric]
+
+    @cached_property
+    def _silent(self) -> dict[str, str]:
+        return silent_rules(self._run)
+
+    def unsure(self, rule: str) -> str:
+        """Returns why the silence of a rule proves nothing although it has its metrics; empty if it does."""
+        return self._silent.get(rule, "") if rule in NOISE_RULES else ""
+
+    def addition(self, rule: str) -> str:
+        """Returns what single layers add to the text of a passed check."""
+        return layers_without_signal(self._run) if rule == "estimator_unreliable" else ""
+
+    def _why_missing(self, needed: str) -> str:
+        """A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``."""
+        *of, metric = needed.split(":")
+        kinds = [kind for kind in KINDS if kind in of]
+        # GSNR and noise scale count if the whole model has them; those of single tensors decide little.
+        kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
+        sources = [source for source in self._run.sources(metric, kind) if source != "examples"]
+        if not sources and self._run.sources(metric, kind):
+            return ONLY_EXAMPLES
+        if "ranks" in sources:  # samples at one set of weights, as micro-batches are
+            of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
+        if metric not in self._run.metrics(kind):
+            if self._several_ranks and metric in MISSING_RANKS:
+                return MISSING_RANKS[metric]
+            if kind == "heads" and self._run.layout.heads:
+                return HEADS_UNREAD
+            if metric == "noise_scale" and knows_batch(self._run):
+                return NO_PASSES
+            reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
+            return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
+        missing = next((part for part in of if part in SOURCES and part not in sources), None)
+        if missing is not None:
+            return MISSING_FROM.get(missing, f"{metric} has no source {missing}")
+        if metric == "gsnr" and kind == "values" and not self._any_gsnr([x for x in sources if x in of] or sources):
+            return NEVER_A_GSNR
+        return ""
+
+    def _any_gsnr(self, sources: Sequence[str | None]) -> bool:
+        return any(np.isfinite(self._run.series("gsnr", source=name)[1]).any() for name in sources or (None,))
+
+
+def _checks(available: _Availability, verdict: Verdict, settings: Mapping[str, Any], failed: frozenset[str]) -> Checks:
+    found = {finding.id for finding in verdict.findings}
+    contradicted = {name for finding in found for name in CONTRADICTS.get(finding, ())}
+    passed: list[PassedCheck] = []
+    reasons: dict[str, list[str]] = {}
+    for name, rule in RULES.items():
+        if name in found or not (rule.default or settings.get(name, False) is not False):
+            continue
+        reason = _why_skipped(name, rule, available, settings, failed)
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+        elif name not in contradicted:
+            passed.append(PassedCheck(id=name, text=passed_text(name) + available.addition(name)))
+    skipped = tuple(SkippedChecks(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
+    return Checks(passed=tuple(passed), skipped=skipped, until=available.until)
+
+
+def _why_skipped(
+    name: str, rule: type[Rule], available: _Availability, settings: Mapping[str, Any], failed: frozenset[str]
+) -> str:
+    if settings.get(name) is False:
+        return "turned off in Config.rules"
+    if failed & {name, "diagnosis"}:
+        return "the rule raised an error"
+    if rule.expects_fall and available.is_adversarial:
+        return "the model alternates with another one, as in a GAN, so its loss need not fall"
+    lacking = next(filter(None, map(available.lacking, rule.needs)), "")
+    least = max(rule.min_steps, rule.judges_after)
+    if not lacking and available.until is not None and available.steps <= 0:
+        return "no step was finite"
+    if not lacking and available.steps <= least:
+        before = "" if available.until is None else " before NaN or Inf"
+        return f"too early: it needs more than {least:,} steps{before}"
+    return lacking or available.unsure(name)

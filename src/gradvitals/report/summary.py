@@ -1,0 +1,336 @@
+"""The numbers of a run: trends, noise scale, every layer, and the tensors that stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.report.caveats import adam_memory, negative_gsnr
+from gradvitals.report.series import ByLayer, Floats, scan
+from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, state_of
+from gradvitals.store.frames import Kind
+from gradvitals.store.reader import Run
+from gradvitals.types import FloatArray
+
+NAN = float("nan")
+WORST = 5
+"""How many tensors each list of the worst ones names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """One global metric over the whole run."""
+
+    metric: str
+    source: str | None
+    first: float
+    latest: float
+    steps: NDArray[np.int64]
+    values: FloatArray
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns first, latest and extremes; `gradvitals export` has the whole series."""
+        seen = self.values[np.isfinite(self.values)]
+        return {
+            "metric": self.metric,
+            "source": self.source,
+            "first": self.first,
+            "latest": self.latest,
+            "min": seen.min() if seen.size else NAN,
+            "max": seen.max() if seen.size else NAN,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """The latest noise scale, in samples; NaN if the readings do not identify it."""
+
+    measured: bool = False
+    """Whether the run has it at all: it needs micro-batches and the batch size."""
+    value: float = NAN
+    low: float = NAN
+    high: float = NAN
+    source: str | None = None
+    batch_told: bool = False
+    """Whether the loop reported how many samples a step has."""
+
+    @property
+    def identifiable(self) -> bool:
+        """Whether there is a value."""
+        return bool(np.isfinite(self.value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer at the latest per-tensor reading."""
+
+    name: str
+    grad_norm: float
+    spike_ratio: float
+    """The largest of its tensors'."""
+    gsnr: float
+    gsnr_low: float
+    gsnr_high: float
+    update_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """One tensor or layer that stands out, and when it did."""
+
+    name: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """The largest jump of the gradient norm, and the layers it came from."""
+
+    step: int
+    ratio: float
+    norm: float
+    layers: tuple[Worst, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The numbers that `gradvitals report` shows."""
+
+    run: str
+    last_step: int | None
+    state: State
+    seconds: float
+    num_ranks: int
+    num_tensors: int
+    num_parameters: int
+    dropped: int
+    trends: tuple[Trend, ...]
+    noise_scale: NoiseScale
+    gsnr_source: str | None
+    gsnr_batch_size: float | None
+    gsnr_caveat: str
+    """Why the GSNR must not be taken at face value; empty if it can be."""
+    largest_spike: Spike | None
+    layers_step: int | None
+    layers: tuple[LayerRow, ...]
+    lowest_gsnr: tuple[Worst, ...]
+    largest_spikes: tuple[Worst, ...]
+    largest_updates: tuple[Worst, ...]
+    nonfinite: tuple[Worst, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as plain values except for NaN, which the printer handles."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data["gsnr_doubt"] = data.pop("gsnr_caveat")
+        data["trends"] = {trend.metric: trend.to_json() for trend in self.trends}
+        data["noise_scale"] = {**asdict(self.noise_scale), "identifiable": self.noise_scale.identifiable}
+        data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
+        for name in ("layers", "lowest_gsnr", "largest_spikes", "largest_updates", "nonfinite"):
+            data[name] = [asdict(item) for item in data[name]]
+        return data
+
+    def trend(self, metric: str) -> Trend | None:
+        """Returns the trend of one metric, None if the run has none."""
+        return next((trend for trend in self.trends if trend.metric == metric), None)
+
+
+def summarize(run: Run) -> Summary:
+    """Reads the numbers of a run."""
+    meta = run.meta
+    source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
+    layers_step, layers = layer_rows(run, source)
+    trends = [_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr", "vrgd/mean")]
+    lowest = latest_extremes(run, "gsnr", source=source, lowest=True)
+    in_tables = [*(row.gsnr for row in layers), *(worst.value for worst in lowest)]
+    return Summary(
+        run=str(run.path),
+        last_step=run.last_step,
+        state=state_of(run),
+        seconds=(meta["finished_at"] or meta["heartbeat"]) - meta["started_at"],
+        num_ranks=num_ranks(meta),
+        num_tensors=len(run.tensors),
+        num_parameters=sum(info.numel for info in run.tensors),
+        dropped=run.dropped,
+        trends=tuple(trend for trend in trends if trend is not None),
+        noise_scale=_noise_scale(run),
+        gsnr_source=source,
+        gsnr_batch_size=_batch_size(run, source),
+        gsnr_caveat=_gsnr_caveat(run, source, trends[2], in_tables),
+        largest_spike=_largest_spike(run),
+        layers_step=layers_step,
+        layers=layers,
+        lowest_gsnr=lowest,
+        largest_spikes=extremes(run, "grad/spike_ratio"),
+        largest_updates=latest_extremes(run, "update/ratio"),
+        nonfinite=first_nonzero(run, "grad/nonfinite"),
+    )
+
+
+def knows_batch(run: Run) -> bool:
+    """Returns whether the loop reported how many samples a step has."""
+    counted = metric_of_every_step(run)
+    return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
+
+
+def _gsnr_caveat(run: Run, source: str | None, trend: Trend | None, in_tables: Sequence[float]) -> str:
+    of_adam = "adam" in (source, trend.source if trend else None)
+    return (
+        (adam_memory(run) if of_adam else "")
+        or negative_gsnr(in_tables, source)
+        or (negative_gsnr([trend.latest], trend.source) if trend else "")
+    )
+
+
+def _first_source(run: Run, metric: str, kind: Kind) -> str | None:
+    return next(iter(run.sources(metric, kind)), None)
+
+
+def _trend(run: Run, metric: str) -> Trend | None:
+    if metric not in run.metrics("values"):
+        return None
+    source = _first_source(run, metric, "values")
+    steps, values = run.series(metric, source=source)
+    if np.isnan(values).all() and metric == "gsnr":
+        return None
+    seen = values[~np.isnan(values)]
+    first = float(seen[0]) if seen.size else NAN
+    return Trend(metric=metric, source=source, steps=steps, values=values, first=first, latest=float(values[-1]))
+
+
+def _noise_scale(run: Run) -> NoiseScale:
+    source = _first_source(run, "noise_scale", "values")
+    available = run.metrics("values")
+    parts = {}
+    for name, metric in (("value", "noise_scale"), ("low", "noise_scale_low"), ("high", "noise_scale_high")):
+        values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
+        parts[name] = float(values[-1]) if values.size else NAN
+    return NoiseScale(source=source, measured="noise_scale" in available, batch_told=knows_batch(run), **parts)
+
+
+def _batch_size(run: Run, source: str | None) -> float | None:
+    if source is None:
+        return None
+    kind: Kind = "layers" if source in run.sources("gsnr", "layers") else "tensors"
+    _, sizes = run.batch_sizes("gsnr", kind=kind, source=source)
+    return float(sizes[-1]) if sizes.size and not np.isnan(sizes[-1]) else None
+
+
+def _largest_spike(run: Run) -> Spike | None:
+    if not {"grad/norm", "grad/spike_ratio"} <= set(run.metrics("values")):
+        return None
+    steps, ratios = run.series("grad/spike_ratio")
+    if not np.isfinite(ratios).any():
+        return None
+    at = int(np.argmax(np.where(np.isfinite(ratios), ratios, -np.inf)))
+    step = int(steps[at])
+    norm_steps, norms = run.series("grad/norm")
+    norm = float(norms[norm_steps == step][0]) if step in norm_steps else NAN
+    return Spike(step=step, ratio=float(ratios[at]), norm=norm, layers=_spiking_layers(run, step))
+
+
+# -- layers, and tensors that stand out ----------------------------------------------------------------------------
+
+
+def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow, ...]]:
+    """Returns the step of the latest per-tensor reading, and every layer at it in depth order."""
+    layers = run.names("layers")
+    norm_step, norms = _latest(run, "grad/norm", "tensors")
+    gsnr_step, gsnr = _latest(run, "gsnr", "layers", source)
+    steps = [step for step in (norm_step, gsnr_step) if step is not None]
+    if not steps or not layers:
+        return None, ()
+    by = ByLayer(run)
+    columns = {
+        "grad_norm": by.all_layers(by.norms(norms)),
+        "spike_ratio": by.all_layers(by.reduced(_latest(run, "grad/spike_ratio", "tensors")[1], np.fmax)),
+        "gsnr": gsnr,
+        "gsnr_low": _latest(run, "gsnr_low", "layers", source)[1],
+        "gsnr_high": _latest(run, "gsnr_high", "layers", source)[1],
+        "update_ratio": _update_ratios(run, by),
+    }
+    rows = (
+        LayerRow(name=name, **{column: float(values[i]) for column, values in columns.items()})
+        for i, name in enumerate(layers)
+    )
+    return max(steps), tuple(rows)
+
+
+def latest_extremes(run: Run, metric: str, *, source: str | None = None, lowest: bool = False) -> tuple[Worst, ...]:
+    """Returns the tensors with the largest (or lowest) values at the latest reading, the most extreme first."""
+    step, values = _latest(run, metric, "tensors", source)
+    if step is None:
+        return ()
+    return _top(run.names("tensors"), values, [step] * len(values), WORST, lowest=lowest)
+
+
+def extremes(run: Run, metric: str) -> tuple[Worst, ...]:
+    """Returns the tensors with the largest values anywhere in the run, each with the step of its largest."""
+    names = run.names("tensors")
+    best = np.full(len(names), -np.inf)
+    when = np.zeros(len(names), dtype=np.int64)
+    for steps, rows in scan(run, metric):
+        known = np.where(np.isnan(rows), -np.inf, rows)
+        at = known.argmax(axis=0)
+        top = known.max(axis=0)
+        better = top > best
+        best[better], when[better] = top[better], steps[at[better]]
+    return _top(names, np.where(best == -np.inf, np.nan, best), when.tolist(), WORST)
+
+
+def first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
+    """Returns the tensors whose value was ever above zero, with the first such value and step, the earliest first.
+
+    Those of one step come in the order of backward, so that the list starts where the finding says that it started.
+    """
+    names = run.names("tensors")
+    found: dict[int, Worst] = {}
+    for steps, rows in scan(run, metric):
+        hit = rows > 0
+        for i in np.flatnonzero(hit.any(axis=0)):
+            at = int(hit[:, i].argmax())
+            found.setdefault(int(i), Worst(name=names[i], value=float(rows[at, i]), step=int(steps[at])))
+    depths = {info.index: info.depth for info in run.tensors}
+    order = sorted(found, key=lambda i: (found[i].step, -depths.get(i, -1), -i))
+    return tuple(found[i] for i in order[:WORST])
+
+
+def _spiking_layers(run: Run, step: int, count: int = 3) -> tuple[Worst, ...]:
+    """Returns the layers whose tensors had the largest spike ratios at a step; none if tensors were not read then."""
+    if "grad/spike_ratio" not in run.metrics("tensors"):
+        return ()
+    steps, rows = run.matrix("grad/spike_ratio", since=step - 1, until=step)
+    if not steps.size:
+        return ()
+    by = ByLayer(run)
+    ratios = by.all_layers(by.reduced(rows[0], np.fmax))
+    return _top(run.names("layers"), ratios, [step] * len(ratios), count)
+
+
+def _latest(run: Run, metric: str, kind: Kind, source: str | None = None) -> tuple[int | None, Floats]:
+    missing = np.full(len(run.names(kind)), np.nan)
+    if metric not in run.metrics(kind):
+        return None, missing
+    steps, _ = run.times(metric, kind=kind, source=source)
+    return run.table(metric, kind=kind, source=source, step=int(steps[-1])) if steps.size else (None, missing)
+
+
+def _update_ratios(run: Run, by: ByLayer) -> Floats:
+    update_step, updates = _latest(run, "update/norm", "tensors")
+    weight_step, weights = _latest(run, "weight/norm", "tensors")
+    if update_step is None or update_step != weight_step:
+        return np.full(len(run.names("layers")), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return by.all_layers(by.norms(updates) / by.norms(weights))
+
+
+def _top(
+    names: Sequence[str], values: Floats, steps: Sequence[int], count: int, *, lowest: bool = False
+) -> tuple[Worst, ...]:
+    known = np.flatnonzero(~np.isnan(values))
+    order = known[np.argsort(values[known] if lowest else -values[known], kind="stable")]
+    return tuple(Worst(name=names[i], value=float(values[i]), step=int(steps[i])) for i in order[:count])

@@ -1,0 +1,497 @@
+"""Reports for the terminal. Names and titles come from outside: they are printed as text, never as markup."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from gradvitals.advise import Advice, Advised, Confidence, Figure
+from gradvitals.diagnose.roots import root_of
+from gradvitals.report.catalog import Entry, name_of
+from gradvitals.report.describe import TITLE, evidence, latest_actions, summarize_actions, where
+from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, capitalized, clean, cut, duration, number, plural, sparkline
+from gradvitals.report.report import Report
+from gradvitals.report.summary import LayerRow, Summary, Worst
+from gradvitals.report.verdict import STATES, UNDIAGNOSED, Level, RankedFinding, Verdict, in_sentence, was_diagnosed
+from gradvitals.types import Action, Finding, FloatArray, Severity
+
+STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "attention": "bold yellow", "unhealthy": "bold red"}
+CONFIDENCE_STYLES: dict[Confidence, str] = {"good": "green", "fair": "cyan", "low": "yellow", "none": "dim"}
+METRIC_LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/mean": "VRGD factor"}
+ADVICE_TITLES = {
+    "max_grad_norm": "Gradient clipping",
+    "batch_size": "Batch size",
+    "warmup": "Warmup",
+    "decay": "Learning-rate decay",
+    "layers": "Layers",
+}
+
+LABEL_WIDTH = 16
+"""Columns for the label of each part of a finding."""
+BULLET = "  - "
+LIKELIEST = 3
+"""Causes and fixes of a finding; one of each for a note and for a finding that no longer counts."""
+OTHER_FINDINGS = 4
+"""Findings beside the worst one that doctor names without --verbose."""
+WIDE = 76
+"""Columns of screen from which the layer table shows intervals."""
+MAX_LAYERS = 400
+"""Rows of the layer table; with more, those in the middle are skipped."""
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A wrapped paragraph after a label or a bullet; its further lines line up with the first."""
+
+    head: str
+    text: str | Text
+    style: str = ""
+    """Of the head."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Wraps at the width at hand, without trailing blanks."""
+        text = self.text if isinstance(self.text, Text) else Text(self.text)
+        lines = text.wrap(console, max(1, options.max_width - len(self.head)))
+        for i, line in enumerate(lines):
+            head = (" " * len(self.head), "") if i else (self.head, self.style)
+            whole = Text.assemble(head, line)
+            whole.rstrip()
+            yield whole
+
+
+@dataclass(frozen=True)
+class Spark:
+    """A sparkline as wide as the space it gets, in ASCII if the terminal needs it."""
+
+    values: FloatArray | list[float]
+    robust: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws at the width at hand."""
+        blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
+        yield Text(sparkline(self.values, min(options.max_width, 60), robust=self.robust, blocks=blocks), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Takes from one character to one per value, sixty at most."""
+        return Measurement(1, max(1, min(options.max_width, 60, len(self.values))))
+
+
+# -- gradvitals doctor ---------------------------------------------------------------------------------------------
+
+
+def render_doctor(report: Report, *, verbose: bool = False, all_checks: bool = False) -> RenderableType:
+    """Returns what `gradvitals doctor` prints, ready for `rich.console.Console.print`.
+
+    Args:
+        report: The report on the run.
+        verbose: Show every finding in full, and what was done, instead of the worst one.
+        all_checks: The same, and name each check that passed or was skipped.
+    """
+    return Group(*(_doctor_in_full(report, all_checks) if verbose or all_checks else _doctor_in_short(report)))
+
+
+def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
+    verdict = report.verdict
+    yield headline(verdict)
+    if report.diagnosed.replayed:
+        yield Paragraph("", Text(f"Replayed with the current rules ({report.diagnosed.replayed}).", style="dim"))
+    worst = verdict.worst
+    if worst is not None and verdict.level != "healthy":
+        yield from _diagnosis(worst, live=verdict.live)
+        others = verdict.ranked[1:]
+        caused = [item for item in others if root_of(item.finding) == worst.finding.id]
+        if caused:
+            yield Paragraph("  Also caused by this: ", clean(_counted_names(caused)), "bold")
+        rest = [item for item in others if item not in caused and item.weight != "info"]
+        for item in rest[:OTHER_FINDINGS]:
+            yield _heading(item, suffix=f"; {item.when(live=verdict.live)}")
+        if len(rest) > OTHER_FINDINGS:
+            yield Text(f"and {len(rest) - OTHER_FINDINGS} more findings")
+    if report.caveat:
+        yield Paragraph("Note: ", clean(report.caveat), "yellow")
+    if report.actions:
+        yield Paragraph("", clean(f"{capitalized(summarize_actions(report.actions).splitlines()[0])}."))
+    for finding in report.monitoring:
+        if finding.severity != "info":
+            yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
+    checks = report.checks
+    until = "" if checks.until is None else f" up to step {checks.until:,}"
+    has_more = verdict.ranked or report.monitoring or report.actions
+    hint = f"{'-v for details, ' if has_more else ''}--all to list the checks"
+    counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
+    yield Paragraph("", Text.assemble(counts, (f" ({hint})", "dim")))
+
+
+def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
+    """Yields cause, fix and evidence of the worst finding; the headline has its title."""
+    finding = item.finding
+    parts = [
+        ("Likely cause", finding.causes[:1]),
+        ("Fix", finding.cures[:1]),
+        ("Where", [where(finding)] if finding.tensors and not finding.says_where else []),
+        ("Evidence", ["; ".join(evidence(finding.evidence))]),
+    ]
+    for label, texts in parts:
+        yield from (Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold") for text in texts if text)
+
+
+def _counted_names(items: Sequence[RankedFinding]) -> str:
+    names = Counter(in_sentence(name_of(item.finding.id)) for item in items)
+    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
+
+
+def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:
+    verdict, checks = report.verdict, report.checks
+    yield headline(verdict)
+    yield Paragraph("", Text(_origin(report), style="dim"))
+    for item in verdict.ranked:
+        yield from (Text(), finding_in_full(item, live=verdict.live, routine=all_checks))
+    if verdict.ranked:
+        hint = "`gradvitals doctor --explain RULE` lists every cause and fix of a finding."
+        yield from (Text(), Paragraph("", Text(hint, "dim")))
+    if report.caveat:
+        yield from (Text(), Paragraph("Note: ", clean(report.caveat), "yellow"))
+    if len(report.restarts) > 1:  # the headline has a single one
+        yield from (Text(), Text("Restarts", style="bold"))
+        for restart in report.restarts:
+            yield Paragraph(BULLET, clean(f"at step {restart.step:,}; before that: {restart.why}"))
+    if report.actions:
+        yield from (Text(), *actions_section(report.actions))
+    yield Text()
+    if all_checks:
+        yield Text(f"{checks.passed_title} ({len(checks.passed)})", style="bold")
+        yield from (Paragraph(BULLET, clean(item.text)) for item in checks.passed)
+        yield from (Text(), Text(f"Checks skipped ({checks.num_skipped})", style="bold"))
+        for skipped in checks.skipped:
+            yield Paragraph(BULLET, clean(f"{skipped.reason} ({', '.join(skipped.names)})"))
+    else:
+        until = "" if checks.until is None else f" up to step {checks.until:,}"
+        counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
+        yield Paragraph("", Text.assemble(counts, (" (--all to list them)", "dim")))
+    if report.monitoring:
+        yield from (Text(), *monitoring_section(report.monitoring))
+
+
+def _origin(report: Report) -> str:
+    run, why = clean(str(report.run.path)), report.diagnosed.replayed
+    if not why:
+        return f"{run} (recorded live)"
+    return (
+        f"{run}, replayed with the current rules ({why}). Tensors are stored less often than a live run reads them: "
+        "some findings come later, or not at all."
+    )
+
+
+def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -> RenderableType:
+    """Returns everything about a finding: where, when, evidence, likely causes and fixes.
+
+    Args:
+        item: The finding.
+        live: Whether the run is still being written.
+        routine: Show everything of a routine note too, which otherwise takes one line.
+    """
+    finding = item.finding
+    if item.is_routine and not routine:
+        return _routine(item)
+    found = finding.found_step
+    later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
+    limit = LIKELIEST if item.weight != "info" else 1
+    parts: list[tuple[str, Sequence[str]]] = [
+        ("Where", [where(finding)] if finding.tensors else []),
+        ("When", [item.when(live=live) + later]),
+        ("Evidence", list(evidence(finding.evidence))),
+        ("Likely cause", finding.causes[:limit]),
+        ("Fix", finding.cures[:limit]),
+    ]
+    lines = []
+    for label, texts in parts:
+        for i, text in enumerate(texts):
+            head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
+            several = label in ("Likely cause", "Fix") and len(texts) > 1
+            lines.append(Paragraph(f"{head}{i + 1}. " if several else head, clean(text), "bold"))
+    return Group(_heading(item), *lines)
+
+
+def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
+    """Returns a finding in a few lines: what, where and when, and the first fix."""
+    finding = item.finding
+    if item.is_routine:
+        return _routine(item)
+    place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
+    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {cure}" for cure in finding.cures[:1])]
+    return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
+
+
+def headline(verdict: Verdict) -> RenderableType:
+    """Returns the headline of a verdict, its first words in color."""
+    head, colon, rest = clean(verdict.headline).partition(":")
+    return Paragraph("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+
+
+def actions_section(actions: Sequence[Action]) -> Iterator[RenderableType]:
+    """Yields what a Guard or a schedule did; nothing if there was neither."""
+    if actions:
+        first, *others = summarize_actions(actions).splitlines()
+        yield Text(clean(capitalized(first)), style="bold")
+        yield from (Paragraph(BULLET, clean(line.strip())) for line in (*others, *latest_actions(actions)))
+
+
+def monitoring_section(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """Yields what gradvitals reports about itself."""
+    if findings:
+        yield Text("Monitoring", style="bold")
+    for finding in findings:
+        fix = f"; fix: {finding.cures[0]}" if finding.cures else ""
+        yield Paragraph(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){fix}"))
+
+
+def _heading(item: RankedFinding, suffix: str = "") -> RenderableType:
+    return _headed(item, clean(cut(item.finding.title, TITLE)), "bold", clean(suffix))
+
+
+def _routine(item: RankedFinding) -> RenderableType:
+    return _headed(item, f"{in_sentence(name_of(item.finding.id))}, as in nearly every healthy run")
+
+
+def _headed(item: RankedFinding, text: str, style: str = "", suffix: str = "") -> RenderableType:
+    finding = item.finding
+    severity = finding.severity if item.is_open else f"{finding.severity}, resolved"
+    whole = Text.assemble((text, style), (f" [{clean(cut(finding.id))}]", "dim"), suffix)
+    return Paragraph(f"{severity}: ", whole, STYLES[finding.severity] if item.is_open else "dim")
+
+
+def render_rules(entries: Sequence[Entry]) -> RenderableType:
+    """Returns every rule by its id, with its pattern."""
+    width = max((len(clean(entry.id)) for entry in entries), default=0) + 2
+    return Group(*(Paragraph(clean(entry.id).ljust(width), clean(entry.pattern), "bold") for entry in entries))
+
+
+def render_rule(entry: Entry) -> RenderableType:
+    """Returns one rule in full."""
+    return Group(*_rule_sections(entry))
+
+
+def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
+    yield Text.assemble((clean(entry.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
+    yield Paragraph("", clean(entry.pattern))
+    yield Paragraph("", entry.conditions.replace("`", ""))
+    for title, texts in (("Likely causes", entry.causes), ("Fixes", entry.cures)):
+        if texts:
+            yield from (Text(), Text(title, style="bold"))
+            yield from (Paragraph(f"  {i}. ", clean(text)) for i, text in enumerate(texts, 1))
+    if entry.settings:
+        yield from (Text(), Text("Settings and their defaults", style="bold"))
+        heads = [f"  {setting.name} = {setting.default!r}" for setting in entry.settings]
+        width = max(map(len, heads)) + 2
+        for head, setting in zip(heads, entry.settings, strict=True):
+            yield Paragraph(head.ljust(width), clean(setting.text))
+        first = entry.settings[0]
+        change = f'Config(rules={{"{entry.id}": {{"{first.name}": {first.default!r}}}}})'
+        yield from (Text(), Paragraph("", f"To change one: {change}"))
+    if entry.reference:
+        yield from (Text(), Paragraph("", f"Reference: {clean(entry.reference)}"))
+
+
+# -- gradvitals report ---------------------------------------------------------------------------------------------
+
+
+def render_report(report: Report) -> RenderableType:
+    """Returns what `gradvitals report` prints, ready for `rich.console.Console.print`."""
+    return Group(*_report_sections(report))
+
+
+def findings_section(report: Report) -> Iterator[RenderableType]:
+    """Yields the verdict, the findings in short, what was done, and what gradvitals reports about itself."""
+    verdict = report.recorded_verdict
+    diagnosed = was_diagnosed(report.run.meta)
+    if diagnosed and report.run.last_step is not None:
+        yield headline(verdict)
+    elif not diagnosed:
+        yield Paragraph("", UNDIAGNOSED)
+    yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
+    if verdict.ranked:
+        yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
+    yield from actions_section(report.actions)
+    yield from monitoring_section(report.monitoring)
+
+
+def _report_sections(report: Report) -> Iterator[RenderableType]:
+    summary = report.summary
+    yield _summary_head(summary)
+    if summary.last_step is None:
+        yield Text("No readings yet.")
+    else:
+        yield vitals_table(_trends(summary))
+    if summary.gsnr_caveat:
+        yield Paragraph("Note: ", clean(summary.gsnr_caveat), "yellow")
+    yield Text()
+    if summary.layers:
+        yield LayerTable(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
+    for title, worst in (
+        ("Lowest GSNR", summary.lowest_gsnr),
+        ("Largest spike ratio of the run", summary.largest_spikes),
+        ("Largest update/weight", summary.largest_updates),
+        ("Non-finite elements when first seen (1: at least one)", summary.nonfinite),
+    ):
+        if worst:
+            yield from (worst_list(title, worst), Text())
+    yield from findings_section(report)
+    if summary.dropped:
+        yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
+
+
+def _summary_head(summary: Summary) -> Text:
+    steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
+    text = Text(clean(summary.run), style="bold")
+    ranks = f"{summary.num_ranks:,} ranks, " if summary.num_ranks > 1 else ""
+    return text.append(
+        f"  {STATES[summary.state]}, {steps}, {duration(summary.seconds)}, {ranks}"
+        f"{summary.num_tensors:,} tensors, {summary.num_parameters:,} parameters",
+        style="not bold",
+    )
+
+
+def vitals_table(rows: Iterable[tuple[str, str, RenderableType]]) -> Table:
+    """Returns a table with a row per metric: label, latest value, and a sparkline or a remark."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=8)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
+    for metric, label in METRIC_LABELS.items():
+        trend = summary.trend(metric)
+        if trend is not None:
+            yield _with_source(label, trend.source), number(trend.latest), spark_of(metric, trend.values)
+    scale = summary.noise_scale
+    if scale.identifiable:
+        unit = "samples, from norm layers" if scale.source == "examples" else "samples"
+        unknown = math.isnan(scale.low) and math.isnan(scale.high)
+        ends = "" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})"
+        yield _with_source("noise scale", scale.source), number(scale.value), f"{unit}{ends}"
+    elif scale.measured:
+        yield _with_source("noise scale", scale.source), "-", "not identifiable from these readings"
+    else:
+        also = "" if scale.batch_told else ", and watch(..., batch_size=...)"
+        yield "noise scale", "-", f"needs two or more backward passes per step{also}"
+
+
+def _with_source(label: str, source: str | None) -> str:
+    """Returns the label and its source: values of different sources are different quantities."""
+    return label if source is None else f"{label} ({clean(source)})"
+
+
+def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:
+    """Returns the sparkline that suits a metric."""
+    series = np.asarray(values, dtype=np.float64)
+    if metric in ("loss", "grad/norm"):  # NaN of these is not a gap but an alarm
+        series = np.where(np.isnan(series), np.inf, series)
+    # A spike of the norm is the news, so it may flatten the rest; for other metrics the shape is.
+    return Spark(series, robust=metric != "grad/norm")
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The layer table in depth order, with intervals if there is room."""
+
+    rows: Sequence[LayerRow]
+    step: int | None
+    source: str | None
+    batch_size: float | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= WIDE
+        headings = ("grad norm", "spike", "GSNR", "95% interval", "update/weight")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("layer", overflow="ellipsis", no_wrap=True)
+        for heading in headings if wide else ("norm", "spike", "GSNR", "update"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        hidden = len(self.rows) - MAX_LAYERS
+        head = MAX_LAYERS // 2 if hidden > 0 else len(self.rows)
+        for at, row in enumerate(self.rows):
+            if at < head or at >= head + hidden:
+                table.add_row(Text(clean(row.name)), *self._cells(row, wide=wide))
+            elif at == head:
+                table.add_row(Text(f"… {hidden:,} more; gradvitals export has all", style="dim"))
+        yield self._title()
+        yield table
+
+    def _title(self) -> Text:
+        text = f"Layers at step {self.step}, from input to output"
+        if self.source:
+            at = f" at batch size {number(self.batch_size)}" if self.batch_size is not None else ""
+            text += f" (GSNR from {self.source}{at})"
+        return Text(text, style="bold")
+
+    @staticmethod
+    def _cells(row: LayerRow, *, wide: bool) -> Iterator[Text]:
+        yield Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red")
+        yield Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > 5 else "")
+        yield Text(number(row.gsnr))
+        if wide:
+            known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
+            yield Text(f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-")
+        yield Text(number(row.update_ratio))
+
+
+def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
+    """Returns the tensors that stand out in one way, a line each."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(justify="right", no_wrap=True, min_width=8)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    for item in worst:
+        table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
+    return Group(Text(title, style="bold"), table)
+
+
+# -- gradvitals advise ---------------------------------------------------------------------------------------------
+
+
+def render_advice(advised: Advised) -> RenderableType:
+    """Returns what `gradvitals advise` prints, ready for `rich.console.Console.print`."""
+    return Group(*_advice_sections(advised))
+
+
+def _advice_sections(advised: Advised) -> Iterator[RenderableType]:
+    count = sum(advice.can_tell for advice in advised.pieces)
+    steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
+    head = f"Advice on {count} of {len(advised.pieces)} settings"
+    yield Paragraph("", Text.assemble((head, "bold"), f", from {steps}."))
+    yield Paragraph("", Text(clean(advised.run), style="dim"))
+    for advice in advised.pieces:
+        yield from (Text(), *_advice(advice))
+
+
+def _advice(advice: Advice) -> Iterator[RenderableType]:
+    yield Text(ADVICE_TITLES.get(advice.topic, advice.topic), style="bold" if advice.can_tell else "bold dim")
+    yield Paragraph("  ", clean(advice.answer))
+    if advice.can_tell:
+        because = f": {advice.because}" if advice.because else ""
+        confidence = Text.assemble((advice.confidence, CONFIDENCE_STYLES[advice.confidence]), clean(because))
+        yield Paragraph("  Confidence".ljust(LABEL_WIDTH), confidence, "bold")
+    for i, figure in enumerate(advice.figures):
+        yield Paragraph(f"  {'' if i else 'Evidence'}".ljust(LABEL_WIDTH), clean(_with_steps(figure)), "bold")
+    for i, note in enumerate(advice.notes):
+        yield Paragraph(f"  {'' if i else 'Note'}".ljust(LABEL_WIDTH), clean(note), "bold")
+
+
+def _with_steps(figure: Figure) -> str:
+    first, last = figure.first_step, figure.last_step
+    if first is None or last is None or last <= first:
+        return figure.text
+    return f"{figure.text}; steps {first:,} to {last:,}"

@@ -1,0 +1,577 @@
+"""The verdict on a run: how serious its findings are by now, how its processes ended, and one line that sums it up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gradvitals.advise.record import steps_spanned
+from gradvitals.diagnose import RULES, Diagnosis, Facts
+from gradvitals.diagnose.explain import before_it
+from gradvitals.diagnose.roots import root_of
+from gradvitals.errors import RunError
+from gradvitals.report.catalog import name_of
+from gradvitals.report.format import clean, cut, duration, plural
+from gradvitals.store.process import is_gone
+from gradvitals.store.reader import Run, open_run
+from gradvitals.store.segments import Segment
+from gradvitals.types import SEVERITIES, Finding, Severity
+
+Level = Literal["healthy", "attention", "unhealthy"]
+State = Literal["running", "finished", "stopped"]
+OnStep = Callable[[int], None]
+"""Called with the number of each step that is replayed."""
+
+LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "attention", "critical": "unhealthy"}
+LABELS: dict[Level, str] = {"healthy": "Healthy", "attention": "Needs attention", "unhealthy": "Unhealthy"}
+STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopped": "stopped without being closed"}
+
+SELF_REPORTS = (
+    "source_unavailable",
+    "readings_thinned",
+    "monitor_error",
+    "observe_ignored",
+    "store_error",
+    "guard_error",
+    "snapshot_error",
+    "sink_error",
+)
+"""Ids of what gradvitals reports about itself. They mean nothing for the training."""
+STOPPED = "training_stopped"
+WHY_STOPPED = (STOPPED, "ranks_lost")
+"""Findings that explain why a process ended, the most specific first."""
+ROUTINE = ("noisy_gradients",)
+"""Ids of notes that nearly every healthy run has and that ask for nothing: they take one line."""
+
+CLEAR_STEPS = 20
+"""Steps without the pattern before a finding stops counting."""
+CLEAR_SHARE = 0.1
+"""Share of the run that has to be clear of a finding that was critical."""
+EPISODES = 3
+"""A pattern that came this often is expected to come again."""
+EARLY_STEPS = 50
+"""With fewer steps read than this, no findings mean little."""
+NAMED_NOTES = 3
+
+UNDIAGNOSED = "Recorded without diagnosis; `gradvitals doctor` judges the stored readings."
+
+NO_LOSS = (
+    "No loss was observed, so no check of the loss ran: call observe(loss), after backward, on what gv.watch() returns."
+)
+NO_LOSS_IMPORTED = "No loss was imported, so no check of the loss ran: --map COLUMN=loss sets its column."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedFinding:
+    """A finding, and how much it matters at the end of the readings."""
+
+    finding: Finding
+    weight: Severity
+    """Its severity while it is open; less once it is resolved."""
+    clear_steps: int | None
+    """Steps since it was resolved; None while it is open."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pattern was still there at the last step."""
+        return self.clear_steps is None
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether it is a note that nearly every healthy run has."""
+        return self.finding.id in ROUTINE and self.finding.severity == "info"
+
+    @property
+    def unread_before(self) -> int:
+        """Steps right before the finding that were not read, so that it may have started earlier."""
+        return unread_before(self.finding)
+
+    def when(self, *, live: bool) -> str:
+        """Returns the steps of the finding, and whether it is resolved."""
+        first, last = self.finding.first_step, self.finding.last_step
+        unread = f" ({before_it(self.unread_before)} not read)" if self.unread_before else ""
+        if self.finding.id == STOPPED and self.is_open:
+            return f"at step {first:,}, where the run ended"
+        if last is None:
+            return f"since step {first:,}{unread}" + ("" if live else ", ongoing when the run ended")
+        steps = f"step {first:,}" if last <= first else f"steps {first:,} to {last:,}"
+        resolved = f"resolved {plural(self.clear_steps, 'step')} ago" if self.clear_steps else "just resolved"
+        return f"{steps}{unread}, {resolved}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the finding as plain JSON values, with `weight`, `open` and `clear_steps` beside them."""
+        own = {"weight": self.weight, "open": self.is_open, "clear_steps": self.clear_steps}
+        return {**self.finding.to_json(), **own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a run is, in one word and in one line. Prints itself, and displays itself in a notebook.
+
+    Example:
+        >>> run = gv.open_run("runs/gpt")  # doctest: +SKIP
+        >>> run.verdict.level, run.verdict.fix  # doctest: +SKIP
+        ('unhealthy', 'lower the learning rate from 10 to about 0.03')
+    """
+
+    level: Level
+    headline: str
+    """The level, how many steps and findings there are, and the worst of them, in a line."""
+    ranked: tuple[RankedFinding, ...]
+    """The findings about the training with their weights, worst first."""
+    steps: int
+    """Steps from the first that was read to the last."""
+    read: int
+    """How many of these were read."""
+    live: bool
+    """Whether the run is still being written."""
+    checks_passed: tuple[str, ...] = ()
+    """Ids of the rules that looked and found nothing. Only a full report fills them in."""
+    checks_skipped: tuple[str, ...] = ()
+    """Ids of the rules that could not look."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found about the training, worst first."""
+        return tuple(item.finding for item in self.ranked)
+
+    @property
+    def worst(self) -> RankedFinding | None:
+        """The finding that decides the level; None if there is none."""
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def cause(self) -> str | None:
+        """The likely cause of what is wrong; None if the run is healthy."""
+        return self._first("causes")
+
+    @property
+    def fix(self) -> str | None:
+        """The first thing to do about it; None if the run is healthy."""
+        return self._first("cures")
+
+    @property
+    def num_open(self) -> int:
+        """How many findings are open."""
+        return sum(item.is_open for item in self.ranked)
+
+    def _first(self, field: str) -> str | None:
+        if self.worst is None or self.level == "healthy":
+            return None
+        return next(iter(getattr(self.worst.finding, field)), None)
+
+    def reaches(self, severity: Severity) -> bool:
+        """Returns whether any finding weighs this much by now, or more."""
+        return self.worst is not None and _rank(self.worst.weight) >= _rank(severity)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the verdict as plain JSON values, without the findings."""
+        return {
+            "level": self.level,
+            "line": self.headline,
+            "cause": self.cause,
+            "fix": self.fix,
+            "steps": self.steps,
+            "open": self.num_open,
+            "over": len(self.ranked) - self.num_open,
+            "worst": self.worst.finding.id if self.worst else None,
+            "live": self.live,
+        }
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        lines += [f"Likely cause: {self.cause}"] if self.cause else []
+        lines += [f"Fix: {self.fix}"] if self.fix else []
+        if self.checks_passed or self.checks_skipped:
+            lines.append(f"{plural(len(self.checks_passed), 'check')} passed, {len(self.checks_skipped)} skipped")
+        return clean_lines(lines)
+
+    def _repr_html_(self) -> str:
+        from gradvitals.report.notebook import verdict_html
+
+        return verdict_html(self)
+
+
+def clean_lines(lines: Iterable[str]) -> str:
+    """Returns lines of text with control characters as escapes."""
+    return "\n".join(map(clean, lines))
+
+
+# -- from findings to a verdict ------------------------------------------------------------------------------------
+
+
+def judge(
+    findings: Iterable[Finding], *, last_step: int, steps: int, read: int | None = None, live: bool = False
+) -> Verdict:
+    """Returns the verdict on a run.
+
+    Args:
+        findings: All of them; what gradvitals reports about itself does not count.
+        last_step: The last step that was read.
+        steps: The number of steps from the first that was read to the last.
+        read: How many of them were read; None for all.
+        live: Whether the run is still being written.
+    """
+    read = steps if read is None else read
+    ranked = rank(findings, last_step=last_step, steps=steps)
+    live = live and stop_of(ranked) is None
+    level = LEVELS[ranked[0].weight] if ranked else "healthy"
+    headline = _headline(level, ranked, steps=steps, read=read, live=live)
+    return Verdict(level=level, headline=headline, ranked=ranked, steps=steps, read=read, live=live)
+
+
+def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[RankedFinding, ...]:
+    """Returns every finding about the training with its weight by now, the heaviest first.
+
+    An open finding weighs as much as its severity. A resolved one weighs less:
+
+    - a warning becomes info once it has been resolved for as long as it lasted, and for 20 steps;
+    - a critical one becomes a warning at once, and info once that and a tenth of the run are clear of it;
+    - one that came three times or more stays a warning until the run has been clear for longer than ever between.
+    """
+    ours = [finding for finding in findings if finding.id not in SELF_REPORTS]
+    by_id: dict[str, list[Finding]] = {}
+    for finding in ours:
+        by_id.setdefault(finding.id, []).append(finding)
+    return tuple(sorted((_ranked(finding, by_id[finding.id], last_step, steps) for finding in ours), key=_order))
+
+
+def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:
+    """Returns what stopped the run early; None if it continues, continued since, or finished."""
+    return next((item for item in ranked if item.finding.id == STOPPED and item.is_open), None)
+
+
+def self_reports(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Returns what gradvitals reports about itself, in order."""
+    return tuple(finding for finding in findings if finding.id in SELF_REPORTS)
+
+
+def unread_before(finding: Finding) -> int:
+    """Returns how many steps right before a finding were not read, according to its evidence."""
+    unread = finding.evidence.get("unread")
+    return unread if isinstance(unread, int) and 0 < unread <= finding.first_step else 0
+
+
+def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> RankedFinding:
+    if finding.last_step is None:
+        return RankedFinding(finding=finding, weight=finding.severity, clear_steps=None)
+    clear = max(0, last_step - finding.last_step)
+    # Ranks that do not wait for each other may have made a few more steps.
+    if finding.id == STOPPED and (clear == 0 or (finding.rank is not None and clear < CLEAR_STEPS)):
+        return RankedFinding(finding=finding, weight=finding.severity, clear_steps=None)
+    lasted = finding.last_step - finding.first_step + 1
+    share = CLEAR_SHARE * steps if finding.severity == "critical" else 0.0
+    enough = max(lasted, CLEAR_STEPS, share)
+    done = finding.severity == "info" or (clear >= enough and not _is_recurring(finding, episodes, clear))
+    return RankedFinding(finding=finding, weight="info" if done else "warning", clear_steps=clear)
+
+
+def _is_recurring(finding: Finding, episodes: Sequence[Finding], clear: int) -> bool:
+    """Returns whether this is the latest of several episodes, and the next one may just not be due yet."""
+    starts = sorted(episode.first_step for episode in episodes if episode.severity != "info")
+    if len(starts) < EPISODES or finding.first_step != starts[-1]:
+        return False
+    return clear <= max(later - earlier for earlier, later in pairwise(starts))
+
+
+def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
+    finding = item.finding
+    is_end = finding.id == STOPPED and item.is_open
+    # A consequence comes after its cause if both weigh the same.
+    return (
+        -_rank(item.weight),
+        not is_end,
+        bool(root_of(finding)),
+        -_rank(finding.severity),
+        not item.is_open,
+        (finding.first_step),
+    )
+
+
+def _rank(severity: Severity) -> int:
+    return SEVERITIES.index(severity)
+
+
+def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
+    counted = f"{plural(steps, 'step')}{f' ({read:,} read)' if read < steps else ''}{' so far' if live else ''}"
+    stop = stop_of(ranked)
+    others = [item for item in ranked if item is not stop]
+    if stop is not None and stop.finding.severity != "info":
+        before = f"{_counts(others)} before. {_worst(others[0], live=False)}" if others else "no other findings."
+        return f"{LABELS[level]}: {_stopped(stop.finding)}. {counted}, {before}".rstrip()
+    by_hand = "" if stop is None else f" Stopped by hand at step {stop.finding.first_step:,}."
+    if others:
+        return f"{LABELS[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
+    if read < EARLY_STEPS:
+        return f"Nothing wrong yet, but it is early: {counted}.{by_hand}"
+    return f"Healthy: {counted}, no findings.{by_hand}"
+
+
+def _stopped(finding: Finding) -> str:
+    error = finding.title.removeprefix("training stopped with ").rstrip(".")
+    on_rank = f" on rank {finding.rank}" if finding.rank is not None else ""
+    return f"stopped at step {finding.first_step:,}{on_rank} by {error}"
+
+
+def _counts(ranked: Sequence[RankedFinding]) -> str:
+    """Returns how many findings are open, how many of these are notes, and how many are resolved."""
+    opened = [item.finding for item in ranked if item.is_open]
+    notes = [finding for finding in opened if finding.severity == "info"]
+    resolved = [item.finding for item in ranked if not item.is_open]
+    parts = [plural(len(opened) - len(notes), "open finding")] if len(opened) > len(notes) else []
+    parts += [plural(len(notes), "note") + _names(notes)] if notes else []
+    if resolved:
+        # The worst is in the headline anyway; notes are known by their names alone.
+        names = _names(resolved) if all(finding.severity == "info" for finding in resolved) else ""
+        parts.append(f"{len(resolved)} resolved{names}")
+    return ", ".join(parts)
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    """Returns the names of findings in parentheses: ``(noisy gradients, clipping never triggers)``."""
+    names = list(dict.fromkeys(in_sentence(cut(name_of(finding.id))) for finding in findings))
+    rest = [f"{len(names) - NAMED_NOTES} more"] if len(names) > NAMED_NOTES else []
+    return f" ({', '.join(names[:NAMED_NOTES] + rest)})"
+
+
+def in_sentence(name: str) -> str:
+    """Returns a name within a sentence: lowercase, except for abbreviations such as GSNR."""
+    return name if name[1:2].isupper() else name[:1].lower() + name[1:]
+
+
+def _worst(item: RankedFinding, *, live: bool) -> str:
+    if item.finding.severity == "info":
+        return ""  # a note is not what a run should be known by
+    return f"Worst: {item.finding.title} ({item.when(live=live)})."
+
+
+# -- the verdict on a run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosed:
+    """The findings of a run, and where they come from."""
+
+    findings: tuple[Finding, ...]
+    failed: frozenset[str] = frozenset()
+    """Rules that raised an error."""
+    replayed: str = ""
+    """Why the readings were replayed; empty if the findings are those recorded with the run."""
+
+
+def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> Diagnosed:
+    """Returns the findings recorded with a run; if it was recorded without diagnosis, those of a replay.
+
+    Args:
+        run: The run.
+        again: Replay in any case.
+        on_step: Called for each step that is replayed.
+
+    Raises:
+        RunError: If the run has no readings.
+    """
+    if run.last_step is None:
+        raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
+    recorded = run.findings()
+    undiagnosed = "" if was_diagnosed(run.meta) else "it was recorded without diagnosis"
+    why = "as requested" if again else "it was imported" if "imported" in run.meta else undiagnosed
+    if not why:
+        failed = {str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error"}
+        return Diagnosed(findings=tuple(recorded), failed=frozenset(failed))
+    replayed = replay(run, on_step)
+    notices = tuple(finding for finding in recorded if finding.id not in RULES)  # no reading shows how a run ended
+    return replace(replayed, findings=(*notices, *replayed.findings), replayed=why)
+
+
+def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
+    """Runs the current rules over every stored reading, with the settings the run was recorded with.
+
+    Tensors are stored less often than a live run reads them, so some findings come later or not at all.
+    """
+    failed: set[str] = set()
+    meta = run.meta
+    diagnosis = Diagnosis(
+        facts=Facts.from_json(meta.get("facts") or {}),
+        settings=_known_settings(recorded_settings(meta)),
+        on_error=lambda rule, error: failed.add(rule),
+    )
+    diagnosis.describe(run.layout)
+    has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
+    for step, grouped in groupby(run.readings(), key=lambda reading: reading.step):
+        readings = list(grouped)
+        if step == last_step and has_norms and not any("grad/norm" in reading.values for reading in readings):
+            continue  # a skipped step, stored for its number and loss alone: no live run judged it either
+        diagnosis.read(readings)
+        if on_step is not None:
+            on_step(step)
+    if not run.is_live:
+        diagnosis.finish()
+    return Diagnosed(findings=tuple(diagnosis.findings), failed=frozenset(failed))
+
+
+def was_diagnosed(meta: Mapping[str, Any]) -> bool:
+    """Returns whether rules ran while the run was recorded."""
+    config = meta.get("config")
+    wanted = config.get("diagnose", True) if isinstance(config, Mapping) else True
+    return "facts" in meta and wanted is not False
+
+
+def recorded_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of rules that the run was recorded with."""
+    config = meta.get("config")
+    settings = config.get("rules") if isinstance(config, Mapping) else None
+    return dict(settings) if isinstance(settings, Mapping) else {}
+
+
+def _known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that the current rules have: another version, or a user's own rule, may have had others."""
+    known: dict[str, Any] = {}
+    for name, chosen in settings.items():
+        if name in RULES and isinstance(chosen, bool):
+            known[name] = chosen
+        elif name in RULES and isinstance(chosen, Mapping):
+            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
+            known[name] = {key: value for key, value in chosen.items() if key in names}
+    return known
+
+
+def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
+    """Returns the verdict on a run so far, including how its processes ended."""
+    findings = tuple(findings)
+    last_step = run.last_step
+    if last_step is None:
+        return judge(findings, last_step=0, steps=0, live=run.is_live)
+    counted = metric_of_every_step(run)
+    steps = read = last_step + 1
+    if counted is not None:
+        numbers = run.times(counted)[0]
+        made = numbers if len(numbers) and numbers[-1] == last_step else np.append(numbers, last_step)
+        steps, read = steps_spanned(run, made), len(numbers)
+    verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
+    if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
+        verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
+    more = [text] if (text := describe_restarts(restarts(run))) else []
+    if "loss" not in run.metrics("values"):
+        ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
+        no_loss = NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS
+        more.append(no_loss if ignored is None else f"No loss was recorded: {ignored.title}.")
+    return replace(verdict, headline=" ".join((verdict.headline, *more)))
+
+
+def metric_of_every_step(run: Run) -> str | None:
+    """Returns a metric that every step has; None if there is none."""
+    values = run.metrics("values")
+    return next((metric for metric in ("grad/norm", "loss") if metric in values), None)
+
+
+def num_ranks(meta: Mapping[str, Any]) -> int:
+    """Returns how many processes the run was recorded with."""
+    count = meta.get("ranks", 1)
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
+    """Yields what to print when training is over: the verdict on each run, and where to read more.
+
+    Args:
+        runs: Folders of runs, with the names of their models.
+    """
+    for path, model in runs.items():
+        with open_run(path) as run:
+            headline = judge_run(run, diagnose_run(run).findings).headline
+        yield f"{clean(model)} ({_relative(path)}): {headline}" if len(runs) > 1 else headline
+    for path in runs:
+        yield f"see: gradvitals doctor {_relative(path)}"
+
+
+def _relative(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+# -- how the processes of a run ended ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Another process continued the run."""
+
+    step: int
+    """Where it continued."""
+    why: str
+    """How the process before it had ended."""
+    crashed: bool
+    """Whether that was an error or a kill."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as plain JSON values."""
+        return asdict(self)
+
+
+def state_of(run: Run) -> State:
+    """Returns whether a run is being written, was closed, or ended without being closed."""
+    if run.is_live:
+        return "running"
+    return "stopped" if run.meta["finished_at"] is None else "finished"
+
+
+def _cut_off(run: Run, last_step: int) -> Finding:
+    """Returns the finding for a run whose process ended without a trace."""
+    silent = time.time() - float(run.meta["heartbeat"])
+    seen = "its process is gone, last seen" if is_gone(run.meta) else "its process was last seen"
+    return Finding(
+        id="run_cut_off",
+        severity="warning",
+        title=f"the run was cut off at step {last_step:,}: not closed, and {seen} {duration(silent)} ago",
+        first_step=last_step,
+        evidence={"silent_seconds": round(silent, 1)},
+        causes=(
+            "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
+            "the files were copied while the run was active, or it can no longer write to them",
+        ),
+        cures=(
+            "look at the end of its output, and in the log of the system or the scheduler for what killed it",
+            "restart it from its last checkpoint with watch(..., resume=True): the record continues",
+        ),
+    )
+
+
+def restarts(run: Run) -> tuple[Restart, ...]:
+    """Returns each time another process continued the run, and why it had to."""
+    segments = run.segments
+    if len(segments) < 2:
+        return ()
+    ends = [finding for finding in run.findings() if finding.id in WHY_STOPPED]
+    return tuple(_restart(before, after, ends) for before, after in pairwise(segments))
+
+
+def describe_restarts(found: Sequence[Restart]) -> str:
+    """Returns the restarts in a sentence, the last one with its reason; empty if there was none."""
+    if not found:
+        return ""
+    last = found[-1]
+    often = "once" if len(found) == 1 else "twice" if len(found) == 2 else f"{len(found)} times"
+    crashed = sum(restart.crashed for restart in found)
+    of_these = f" ({crashed} after a crash)" if 1 < len(found) != crashed else ""
+    latest = "" if len(found) == 1 else "last "
+    return f"Restarted {often}{of_these}, {latest}at step {last.step:,}; before that: {last.why}."
+
+
+def _restart(before: Segment, after: Segment, ends: Sequence[Finding]) -> Restart:
+    # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
+    own = [*before.hidden, *(finding for finding in ends if before.first_step <= finding.first_step < after.first_step)]
+    why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
+    if why is not None:
+        text = f"{why.title} (step {why.first_step:,})"
+        return Restart(step=after.first_step, why=text, crashed=why.severity != "info")
+    if before.finished_at is None:
+        return Restart(step=after.first_step, why="the process was cut off", crashed=True)
+    return Restart(step=after.first_step, why="the run was closed", crashed=False)

@@ -1,1 +1,0 @@
-"""What a run shows, for people: needs the store and no torch."""

@@ -1,0 +1,254 @@
+"""The addresses of the page's data. Everything is read-only, and runs are requested by the id they were found under."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, cast, get_args
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
+from gradvitals.store.catalog import UnknownNameError
+from gradvitals.store.frames import KINDS, Kind
+from gradvitals.store.reader import Run
+from gradvitals.types import json_ready
+from gradvitals.web import views
+from gradvitals.web.run_index import Judge, RunFile, RunIndex, stamp
+from gradvitals.web.stream import Watcher
+from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
+
+LOG = logging.getLogger(__name__)
+BINARY = "application/octet-stream"
+JSON = "application/json"
+LIST_SECONDS = 0.4
+"""How long the list of runs may take; runs that were not read by then are named, and the page asks again."""
+
+
+class Api:
+    """Answers the requests of the page."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
+        self.judge = Judge(index)
+        self.watcher = Watcher(index)
+        self.cache = Cache()
+
+    def routes(self) -> list[Route]:
+        """Returns all addresses below ``/api``."""
+        one = "/runs/{run_id:str}"
+        return [
+            Route("/runs", self.runs),
+            Route(one, self.overview),
+            Route(f"{one}/layout", self.layout),
+            Route(f"{one}/worst", self.worst),
+            Route(f"{one}/series", self.series),
+            Route(f"{one}/heatmap", self.heatmap),
+            Route("/stream", self.stream),
+        ]
+
+    def close(self) -> None:
+        """Closes files and threads."""
+        self.watcher.stop()
+        self.judge.close()
+        self.index.close()
+
+    def runs(self, request: Request) -> Response:
+        """Returns every run with its verdict."""
+        files = self.index.files()
+
+        def entry(file: RunFile, run: Run) -> Any:
+            return views.list_entry(file, run, self.judge.judged(file.id, run, start=False))
+
+        entries: dict[str, bytes] = {}
+        num_read, end = 0, time.monotonic() + LIST_SECONDS
+        for file in sorted(files, key=lambda file: stamp(file.path)[1:2], reverse=True):  # the newest first
+            if not self.cache.has(*self._key(file, "entry")):
+                if num_read and time.monotonic() > end:
+                    entries[file.id] = _encoded(views.unread_entry(file))
+                    continue
+                num_read += 1
+            try:
+                entries[file.id] = self._of_run(file, "entry", entry)
+            except Exception as error:  # a damaged file must not hide the others
+                entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
+        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": views.metric_texts()})
+        body = about[:-1] + b',"runs":[' + b",".join(entries[file.id] for file in files) + b"]}"
+        return Response(body, media_type=JSON)
+
+    def overview(self, request: Request) -> Response:
+        """Returns the texts about one run."""
+
+        def make(file: RunFile, run: Run) -> Any:
+            return views.overview(file, run, self.judge.judged(file.id, run))
+
+        return self._respond(request, lambda: ("overview", make))
+
+    def layout(self, request: Request) -> Response:
+        """Returns what the rows of a run stand for."""
+        return self._respond(request, lambda: ("layout", lambda _, run: views.layout(run)))
+
+    def worst(self, request: Request) -> Response:
+        """Returns the tensors that stand out."""
+        return self._respond(request, lambda: ("worst", lambda _, run: views.worst_tensors(run)))
+
+    def series(self, request: Request) -> Response:
+        """Returns one or more metrics of one row, in buckets."""
+
+        def parse() -> tuple[str, Make]:
+            metrics = request.query_params.getlist("metric")
+            expect(1 <= len(metrics) <= MAX_METRICS, "metric", metrics, f"1 to {MAX_METRICS} names")
+            kind = cast(Kind, _one_of(request, "kind", KINDS, "values"))
+            row, since, until = _whole(request, "row", 0), _whole(request, "since"), _whole(request, "until")
+            buckets = _whole(request, "buckets", MAX_BUCKETS) or 0
+            expect(1 <= buckets <= MAX_BUCKETS, "buckets", buckets, f"a number from 1 to {MAX_BUCKETS}")
+            asked = {"row": row or 0, "since": since, "until": until, "buckets": buckets}
+            source = request.query_params.get("source") or None
+            return f"series {metrics} {kind} {source} {asked}", lambda _, run: views.series_bytes(
+                run, metrics, kind=kind, source=source, **cast(Any, asked)
+            )
+
+        return self._respond(request, parse)
+
+    def heatmap(self, request: Request) -> Response:
+        """Returns one number per row and bin of steps."""
+
+        def parse() -> tuple[str, Make]:
+            heatmap = cast(HeatmapKind, _one_of(request, "picture", tuple(HEATMAPS), "norm"))
+            rows = cast(HeatmapRows, _one_of(request, "rows", get_args(HeatmapRows), "layers"))
+            columns = _whole(request, "columns", MAX_COLUMNS) or 0
+            expect(1 <= columns <= MAX_COLUMNS, "columns", columns, f"a number from 1 to {MAX_COLUMNS}")
+            asked = {"columns": columns, "since": _whole(request, "since"), "until": _whole(request, "until")}
+            return f"heatmap {heatmap} {rows} {asked}", lambda _, run: views.heatmap_bytes(
+                run, heatmap, rows, **cast(Any, asked)
+            )
+
+        return self._respond(request, parse)
+
+    async def stream(self, request: Request) -> Response:
+        """Streams changes as they happen."""
+        if self.watcher.is_full:
+            return _json({"error": "too many pages are connected; close one"}, 503)
+        cursor = request.headers.get("last-event-id") or request.query_params.get("cursor")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
+
+    def _of_run(self, file: RunFile, what: str, make: Make) -> bytes:
+        """Returns something about a run, made again if the run was written to or judged since."""
+
+        def read() -> bytes:
+            with self.index.opened(file.id) as run:
+                made = make(file, run)
+            return made if isinstance(made, bytes) else _encoded(made)
+
+        return self.cache.get(*self._key(file, what), read)
+
+    def _key(self, file: RunFile, what: str) -> tuple[tuple[str, str], tuple[Any, ...]]:
+        # A live run becomes a stopped one without being written to.
+        live = self.watcher.is_live(file.id)
+        return (file.id, what), (stamp(file.path), live, self.judge.version(file.id))
+
+    def _respond(self, request: Request, parse: Callable[[], tuple[str, Make]]) -> Response:
+        try:
+            what, make = parse()
+            body = self._of_run(self.index.file(request.path_params["run_id"]), what, make)
+        except (RunNotFoundError, UnknownNameError) as error:
+            return self._error(error, 404)
+        except ConfigError as error:
+            return self._error(error, 400)
+        except Exception as error:
+            return self._error(_as_ours(error), 422)
+        return Response(body, media_type=BINARY if what.startswith(("series", "heatmap")) else JSON)
+
+    def _error(self, error: GradvitalsError, status: int) -> Response:
+        folder = str(self.index.folder)
+        text = str(error).replace(f"{folder}/", "").replace(folder, "the served folder")
+        return _json({"error": views.short(text, views.TEXT)}, status)
+
+
+Make = Callable[[RunFile, Run], Any]
+
+
+class Cache:
+    """The latest responses, the least recently used dropped first. Safe to use from several threads.
+
+    Args:
+        max_entries: Responses kept.
+        max_bytes: Bytes kept of all responses together.
+    """
+
+    def __init__(self, max_entries: int = 8_000, max_bytes: int = 32 << 20) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, tuple[Hashable, bytes]] = OrderedDict()
+        self._bytes = 0
+
+    def has(self, key: Hashable, stamp: Hashable) -> bool:
+        """Returns whether `get` would return at once."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry is not None and entry[0] == stamp
+
+    def get(self, key: Hashable, stamp: Hashable, make: Callable[[], bytes]) -> bytes:
+        """Returns the value kept under `key` if it was made at the same `stamp`, otherwise a new one."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry[0] == stamp:
+                self._entries.move_to_end(key)
+                return entry[1]
+        value = make()
+        with self._lock:
+            self._drop(key)
+            self._entries[key] = (stamp, value)
+            self._bytes += len(value)
+            while len(self._entries) > self._max_entries or (self._bytes > self._max_bytes and len(self._entries) > 1):
+                self._drop(next(iter(self._entries)))
+        return value
+
+    def _drop(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= len(entry[1])
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(_encoded(content), status_code=status, media_type=JSON)
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _as_ours(error: Exception) -> GradvitalsError:
+    """Returns the error to show: an unforeseen one means a file that is not a run."""
+    if isinstance(error, GradvitalsError):
+        return error
+    LOG.debug("a run cannot be shown", exc_info=error)
+    return RunFormatError(f"This run cannot be read: its content is not that of a run ({type(error).__name__}).")
+
+
+def _one_of(request: Request, name: str, known: tuple[str, ...], default: str) -> str:
+    given = request.query_params.get(name, default)
+    expect(given in known, name, given[:80], f"one of {', '.join(known)}")
+    return given
+
+
+def _whole(request: Request, name: str, default: int | None = None) -> int | None:
+    """Returns a whole number from the address, limited to the steps that a run can hold."""
+    given = request.query_params.get(name)
+    if given is None or given == "":
+        return default
+    try:
+        number = float(given)
+    except ValueError:
+        number = math.nan
+    expect(math.isfinite(number), name, given[:80], "a whole number")
+    return max(-(1 << 62), min(1 << 62, math.floor(number)))

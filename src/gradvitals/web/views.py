@@ -1,0 +1,365 @@
+"""What the page shows of a run: JSON records with short, printable texts, and series and heatmaps as bytes."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
+from gradvitals.report.catalog import name_of
+from gradvitals.report.describe import evidence, summarize_actions, where
+from gradvitals.report.format import clean, cut
+from gradvitals.report.series import CellReducer, Floats, is_averaged, table_of
+from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
+from gradvitals.report.verdict import RankedFinding, num_ranks, self_reports, state_of
+from gradvitals.store.downsample import min_max_buckets
+from gradvitals.store.frames import Kind
+from gradvitals.store.reader import Run, Where
+from gradvitals.types import METRICS, Action, Finding
+from gradvitals.web.run_index import Judged, RunFile
+
+MAX_FINDINGS = 200
+MAX_TENSORS = 50
+MAX_ACTIONS = 400
+NAME = 300
+"""Characters of a name that are shown."""
+TEXT = 2_000
+"""Characters of a sentence that are shown."""
+
+Charts = Sequence[tuple[str, tuple[str, ...]]]
+RUN_CHARTS: Charts = (
+    ("loss", ("loss",)),
+    ("grad/norm", ("grad/norm",)),
+    ("gsnr", ("gsnr", "gsnr_low", "gsnr_high")),
+    ("noise_scale", ("noise_scale", "noise_scale_low", "noise_scale_high")),
+)
+"""The charts of a run, each with its metrics: a value, and the ends of its interval."""
+TENSOR_CHARTS: Charts = (
+    ("grad/norm", ("grad/norm",)),
+    ("gsnr", ("gsnr", "gsnr_low", "gsnr_high")),
+    ("update/ratio", ("update/ratio",)),
+    ("weight/norm", ("weight/norm",)),
+)
+"""The charts of one tensor, layer or head."""
+
+HeatmapKind = Literal["norm", "gsnr", "update"]
+HeatmapRows = Literal["layers", "tensors", "heads"]
+HEATMAPS: dict[HeatmapKind, str] = {"norm": "grad/norm", "gsnr": "gsnr", "update": "update/ratio"}
+MAX_COLUMNS = 800
+MAX_NUMBERS = 4_000_000
+"""Rows × columns of one heatmap."""
+NUMBERS_AT_A_TIME = 1 << 20
+HEATMAP_HEADER = struct.Struct("<IIdd")
+"""Rows, columns, the first step after the last column, and the last step that was read."""
+MAX_BUCKETS = 4_000
+MAX_METRICS = 4
+"""Metrics of one response."""
+SERIES_HEADER = struct.Struct("<IIdd")
+"""Points, metrics, how many readings they stand for, and the last step of these. Then float64 the last reading of each
+metric, which the mean of the last bucket is not."""
+
+_one_heatmap_at_a_time = threading.Semaphore(1)
+
+
+def short(text: str, limit: int = NAME) -> str:
+    """Returns a text as it is shown: control characters as escapes, without its middle if it is very long."""
+    return clean(cut(text, limit))
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def list_entry(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
+    """Returns a run for the list of runs."""
+    meta = run.meta
+    headline = judged.note if judged.level == "unknown" and judged.note else judged.verdict.headline
+    return {
+        "id": file.id,
+        "name": short(file.name),
+        "state": state_of(run),
+        "level": judged.level,
+        "line": short(headline, TEXT),
+        "last_step": run.last_step,
+        "steps": judged.verdict.steps,
+        "open": judged.verdict.num_open,
+        "started_at": _time(meta["started_at"]),
+        "heard_at": _time(meta["finished_at"] or meta["heartbeat"]),
+        "charts": _charts(run, RUN_CHARTS, "values"),
+    }
+
+
+def unread_entry(file: RunFile) -> dict[str, Any]:
+    """Returns a run that was not read yet for the list of runs."""
+    unknown = dict.fromkeys(("last_step", "started_at", "heard_at"))
+    own = {"id": file.id, "name": short(file.name), "state": "unread", "level": "pending", "line": "Not read yet."}
+    return {**own, **unknown, "steps": 0, "open": 0, "charts": []}
+
+
+def error_entry(file: RunFile, error: GradvitalsError, folder: str) -> dict[str, Any]:
+    """Returns a run that could not be read for the list of runs."""
+    text = short(str(error).replace(folder, "").lstrip("/"), TEXT)
+    return {**unread_entry(file), "state": "error", "level": "unknown", "line": text}
+
+
+def num_records(run: Run) -> int:
+    """Returns how many findings and actions a run has, by which the page notices new ones; counted, not parsed."""
+    counts = run.census()
+    return counts["findings"] + counts["actions"]
+
+
+def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
+    """Returns everything about a run that the first screen needs beside the charts."""
+    verdict, meta = judged.verdict, run.meta
+    rows = _row_numbers(run)
+    actions = run.actions()
+    return {
+        **list_entry(file, run, judged),
+        "told": num_records(run),
+        "segments": len(run.segments),
+        "pending": judged.is_pending,
+        "note": "" if judged.level == "unknown" else judged.note,
+        "now": time.time(),
+        "host": short(str(meta["hostname"])),
+        "version": short(str(meta.get("version", ""))),
+        "num_tensors": len(run.tensors),
+        "num_parameters": sum(info.numel for info in run.tensors),
+        "num_ranks": num_ranks(meta),
+        "dropped": run.dropped,
+        "findings": [_finding(item, rows, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]],
+        "num_findings": len(verdict.ranked),
+        "monitoring": [_self_report(finding) for finding in self_reports(judged.findings)[:MAX_FINDINGS]],
+        "actions": [_action(action) for action in actions[-MAX_ACTIONS:]],
+        "num_actions": len(actions),
+        "acted": [short(line.strip(), TEXT) for line in summarize_actions(actions).splitlines()] if actions else [],
+        "tensor_charts": _charts(run, TENSOR_CHARTS, "tensors"),
+        "layer_charts": _charts(run, TENSOR_CHARTS, "layers"),
+        "head_charts": _charts(run, TENSOR_CHARTS, "heads"),
+        "pictures": _heatmaps(run),
+    }
+
+
+def layout(run: Run) -> dict[str, Any]:
+    """Returns the layers in depth order, with the rows of their tensors and attention heads."""
+    names = run.names("layers")
+    layers: list[dict[str, Any]] = [{"name": short(name), "tensors": [], "heads": []} for name in names]
+    at = {name: number for number, name in enumerate(names)}
+    infos = run.tensors
+    for row, info in enumerate(infos):
+        if info.layer in at:
+            layers[at[info.layer]]["tensors"].append(row)
+    heads = run.names("heads")
+    for row, name in enumerate(heads):
+        module = name.rpartition("/")[0]
+        while module and module not in at:  # a head belongs to the innermost layer around its module
+            module = module.rpartition(".")[0]
+        if module in at:
+            layers[at[module]]["heads"].append(row)
+    return {
+        "layers": layers,
+        "tensors": [short(name) for name in run.names("tensors")],
+        "shapes": ["×".join(map(str, info.shape[:8])) or "scalar" for info in infos],
+        "heads": [short(name) for name in heads],
+    }
+
+
+def worst_tensors(run: Run) -> dict[str, Any]:
+    """Returns the tensors that stand out, as `gradvitals report` lists them."""
+    rows = _row_numbers(run)
+    source = next(iter(run.sources("gsnr", "tensors")), None)
+    lowest = latest_extremes(run, "gsnr", source=source, lowest=True)
+    lists: tuple[tuple[str, str, Sequence[Worst]], ...] = (
+        ("grad/nonfinite", "NaN or Inf in the gradient, first seen", first_nonzero(run, "grad/nonfinite")),
+        ("grad/spike_ratio", "largest spikes of the norm, in the whole run", extremes(run, "grad/spike_ratio")),
+        ("gsnr", f"lowest GSNR now{f', from {source}' if source else ''}", lowest),
+        ("update/ratio", "largest update over weight now", latest_extremes(run, "update/ratio")),
+    )
+
+    def row(item: Worst) -> dict[str, Any]:
+        return {"name": short(item.name), "row": rows.get(item.name), "value": item.value, "step": item.step}
+
+    found = [
+        {"metric": metric, "title": title, "rows": list(map(row, worst))} for metric, title, worst in lists if worst
+    ]
+    return {"lists": found}
+
+
+def metric_texts() -> dict[str, str]:
+    """Returns what each metric means."""
+    return dict(METRICS)
+
+
+def _row_numbers(run: Run) -> dict[str, int]:
+    return {name: at for at, name in reversed(list(enumerate(run.names("tensors"))))}
+
+
+def _charts(run: Run, wanted: Charts, kind: Kind) -> list[dict[str, Any]]:
+    available = run.metrics(kind)
+    return [
+        {
+            "metric": metric,
+            "metrics": [name for name in names if name in available],
+            "source": next(iter(run.sources(metric, kind)), None),
+        }
+        for metric, names in wanted
+        if metric in available
+    ]
+
+
+def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dict[str, Any]:
+    finding = item.finding
+    return {
+        "id": short(finding.id),
+        "name": short(name_of(finding.id)),
+        "severity": finding.severity,
+        "weight": item.weight,
+        "open": item.is_open,
+        "title": short(finding.title, TEXT),
+        "first_step": finding.first_step,
+        "last_step": finding.last_step,
+        "found_step": finding.found_step,
+        "when": short(item.when(live=live)),
+        "where": short(where(finding), TEXT) if finding.tensors else "",
+        "rank": finding.rank,
+        "num_tensors": len(finding.tensors),
+        "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
+        "seen": [short(line, TEXT) for line in evidence(finding.evidence)],
+        "causes": [short(text, TEXT) for text in finding.causes[:8]],
+        "cures": [short(text, TEXT) for text in finding.cures[:8]],
+    }
+
+
+def _self_report(finding: Finding) -> dict[str, Any]:
+    cures = [short(text, TEXT) for text in finding.cures[:1]]
+    return {"title": short(finding.title, TEXT), "step": finding.first_step, "cures": cures}
+
+
+def _action(action: Action) -> dict[str, Any]:
+    def facts(content: Mapping[str, Any]) -> list[str]:
+        return [short(f"{key.replace('_', ' ')}: {value}") for key, value in list(content.items())[:12]]
+
+    return {
+        "kind": short(action.kind),
+        "step": action.step,
+        "taken": action.taken,
+        "finding": short(action.finding or ""),
+        "text": short(str(action), TEXT),
+        "reason": short(action.reason, TEXT),
+        "before": facts(action.before),
+        "after": facts(action.after),
+        "cost": facts(action.cost),
+    }
+
+
+def _time(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+# -- series --------------------------------------------------------------------------------------------------------
+
+
+def series_bytes(
+    run: Run,
+    metrics: Sequence[str],
+    *,
+    kind: Kind = "values",
+    row: int = 0,
+    source: str | None = None,
+    since: int | None = None,
+    until: int | None = None,
+    buckets: int = MAX_BUCKETS,
+) -> bytes:
+    """Returns one or more metrics of one row over steps, in at most `buckets` points that keep every peak.
+
+    The first metric decides which steps there are. Layout, little-endian: `SERIES_HEADER`, float64 steps, float64
+    times in seconds since the epoch, then per metric float32 minimum, maximum and mean of each bucket, and how many of
+    its readings are NaN or infinite.
+    """
+    where = _series_of(run, kind, row)
+    where["source"] = source or next(iter(run.sources(metrics[0], kind)), None)
+    where["since"] = since
+    steps, times, columns = run.several(metrics, until=until, **where)
+    last = float(steps[-1]) if steps.size else float("nan")
+    parts = [_bucket(steps, column, buckets) for column in columns]
+    starts = np.arange(buckets) * steps.size // buckets if steps.size > buckets else np.arange(steps.size)
+    body = [SERIES_HEADER.pack(starts.size, len(columns), float(steps.size), last)]
+    body += [(columns[:, -1] if steps.size else np.full(len(columns), np.nan)).astype("<f8").tobytes()]
+    body += [steps[starts].astype("<f8").tobytes(), times[starts].astype("<f8").tobytes()]
+    with np.errstate(over="ignore"):
+        body += [array.astype("<f4").tobytes() for part in parts for array in part]
+    return b"".join(body)
+
+
+def _series_of(run: Run, kind: Kind, row: int) -> Where:
+    """Returns which series is meant, as `Run.series` takes it."""
+    if kind == "values":
+        return {}
+    names = run.names(kind)
+    if not 0 <= row < len(names):
+        raise RunNotFoundError(f"row is {row}; expected a number from 0 to {len(names) - 1}, as this run has {kind}")
+    return {"rank": row} if kind == "ranks" else cast(Where, {kind[:-1]: names[row]})
+
+
+def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats, Floats]:
+    _, low, high = min_max_buckets(steps, values, buckets)
+    known = np.isfinite(values)
+    if steps.size <= buckets:
+        return low, high, low, (~known).astype(np.float64)
+    starts = np.arange(buckets) * steps.size // buckets
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.where(known, values, 0.0), starts) / counts
+    return low, high, mean, np.diff(starts, append=steps.size) - counts
+
+
+# -- heatmaps ------------------------------------------------------------------------------------------------------
+
+
+def _heatmaps(run: Run) -> list[HeatmapKind]:
+    tensors, layers = run.metrics("tensors"), run.metrics("layers")
+    return [name for name, metric in HEATMAPS.items() if metric in tensors or metric in layers]
+
+
+def heatmap_bytes(
+    run: Run,
+    heatmap: HeatmapKind,
+    rows: HeatmapRows,
+    *,
+    columns: int = MAX_COLUMNS,
+    since: int | None = None,
+    until: int | None = None,
+) -> bytes:
+    """Returns a heatmap, little-endian: `HEATMAP_HEADER`, float64 first steps of columns, float32 ``[rows, columns]``.
+
+    Raises:
+        RunError: If the run has too many rows for a heatmap.
+    """
+    table = table_of(run, HEATMAPS[heatmap], rows)
+    num_rows = len(run.names(rows))
+    if table is None or not num_rows:
+        return HEATMAP_HEADER.pack(num_rows, 0, 0.0, float("nan"))
+    if num_rows * 16 > MAX_NUMBERS:
+        raise RunError(f"{num_rows:,} {rows} are too many for one heatmap; open a layer instead")
+    with _one_heatmap_at_a_time:
+        steps = table.steps(run)
+        steps = steps[(steps > (-np.inf if since is None else since)) & (steps <= (np.inf if until is None else until))]
+        if not steps.size:
+            return HEATMAP_HEADER.pack(num_rows, 0, 0.0, float("nan"))
+        columns = max(1, min(columns, MAX_COLUMNS, MAX_NUMBERS // num_rows, steps.size))
+        starts_at = np.arange(columns) * steps.size // columns
+        column_of = np.searchsorted(starts_at, np.arange(steps.size), "right") - 1
+        averaged = is_averaged(HEATMAPS[heatmap])
+        cells = CellReducer((columns, num_rows), table.rows, averaged=averaged)
+        for own, found in table.read(run, steps, at_a_time=NUMBERS_AT_A_TIME):
+            known = np.isin(own, steps)
+            cells.add(column_of[np.searchsorted(steps, own[known])], found[known])
+    with np.errstate(over="ignore"):
+        numbers = np.where(cells.nonfinite & (not averaged), np.inf, cells.cells).T.astype("<f4")
+    every = max(1, int(steps[-1] - steps[-2])) if steps.size > 1 else 1
+    head = HEATMAP_HEADER.pack(num_rows, columns, float(steps[-1] + every), float(steps[-1]))
+    return head + steps[starts_at].astype("<f8").tobytes() + numbers.tobytes()
