@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
+from gradvitals.guard import Guard
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
 from gradvitals.show.last_words import verdicts

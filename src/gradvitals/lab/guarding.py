@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from gradvitals.act import Clip, Guard, RollBack, Skip
-from gradvitals.act.rungs import Mode
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.guard import Clip, Guard, RollBack, Skip
+from gradvitals.guard.policy import Mode
 from gradvitals.lab.device import pick_device
 from gradvitals.lab.markdown import markdown_table
 from gradvitals.lab.overhead import Ratios, machine_name, percent

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gradvitals.act import Guard
 from gradvitals.config import Config
+from gradvitals.guard import Guard
 from gradvitals.lab.distributed.cell import KILLED, Cell, RankResult
 from gradvitals.lab.distributed.faults import Planted
 from gradvitals.lab.distributed.task import BATCH_SIZE, LEARNING_RATE, RESEEDED, build, shards

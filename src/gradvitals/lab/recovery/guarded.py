@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradvitals.act import Guard, RollBack
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.guard import Guard, RollBack
 from gradvitals.lab.recovery.tasks import Training
 from gradvitals.types import Action
 from gradvitals.watching import watch
