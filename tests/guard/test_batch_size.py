@@ -46,11 +46,6 @@ def test_the_batch_doubles_when_the_lower_end_was_over_twice_the_batch_three_tim
     assert "over 2 × 32" in str(proposal)
 
 
-def test_a_noise_scale_that_may_be_below_twice_the_batch_keeps_it() -> None:
-    rule = growth()
-    assert [rule.take(noise(70.0)).batch_size for _ in range(9)] == [32] * 9  # 70 / 1.1 = 63.6
-
-
 def test_agreement_must_not_be_interrupted() -> None:
     rule = growth()
     values = (80.0, 80.0, 60.0, 80.0, 80.0, 80.0)
@@ -66,15 +61,6 @@ def test_after_a_change_the_cooldown_runs_and_only_readings_of_the_new_batch_cou
     assert "less than 10 steps" in rule.take(noise(1000.0, size=64.0)).reason
     rule.made = 10
     assert rule.take(noise(1000.0, size=64.0)).batch_size == 128
-
-
-def test_the_batch_has_a_maximum() -> None:
-    rule = growth(in_a_row=1, cooldown=0, most=96)
-    for size, grown in ((32.0, 64), (64.0, 96), (96.0, 96)):
-        proposal = rule.take(noise(1e4, size=size))
-        assert proposal.batch_size == grown
-        rule.apply(proposal)
-    assert "at its limit" in rule.take(noise(1e4, size=96.0)).reason
 
 
 @pytest.mark.parametrize(
@@ -294,10 +280,3 @@ def test_a_real_noise_scale_over_twice_the_batch_doubles_it_until_it_is_not(tmp_
     assert [action.after["batch_size"] for action in run.actions()] == [128, 256]
     sizes = run.batch_sizes("loss")[1]
     assert (sizes[0], sizes[-1]) == (64, 256)  # the loop did as it was told
-
-
-def test_before_there_is_anything_to_say_the_proposal_says_that(tmp_path: Path) -> None:
-    monitor: Any = SyntheticMonitor()
-    proposal = BatchSizeScheduler(monitor, batch_size=32, accumulation_steps=4).proposal
-    assert "no GSNR from microbatch or ranks" in str(proposal)
-    assert proposal.batch_size == 32

@@ -89,14 +89,6 @@ def test_a_second_ranking_starts_from_what_was_there_first() -> None:
     assert momenta(optimizer) == pytest.approx([0.975, 0.825])
 
 
-def test_groups_that_are_equal_are_left_alone() -> None:
-    optimizer = optimizer_of(torch.optim.SGD, momentum=0.9)
-    done = decoupled_momentum(optimizer, [1.0, 1.0, 1.0])
-    assert momenta(optimizer) == [0.9] * 3
-    assert not done.actions[0].taken
-    assert "cannot be told apart" in done.actions[0].reason
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options", "told"),
     [

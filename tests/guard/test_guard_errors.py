@@ -34,11 +34,6 @@ def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
         gv.Guard(**settings)
 
 
-def test_a_budget_of_minus_one() -> None:
-    with pytest.raises(ConfigError, match="budget of RollBack is -1; expected how often it may act within 1,000 steps"):
-        gv.Guard(rollback=gv.guard.RollBack(budget=-1))
-
-
 def test_a_monitor_is_what_watch_returns() -> None:
     with pytest.raises(TypeError, match=r"Guard got a Linear as monitor; expected what gradvitals\.watch returns"):
         gv.Guard(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

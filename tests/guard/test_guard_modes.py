@@ -71,12 +71,6 @@ def test_a_dry_run_says_that_it_would_have_rolled_back(tmp_path: Path) -> None:
     assert action.reason.startswith("dry run; ")
 
 
-def test_rungs_that_are_off_say_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", OFF, bad=ALL_BAD).train(range(40)).close()
-    assert run.guard.actions == []
-    assert run.all_bits() == Run(bad=ALL_BAD).train(range(40)).all_bits()
-
-
 def test_single_rungs_can_be_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {"skip": QUICK}, bad=BAD).train(range(34)).close()
     assert {action.kind for action in run.guard.actions if action.taken} == {"skip"}
@@ -220,14 +214,6 @@ def test_after_a_reset_adam_is_a_new_adam_with_a_warm_up(tmp_path: Path) -> None
     expected = [factor * move for factor, move in zip(spam, fresh, strict=True)]
     assert moved[33:] == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert rates == [0.1] * len(SPIKES)
-
-
-def test_without_a_warm_up_the_rate_is_whole_at_once(tmp_path: Path) -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.1)
-
-    moved, _, _, _ = moves(tmp_path / "run", SPIKES, make=adam, reset=gv.guard.ResetMomentum(mode="on", warmup=0))
-    assert moved[33] == pytest.approx(0.1, rel=1e-4)
 
 
 # -- errors of our own ------------------------------------------------------------------------------------------

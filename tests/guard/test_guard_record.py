@@ -134,12 +134,6 @@ def action(kind: str, **settings: Any) -> Action:
     return Action(**{"kind": kind, "step": 0, "finding": "explosion", "taken": True, **settings})
 
 
-def test_what_a_dry_run_would_have_done_is_not_called_refused() -> None:
-    dry = action("roll_back", step=7, taken=False, reason="dry run; the loss is nan")
-    assert str(dry) == "step 7: would roll back; dry run; the loss is nan"
-    assert str(action("skip", taken=False, reason="its budget is spent")) == "step 0: no skip; its budget is spent"
-
-
 def test_a_summary_of_everything() -> None:
     done = [
         action("skip", cost={"steps": 1, "seconds": 0.5}),
@@ -159,10 +153,6 @@ def test_a_summary_of_everything() -> None:
         "  it did not roll back: its budget of 3 in 1,000 steps is spent",
         "  cost: 42 steps of training and 1 s",
     ]
-
-
-def test_a_summary_of_a_rate_that_came_back() -> None:
-    assert summarise([action("restore_lr")]).splitlines()[0].removeprefix("the Guard").strip()
 
 
 def test_the_state_can_be_saved_in_a_checkpoint(tmp_path: Path) -> None:

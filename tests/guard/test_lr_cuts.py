@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -48,11 +47,6 @@ def test_a_warm_up_is_that_of_spam() -> None:
     assert ease.factor(157) == 1.0
 
 
-def test_without_time_to_come_back_it_is_back_at_once() -> None:
-    ease = LRCut(0, 0.5, 3, 0, False)
-    assert [ease.factor(step) for step in range(5)] == [0.5, 0.5, 0.5, 1.0, 1.0]
-
-
 def test_two_reasons_multiply_and_the_same_reason_begins_anew() -> None:
     rates = LRCuts()
     rates.cuts["cut_lr"] = LRCut(0, **CUT)
@@ -91,16 +85,6 @@ def test_the_step_is_smaller_and_the_rate_is_the_same_after_it(tensor: bool) -> 
         assert optimizer.param_groups[0]["lr"] is rate  # a CUDA graph knows it by its address
 
 
-def test_all_groups_are_lowered_each_from_its_own_rate() -> None:
-    optimizer, rates = optimizer_of(0.01, groups=3), LRCuts()
-    for group, rate in zip(optimizer.param_groups, (0.1, 0.2, 0.4), strict=True):
-        group["lr"] = rate
-    rates.cuts["cut_lr"] = LRCut(0, **CUT)
-    rates.apply(optimizer, 0)
-    assert moved(optimizer) == pytest.approx([0.05, 0.1, 0.2], rel=1e-4)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.4]
-
-
 def test_groups_that_share_one_tensor_are_lowered_once() -> None:
     optimizer, rates = optimizer_of(torch.tensor(0.01), groups=3), LRCuts()
     rates.cuts["cut_lr"] = LRCut(0, **CUT)
@@ -108,60 +92,3 @@ def test_groups_that_share_one_tensor_are_lowered_once() -> None:
         rates.apply(optimizer, 0)
         assert moved(optimizer) == pytest.approx([0.005] * 3, rel=1e-4)
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.01] * 3)
-
-
-def test_a_rate_that_is_no_longer_lowered_is_whole_again() -> None:
-    optimizer, rates = optimizer_of(0.01), LRCuts()
-    rates.cuts["cut_lr"] = LRCut(0, **CUT)
-    rates.apply(optimizer, 0)
-    assert moved(optimizer) == pytest.approx([0.005], rel=1e-4)
-    rates.apply(optimizer, 20)
-    assert moved(optimizer) == pytest.approx([0.0075], rel=1e-4)
-    rates.apply(optimizer, 500)
-    assert moved(optimizer) == pytest.approx([0.01], rel=1e-4)
-
-
-def test_releasing_an_optimizer_gives_it_its_whole_rate() -> None:
-    optimizer, rates = optimizer_of(0.01), LRCuts()
-    rates.cuts["cut_lr"] = LRCut(0, **CUT)
-    rates.apply(optimizer, 0)
-    rates.release(optimizer)
-    rates.release(optimizer)
-    assert moved(optimizer) == pytest.approx([0.01], rel=1e-4)
-
-
-def test_a_scheduler_goes_on_from_its_own_rate() -> None:
-    optimizer, rates = optimizer_of(0.01), LRCuts()
-    scheduler = lr_scheduler.MultiplicativeLR(optimizer, lambda count: 0.5)  # reads the rate back
-    rates.cuts["cut_lr"] = LRCut(0, share=0.1, hold=2, rise=0, cosine=False)
-    moves = []
-    for step in range(4):
-        rates.apply(optimizer, step)
-        moves += moved(optimizer)
-        scheduler.step()
-    assert moves == pytest.approx([0.001, 0.0005, 0.0025, 0.00125], rel=1e-4)
-
-
-def test_a_step_that_fails_leaves_the_rate_as_it_was_in_the_next() -> None:
-    optimizer, rates = optimizer_of(0.01), LRCuts()
-    rates.cuts["cut_lr"] = LRCut(0, **CUT)
-    rates.apply(optimizer, 0)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        moved(optimizer)
-    handle.remove()
-    rates.apply(optimizer, 1)
-    assert moved(optimizer) == pytest.approx([0.005], rel=1e-4)
-    assert optimizer.param_groups[0]["lr"] == 0.01
-
-
-def test_the_reasons_in_force_can_be_saved() -> None:
-    rates, again = LRCuts(), LRCuts()
-    rates.cuts["cut_lr"] = LRCut(3, **CUT)
-    rates.cuts["reset_momentum"] = LRCut(5, share=0.01, hold=0, rise=150, cosine=True)
-    again.load_state_dict(json.loads(json.dumps(rates.state_dict())))
-    assert [again.factor(step) for step in range(200)] == [rates.factor(step) for step in range(200)]

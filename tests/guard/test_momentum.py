@@ -73,17 +73,6 @@ def test_the_next_steps_are_those_of_a_new_optimizer(name: str) -> None:
         assert bits(model.state_dict()) == bits(other.state_dict())
 
 
-def test_adams_first_step_after_it_is_a_full_one() -> None:
-    """Bias correction is that of a first step: every coordinate moves by the learning rate, whatever came before."""
-    model, optimizer = trained(OPTIMIZERS["adam"], steps=200)
-    reset_momentum(optimizer)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    fill(model, 7)
-    optimizer.step()
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close((parameter - old).abs(), torch.full_like(old, 0.1), rtol=1e-4, atol=1e-6)
-
-
 def test_vr_adamw_begins_anew() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return gvo.VRAdamW(parameters, lr=0.01)
@@ -121,15 +110,6 @@ def test_some_tensors_alone() -> None:
     new.step()
     assert bits(model[0].weight) == bits(other[0].weight)
     assert bits(model[1].weight) != bits(other[1].weight)
-
-
-def test_tensors_of_another_optimizer_are_not_counted() -> None:
-    _, optimizer = trained(OPTIMIZERS["adam"])
-    assert reset_momentum(optimizer, [nn.Parameter(torch.zeros(2))]) == 0
-
-
-def test_an_optimizer_without_state_has_nothing_to_forget() -> None:
-    assert reset_momentum(torch.optim.SGD(net().parameters(), lr=0.1)) == 0
 
 
 def test_what_a_graph_may_know_by_address_stays_and_is_zero() -> None:

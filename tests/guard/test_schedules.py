@@ -42,15 +42,6 @@ def ticks(pace: WarmupDecay, count: int) -> list[float]:
     return found
 
 
-def test_a_warmup_without_readings_is_a_straight_line() -> None:
-    pace = WarmupDecay(warmup_steps=4, warmup_start=0.2)
-    assert ticks(pace, 6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-
-
-def test_without_a_warmup_the_factor_is_1() -> None:
-    assert ticks(WarmupDecay(), 3) == [1.0, 1.0, 1.0]
-
-
 def test_a_warmup_is_held_while_the_interval_includes_0_and_goes_on_from_there() -> None:
     pace = WarmupDecay(warmup_steps=4, warmup_start=0.2)
     assert ticks(pace, 2) == pytest.approx([0.2, 0.4])
@@ -152,15 +143,6 @@ def test_a_smaller_drop_or_a_loss_that_falls_does_not_decay(low: float) -> None:
     # 3.6 / 4 is 0.9: an average of 0.85 reaches up to 0.935.
     assert play(WarmupDecay(sudden_drop=100.0), {0: 4.0, 300: low}, LEVEL, until=600) == []
     assert play(WarmupDecay(sudden_drop=100.0), {0: 4.0, 300: 0.5}, FALLING, until=600) == []
-
-
-def test_without_the_plateau_a_drop_is_enough() -> None:
-    found = play(WarmupDecay(sudden_drop=100.0, plateau=False), {0: 4.0, 300: 0.5}, FALLING, until=600)
-    assert [step for step, _ in found] == [320]
-
-
-def test_without_losses_nothing_is_known_to_be_level() -> None:
-    assert play(WarmupDecay(sudden_drop=100.0), {0: 4.0, 300: 0.5}, [float("nan")] * 600, until=600) == []
 
 
 def test_a_sudden_drop_decays_at_once_even_while_the_loss_falls() -> None:
@@ -381,15 +363,6 @@ def test_what_is_decided_does_not_depend_on_when_readings_arrive_nor_on_a_save(
     delays: list[bool], save_at: int | None
 ) -> None:
     assert made_up_run(delays, save_at=save_at) == AT_ONCE
-
-
-def test_readings_that_have_arrived_are_not_waited_for() -> None:
-    monitor: Any = SyntheticMonitor()
-    pace = GSNRScheduler(monitor, tiny()[1], look_every=5, lag=5)
-    for step in range(50):
-        monitor.made(readings(step, 1.0, 0.1))
-        pace.step()
-    assert monitor.flushes == 0
 
 
 def test_the_users_own_callback_goes_on_and_its_error_does_not_end_ours(tmp_path: Path) -> None:

@@ -241,15 +241,6 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
     assert run.snapshots.due(16)
 
 
-def test_a_third_pending_one_waits_for_room() -> None:
-    run = Run(adamw, every=1, settle=10)
-    run.train(2, snapshots=True)
-    assert not run.snapshots.due(5)
-    assert not run.snapshots.take(5)
-    run.snapshots.settle(11)
-    assert run.snapshots.due(11)
-
-
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
