@@ -166,7 +166,7 @@ class Run:
         return bits({name: value for name, value in self.net.named_parameters()})
 
     def all_bits(self) -> dict[str, Any]:
-        """Everything that a step that was left out must not have changed."""
+        """Everything that a step that was skipped must not have changed."""
         return bits(
             {
                 "net": self.net.state_dict(),

@@ -27,7 +27,7 @@ from gradvitals.measure.ranks.shards import local
 
 WORLD, STEPS = 4, 20
 SPIKE, BUMP, BROKEN = 14, 16, 18
-"""Steps with a gradient that is to be left out, clipped, and NaN on one rank alone."""
+"""Steps with a gradient that is to be skipped, clipped, and NaN on one rank alone."""
 KINDS = {"ddp": 4, "fsdp": 4, "hsdp": 4, "tp": 1, "fsdp_tp": 2, "pipeline": 2, "fsdp, whole": 4}
 """Arrangements of four ranks, and how many parts of the batch they see. The last clips all tensors by one factor."""
 
@@ -110,7 +110,7 @@ class Arrangement:
 def train(
     kind: str, meshes: Meshes | None, folder: Path, *, until: int = STEPS, snapshots: Path | None = None
 ) -> dict[str, Any]:
-    """Train under a Guard; go on from what is in `snapshots`."""
+    """Train under a Guard; continue from what is in `snapshots`."""
     seen: list[list[Any]] = []
     reductions = [0]
     whole, real = guard_module.step_numbers, dist.all_reduce

@@ -65,8 +65,10 @@ class Run:
         self.net, self.data, self.step, self.scaler = model(), Position(), 0, scaler
         self.optimizers = make_optimizers(self.net)
         self.schedulers = make_schedulers(self.optimizers)
-        subject = TrainingState(self.net, self.optimizers, schedulers=self.schedulers, scaler=scaler, data=self.data)
-        self.snapshots = SnapshotManager(subject, every=every, settle=settle, keep=keep, folder=folder)
+        training_state = TrainingState(
+            self.net, self.optimizers, schedulers=self.schedulers, scaler=scaler, data=self.data
+        )
+        self.snapshots = SnapshotManager(training_state, every=every, settle=settle, keep=keep, folder=folder)
 
     def train(self, steps: int, *, snapshots: bool = False) -> None:
         for _ in range(steps):

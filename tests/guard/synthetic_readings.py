@@ -1,4 +1,4 @@
-"""Readings, averages and a Monitor made up for the tests of schedules."""
+"""Readings, averages and a Monitor synthetic, for the tests of schedules."""
 
 from __future__ import annotations
 

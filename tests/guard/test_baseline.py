@@ -1,4 +1,4 @@
-"""What is usual for a run: levels that outliers do not move, unless they stay."""
+"""What is baseline for a run: levels that outliers do not move, unless they stay."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def healthy(count: int, seed: int = 0) -> list[float]:
     return [math.exp(generator.gauss(0.0, 0.1)) for _ in range(count)]
 
 
-def learnt(norms: list[float], losses: list[float] | None = None) -> StepBaseline:
-    usual = StepBaseline()
+def learned(norms: list[float], losses: list[float] | None = None) -> StepBaseline:
+    baseline = StepBaseline()
     for norm, loss in zip(norms, losses or [1.0] * len(norms), strict=True):
-        usual.learn(norm, loss)
-    return usual
+        baseline.learn(norm, loss)
+    return baseline
 
 
 def test_the_spread_of_normal_numbers_is_their_deviation() -> None:
@@ -45,7 +45,7 @@ def test_an_outlier_does_not_move_the_level() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_learnt(value: float) -> None:
+def test_what_is_not_finite_is_not_learned(value: float) -> None:
     level = RunningLevel(count=9, level=1.0, spread=0.1, outside=2)
     level.learn(value)
     assert level == RunningLevel(count=9, level=1.0, spread=0.1, outside=2)
@@ -75,58 +75,58 @@ def test_outliers_now_and_then_never_become_the_level() -> None:
 
 
 def test_nothing_is_too_large_before_the_first_steps_are_over() -> None:
-    usual = learnt(healthy(9))
-    assert usual.norm_limit(5.0, 12.0, 10) == math.inf
-    assert usual.loss_limit(9.0, 0.2, 10) == math.inf
-    usual.learn(1.0, 1.0)
-    assert usual.norm_limit(5.0, 12.0, 10) < math.inf
-    assert usual.loss_limit(9.0, 0.2, 10) < math.inf
+    baseline = learned(healthy(9))
+    assert baseline.norm_limit(5.0, 12.0, 10) == math.inf
+    assert baseline.loss_limit(9.0, 0.2, 10) == math.inf
+    baseline.learn(1.0, 1.0)
+    assert baseline.norm_limit(5.0, 12.0, 10) < math.inf
+    assert baseline.loss_limit(9.0, 0.2, 10) < math.inf
 
 
-def test_the_limit_of_the_norm_is_the_ratio_where_norms_hardly_scatter() -> None:
-    usual = learnt([2.0] * 100)
-    assert usual.norm_limit(5.0, 12.0, 25) == pytest.approx(10.0)
-    assert usual.typical_norm == pytest.approx(2.0)
+def test_the_limit_of_the_norm_is_the_ratio_if_norms_hardly_scatter() -> None:
+    baseline = learned([2.0] * 100)
+    assert baseline.norm_limit(5.0, 12.0, 25) == pytest.approx(10.0)
+    assert baseline.typical_norm == pytest.approx(2.0)
 
 
-def test_the_limit_of_the_norm_is_the_score_where_norms_scatter_widely() -> None:
-    usual = learnt(healthy(200))
-    usual.norm.spread = 1.0
-    std = usual.norm.std()
-    assert usual.norm_limit(5.0, 2.0, 25) == pytest.approx(usual.typical_norm * math.exp(2.0 * std))
+def test_the_limit_of_the_norm_is_the_score_if_norms_scatter_widely() -> None:
+    baseline = learned(healthy(200))
+    baseline.norm.spread = 1.0
+    std = baseline.norm.std()
+    assert baseline.norm_limit(5.0, 2.0, 25) == pytest.approx(baseline.typical_norm * math.exp(2.0 * std))
 
 
-def test_the_limit_of_the_loss_is_a_share_of_the_first_loss_over_the_usual_one() -> None:
-    usual = learnt([1.0] * 100, [4.0] * 100)
-    assert usual.unit == 4.0
-    assert usual.loss_limit(9.0, 0.5, 25) == pytest.approx(4.0 + 2.0, rel=1e-6)
+def test_the_limit_of_the_loss_is_a_share_of_the_first_loss_over_the_baseline() -> None:
+    baseline = learned([1.0] * 100, [4.0] * 100)
+    assert baseline.unit == 4.0
+    assert baseline.loss_limit(9.0, 0.5, 25) == pytest.approx(4.0 + 2.0, rel=1e-6)
 
 
 def test_losses_may_be_negative() -> None:
-    usual = learnt([1.0] * 60, [-100.0 - index for index in range(60)])
-    limit = usual.loss_limit(9.0, 0.2, 25)
+    baseline = learned([1.0] * 60, [-100.0 - index for index in range(60)])
+    limit = baseline.loss_limit(9.0, 0.2, 25)
     assert -159 < limit < math.inf
 
 
 def test_a_very_large_level_does_not_overflow() -> None:
-    assert learnt([1e300] * 60).norm_limit(1e300, 12.0, 25) < math.inf
+    assert learned([1e300] * 60).norm_limit(1e300, 12.0, 25) < math.inf
 
 
 def test_a_quantile_is_a_norm_that_this_share_does_not_exceed() -> None:
-    usual = StepBaseline()
-    usual.norms.extend(float(value) for value in range(1, 101))
-    assert usual.quantile(0.95) == 95.0
-    assert usual.quantile(0.5) == 50.0
-    assert usual.quantile(0.999) == 100.0
-    assert usual.quantile(0.001) == 1.0
+    baseline = StepBaseline()
+    baseline.norms.extend(float(value) for value in range(1, 101))
+    assert baseline.quantile(0.95) == 95.0
+    assert baseline.quantile(0.5) == 50.0
+    assert baseline.quantile(0.999) == 100.0
+    assert baseline.quantile(0.001) == 1.0
 
 
 def test_only_so_many_norms_are_kept_and_no_outliers() -> None:
-    usual = StepBaseline(window=20)
+    baseline = StepBaseline(window=20)
     for norm in [*healthy(100), 1e9]:
-        usual.learn(norm, 1.0)
-    assert len(usual.norms) == 20
-    assert max(usual.norms) < 10
+        baseline.learn(norm, 1.0)
+    assert len(baseline.norms) == 20
+    assert max(baseline.norms) < 10
 
 
 @given(st.lists(finite, min_size=2, max_size=200))

@@ -72,7 +72,7 @@ def test_after_a_change_the_cooldown_runs_and_only_readings_of_the_new_batch_cou
         (noise(1e3, size=64.0), "this schedule is at 32"),
     ],
 )
-def test_nothing_happens_where_the_noise_scale_is_not_known_and_it_says_why(seen: Average, why: str) -> None:
+def test_nothing_happens_if_the_noise_scale_is_not_known_and_it_says_why(seen: Average, why: str) -> None:
     rule = growth(in_a_row=1)
     proposal = rule.take(seen)
     assert (proposal.batch_size, math.isnan(proposal.noise_scale)) == (32, True)
@@ -227,7 +227,7 @@ def test_the_rate_goes_with_the_batch_beside_another_schedule_when_asked(kind: A
         {"lag": -1},
     ],
 )
-def test_a_wrong_setting_is_told_when_it_is_given(wrong: dict[str, Any]) -> None:
+def test_a_wrong_setting_is_reported_when_it_is_given(wrong: dict[str, Any]) -> None:
     monitor: Any = SyntheticMonitor()
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         BatchSizeScheduler(monitor, **{"batch_size": 32, "accumulation_steps": 4, **wrong})

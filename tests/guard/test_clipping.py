@@ -32,15 +32,15 @@ def arrival(*, clipped: bool = False, max_norm: float | None = None) -> StepInpu
     return StepInputs([], [], None, [], clipped, max_norm)
 
 
-def usual_of(norms: list[float]) -> StepBaseline:
-    usual = StepBaseline()
+def baseline_of(norms: list[float]) -> StepBaseline:
+    baseline = StepBaseline()
     for norm in norms:
-        usual.learn(norm, math.nan)
-    return usual
+        baseline.learn(norm, math.nan)
+    return baseline
 
 
-def factor(clip: Clip, usual: StepBaseline, norm: float, **clipped: Any) -> float | None:
-    factors = Clipper(clip).factors(seen(norm), arrival(**clipped), usual)
+def factor(clip: Clip, baseline: StepBaseline, norm: float, **clipped: Any) -> float | None:
+    factors = Clipper(clip).factors(seen(norm), arrival(**clipped), baseline)
     return None if factors is None else float(smallest(factors, torch.tensor(norm)))
 
 
@@ -48,25 +48,25 @@ STEADY = [1.0 + 0.01 * (index % 5) for index in range(100)]
 
 
 def test_an_outlier_is_clipped_to_the_limit_that_makes_it_one() -> None:
-    usual = usual_of([2.0] * 100)
-    assert factor(Clip(), usual, 5.9) == 1.0
-    assert factor(Clip(), usual, 12.0) == pytest.approx(0.5)  # 3 times the usual norm of 2
+    baseline = baseline_of([2.0] * 100)
+    assert factor(Clip(), baseline, 5.9) == 1.0
+    assert factor(Clip(), baseline, 12.0) == pytest.approx(0.5)  # 3 times the baseline norm of 2
 
 
 def test_a_quantile_of_the_past() -> None:
-    usual = usual_of(STEADY)
-    assert factor(Clip(method="quantile", quantile=0.5), usual, 2.04) == pytest.approx(1.02 / 2.04)
-    assert factor(Clip(method="quantile", quantile=0.99), usual, 2.08) == pytest.approx(0.5)
+    baseline = baseline_of(STEADY)
+    assert factor(Clip(method="quantile", quantile=0.5), baseline, 2.04) == pytest.approx(1.02 / 2.04)
+    assert factor(Clip(method="quantile", quantile=0.99), baseline, 2.08) == pytest.approx(0.5)
 
 
 def test_a_z_score_as_zclip() -> None:
     """Acceptance test A16: at z = 5, mean + 1.25 std is left."""
-    usual = usual_of(STEADY)
-    mean, std = usual.moments()
+    baseline = baseline_of(STEADY)
+    mean, std = baseline.moments()
     assert (mean, std) == pytest.approx((1.02, 0.01 * math.sqrt(2)))
     norm = mean + 5 * std
-    assert factor(Clip(method="zscore"), usual, norm) == pytest.approx((mean + 1.25 * std) / norm)
-    assert factor(Clip(method="zscore"), usual, mean + 2.4 * std) == 1.0
+    assert factor(Clip(method="zscore"), baseline, norm) == pytest.approx((mean + 1.25 * std) / norm)
+    assert factor(Clip(method="zscore"), baseline, mean + 2.4 * std) == 1.0
 
 
 def test_each_tensor_by_its_own_past_as_adagc() -> None:
@@ -90,12 +90,12 @@ def test_what_is_not_finite_does_not_get_into_the_averages() -> None:
 def test_nothing_is_clipped_before_there_is_a_past() -> None:
     for method in ("outlier", "quantile", "zscore", "tensor"):
         clip = Clip(method=method, first_steps=30)  # type: ignore[arg-type]
-        assert factor(clip, usual_of(STEADY[:29]), 1e6) is None
+        assert factor(clip, baseline_of(STEADY[:29]), 1e6) is None
 
 
 def test_clipping_to_something_unknown_is_left_alone() -> None:
-    assert factor(Clip(), usual_of(STEADY), 1e6, clipped=True, max_norm=None) is None
-    assert factor(Clip(method="tensor"), usual_of(STEADY), 1e6, clipped=True, max_norm=1.0) is None
+    assert factor(Clip(), baseline_of(STEADY), 1e6, clipped=True, max_norm=None) is None
+    assert factor(Clip(method="tensor"), baseline_of(STEADY), 1e6, clipped=True, max_norm=1.0) is None
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_gradients_of_any_precision_are_clipped_to_the_limit(dtype: torch.dtype,
     left, guard = steps(Direct(dtype), tmp_path / "run", [*QUIET, (300.0, 400.0), (3.0, 4.0)], Clip())
     tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2
     assert left[29] == pytest.approx((3.0, 4.0), rel=tolerance)
-    assert left[30] == pytest.approx((9.0, 12.0), rel=tolerance)  # 3 times the usual norm of 5
+    assert left[30] == pytest.approx((9.0, 12.0), rel=tolerance)  # 3 times the baseline norm of 5
     assert left[31] == pytest.approx((3.0, 4.0), rel=tolerance)
     (action,) = guard.actions
     assert (action.kind, action.step, action.finding, action.taken) == ("clip", 30, "explosion", True)
@@ -172,7 +172,7 @@ def test_with_the_loops_own_clipping_no_more_than_that_is_left(method: str, tmp_
     assert guard.actions == []
 
 
-def test_where_the_loop_allows_more_the_limit_of_the_past_counts(tmp_path: Path) -> None:
+def test_if_the_loop_allows_more_the_limit_of_the_past_counts(tmp_path: Path) -> None:
     left, _ = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(), max_norm=50.0)
     assert left[30] == pytest.approx((9.0, 12.0), rel=1e-4)
 

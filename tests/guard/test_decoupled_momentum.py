@@ -101,7 +101,7 @@ def test_a_second_ranking_starts_from_what_was_there_first() -> None:
         (optimizer_of(torch.optim.SGD, count=2, momentum=0.9), {}, "3 values of GSNR for 2 groups"),
     ],
 )
-def test_what_cannot_be_done_is_told(optimizer: Any, options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_done_is_reported(optimizer: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         decoupled_momentum(optimizer, [1.0, 2.0, 3.0], **options)
 

@@ -54,7 +54,7 @@ def test_one_tensor_that_is_not_finite_makes_the_norm_so(bad: float) -> None:
     assert not float(looked([1.0, bad], [2.0]).norm) <= LARGEST_NORM
 
 
-def test_the_loss_is_the_mean_of_what_the_loop_told() -> None:
+def test_the_loss_is_the_mean_of_the_losses_of_the_loop() -> None:
     assert float(looked([1.0], losses=[torch.tensor(2.5)]).loss) == 2.5
     assert float(looked([1.0], losses=[1.0, torch.tensor(2.0), 6.0]).loss) == pytest.approx(3.0)
     assert float(looked([1.0], losses=[1.0, 2.0]).loss) == pytest.approx(1.5)
@@ -82,7 +82,7 @@ def test_losses_of_any_size_are_no_error() -> None:
         (INF, NAN, (2.0, 2.0), 1),
     ],
 )
-def test_what_is_over_a_limit_or_not_finite_is_left_out(
+def test_what_is_over_a_limit_or_not_finite_is_skipped(
     norm: float, loss: float, limits: tuple[float, float], expected: int
 ) -> None:
     assert float(DeviceCheck(3).skips(seen(norm, loss), *limits)) == expected

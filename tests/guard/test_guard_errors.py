@@ -39,7 +39,7 @@ def test_a_monitor_is_what_watch_returns() -> None:
         gv.Guard(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-def test_the_device_decides_only_what_can_be_told(tmp_path: Path) -> None:
+def test_the_device_decides_only_for_optimizers_that_support_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     original = run.optimizers[0].step
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_watch_with_a_guard_that_cannot_leaves_nothing_behind(tmp_path: Path) ->
     assert "step" not in vars(optimizer)
 
 
-def test_what_snapshots_cannot_restore_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_snapshots_cannot_restore_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", config=gv.Config(diagnose=False))
     guard = gv.Guard(run.monitor, mode="act", folder=tmp_path / "snapshots")
     run.train(range(3)).close()

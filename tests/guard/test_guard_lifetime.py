@@ -108,7 +108,7 @@ def test_nothing_keeps_the_model_alive(close: bool, folder: bool, tmp_path: Path
     assert [action.step for action in gv.open_run(tmp_path / "run").actions()] == [2]
 
 
-def test_a_guard_that_nobody_holds_goes_on_guarding(tmp_path: Path) -> None:
+def test_a_guard_that_nobody_holds_continues_guarding(tmp_path: Path) -> None:
     """`gv.Guard(monitor, mode="act")` is one line: nobody has to keep what it returns."""
     run = Run(tmp_path / "run", bad={3: "nan"})
     gv.Guard(run.monitor, mode="act")

@@ -57,7 +57,7 @@ def test_the_default_observes_and_says_what_it_would_have_done(tmp_path: Path) -
     action = run.guard.actions[0]
     assert (action.kind, action.step, action.finding, action.taken) == ("skip", 3, "nonfinite", False)
     assert action.reason == "dry run; the gradient norm is nan"
-    assert [rung.mode for rung in run.guard.responses.values()] == ["dry_run"] * 5
+    assert [response.mode for response in run.guard.responses.values()] == ["dry_run"] * 5
     assert run.guard.step == 6
 
 
@@ -71,7 +71,7 @@ def test_a_dry_run_says_that_it_would_have_rolled_back(tmp_path: Path) -> None:
     assert action.reason.startswith("dry run; ")
 
 
-def test_single_rungs_can_be_named(tmp_path: Path) -> None:
+def test_single_responses_can_be_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {"skip": QUICK}, bad=BAD).train(range(34)).close()
     assert {action.kind for action in run.guard.actions if action.taken} == {"skip"}
     assert run.all_bits() == Run().train(without(range(34), BAD)).all_bits()
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_a_hundred_times_larger_for_good_is_accepted(
     assert lost <= (12 if rollback == "off" else 160)
 
 
-# -- what rungs do in a run -----------------------------------------------------------------------------------------
+# -- what responses do in a run ----------------------------------------------------------------------------------------
 
 
 class Direct(nn.Module):
@@ -283,7 +283,7 @@ def test_a_loss_that_the_loop_never_tells_is_no_trouble(tmp_path: Path) -> None:
     assert guard.actions == []
 
 
-def test_a_loss_that_is_far_too_large_is_left_out_though_the_gradient_is_small(tmp_path: Path) -> None:
+def test_a_loss_that_is_far_too_large_is_skipped_though_the_gradient_is_small(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {"mode": "act", "skip": QUICK})
     for index in range(30):
         run.backward(index)

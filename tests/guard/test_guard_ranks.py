@@ -43,5 +43,5 @@ def test_both_decide_the_same(ranks: list[dict[str, Any]], scenario: str, action
         assert first["weights"] == second["weights"]
     assert not first["errors"]
     assert not second["errors"]
-    back_at_8 = 8 + STEPS - 20 - 1  # the last snapshot before the finding; the batch of step 20 is left out
+    back_at_8 = 8 + STEPS - 20 - 1  # the last snapshot before the finding; the batch of step 20 is skipped
     assert first["step"] == {"clean": STEPS, "finding_on_one": back_at_8}.get(scenario, STEPS - 1)

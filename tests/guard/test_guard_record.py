@@ -78,7 +78,7 @@ def test_readings_are_right_and_without_gaps_under_a_guard(decide: str, tmp_path
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-def test_a_step_that_was_left_out_is_marked_in_the_readings(decide: str, tmp_path: Path) -> None:
+def test_a_step_that_was_skipped_is_marked_in_the_readings(decide: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {**ACT, "decide": decide}, optimizers=fused, bad=BAD).train(range(40)).close()
     steps, values = gv.open_run(run.monitor.run_path).series("step/left_out")
     assert steps[values > 0].tolist() == list(BAD)
@@ -103,7 +103,7 @@ def test_a_guard_that_finds_nothing_leaves_the_readings_as_they_are(tmp_path: Pa
         np.testing.assert_array_equal(first.series(metric), second.series(metric), metric)
 
 
-def test_what_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", ACT, bad={3: "nan", 5: "nan"}, config=gv.Config(diagnose=False)).train(range(8))
     capsys.readouterr()
     run.close()
@@ -122,7 +122,7 @@ def test_a_dry_run_says_what_it_would_do_once_in_a_while(tmp_path: Path, capsys:
     run.close()
 
 
-def test_nothing_is_said_where_nothing_was_done_or_silence_was_asked_for(
+def test_nothing_is_printed_if_nothing_was_done_or_the_config_is_quiet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Run(tmp_path / "calm", ACT, config=gv.Config(diagnose=False)).train(range(3)).close()

@@ -21,7 +21,7 @@ import gradvitals as gv
 from gradvitals.errors import GradvitalsError
 from gradvitals.types import Finding
 
-SAME = ("step", "monitor", "digest", "rate", "ticks", "learnt", "ladder")
+SAME = ("step", "monitor", "digest", "rate", "ticks", "learned", "policy")
 SCRIPT = Path(__file__).parent / "guarded_process.py"
 
 
@@ -53,10 +53,10 @@ def test_saving_snapshots_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("decide", "kill_after"), [("host", 3), ("host", 38), ("device", 38)])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
+def test_a_killed_run_continues_as_if_it_had_not_been(
     decide: str, kill_after: int, tmp_path: Path, whole: Callable[[str], dict[str, Any]]
 ) -> None:
-    """Steps are left out before and after the kill; at 38 two of them are among those just before it."""
+    """Steps are skipped before and after the kill; at 38 two of them are among those just before it."""
     uncut = whole(decide)
     assert [action[1] for action in uncut["actions"] if action[0] == "skip"] == [4, 24, 33, 34, 52]
     in_a_process(tmp_path / "killed", 60, decide, kill_after)
@@ -125,7 +125,7 @@ def test_a_resumed_run_can_roll_back_to_what_an_earlier_process_left(tmp_path: P
     assert resumed.all_bits() == Run().train([*range(30), *range(34, 50)]).all_bits()
 
 
-def test_the_state_is_told_apart_from_that_of_other_versions(tmp_path: Path) -> None:
+def test_the_state_is_reported_apart_from_that_of_other_versions(tmp_path: Path) -> None:
     started = Run(tmp_path / "run", {"mode": "act"}).train(range(3))
     state = started.guard.state_dict()
     with pytest.raises(GradvitalsError, match="the state has version 99; this Guard reads 2"):

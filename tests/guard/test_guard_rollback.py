@@ -38,7 +38,7 @@ def backs(run: Run, *, taken: bool = True) -> list[gv.Action]:
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("value", [1e30, NAN, float("inf")])
-def test_a_corrupted_weight_is_undone_and_training_goes_on_with_later_batches(
+def test_a_corrupted_weight_is_undone_and_training_continues_with_later_batches(
     value: float, decide: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=True)}
@@ -85,7 +85,7 @@ def test_on_the_device_a_snapshot_settles_no_sooner_than_trouble_is_known(tmp_pa
     assert back.after["step"] == 30
 
 
-def test_on_the_device_a_step_that_was_left_out_before_the_snapshot_does_not_count(tmp_path: Path) -> None:
+def test_on_the_device_a_step_that_was_skipped_before_the_snapshot_does_not_count(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=True), "bad": {37: "nan"}}
     guard = {**ACT, "rollback": gv.guard.RollBack(every=20, settle=10), "decide": "device"}
     run = Run(tmp_path / "run", guard, **settings).train(range(50))
@@ -158,7 +158,7 @@ def test_there_is_something_to_go_back_to_from_the_first_step_on(tmp_path: Path)
     assert run.parameters() == Run().train(range(action.step + 1, 30)).parameters()
 
 
-def test_without_a_healthy_snapshot_the_refusal_is_told_once(tmp_path: Path) -> None:
+def test_without_a_healthy_snapshot_the_refusal_is_reported_once(tmp_path: Path) -> None:
     back = gv.guard.RollBack(every=10, settle=500)
     run = Run(tmp_path / "run", {**ACT, "rollback": back}).train(range(38))
     corrupt(run, NAN)
@@ -237,7 +237,7 @@ def test_a_snapshot_during_whose_settling_something_was_found_is_not_healthy(tmp
     assert action.after["step"] <= 30
 
 
-def test_what_is_learnt_and_lowered_goes_back_and_what_is_spent_does_not(tmp_path: Path) -> None:
+def test_what_is_learned_and_lowered_goes_back_and_what_is_spent_does_not(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", ACT).train(range(38))
     assert run.guard.state_dict()["policy"]["spent"]["roll_back"] == []
     corrupt(run, NAN)
@@ -259,8 +259,8 @@ def test_a_roll_back_in_the_last_moments_leaves_the_run_as_the_loop_left_it(tmp_
     assert bits(run.net.state_dict()) == before
 
 
-def test_the_diagnosis_begins_anew_after_a_rollback(tmp_path: Path) -> None:
-    """What was usual before, and how far the weights have jumped back, are no findings."""
+def test_the_diagnosis_starts_over_after_a_rollback(tmp_path: Path) -> None:
+    """What was baseline before, and how far the weights have jumped back, are no findings."""
     run = Run(tmp_path / "run", {**ACT, "rollback": SLOW}, config=gv.Config(quiet=True)).train(range(60))
     corrupt(run, NAN)
     run.train(range(60, 130)).close()

@@ -82,6 +82,6 @@ def test_all_ranks_do_what_one_process_does(ranks: Any, alone: Any, name: str) -
             assert torch.allclose(torch.tensor(values), torch.tensor(want["weights"][weight]), atol=1e-6), weight
 
 
-def test_the_run_that_moved_went_on_from_its_snapshot(ranks: Any, alone: Any) -> None:
+def test_the_run_that_moved_continued_from_its_snapshot(ranks: Any, alone: Any) -> None:
     results, _ = both(ranks, alone, MOVED)
     assert [result["begun"] for result in results] == [10] * WORLD

@@ -1,4 +1,4 @@
-"""A step that is left out changes nothing, bit for bit: as if the batch had never been there."""
+"""A step that is skipped changes nothing, bit for bit: as if the batch had never been there."""
 
 from __future__ import annotations
 

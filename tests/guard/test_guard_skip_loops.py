@@ -1,4 +1,4 @@
-"""Steps are left out in loops of all kinds: micro-batches, clipping, several optimizers, closures, odd models."""
+"""Steps are skipped in loops of all kinds: micro-batches, clipping, several optimizers, closures, odd models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import gradvitals as gv
 
 
 @pytest.mark.parametrize("guard", [ACT, ON_DEVICE], ids=["host", "device"])
-def test_with_micro_batches_the_whole_step_is_left_out(guard: dict[str, Any], tmp_path: Path) -> None:
+def test_with_micro_batches_the_whole_step_is_skipped(guard: dict[str, Any], tmp_path: Path) -> None:
     bad = {7: "nan", 77: "huge"}  # the second part of step 2, the third of step 25
     settings: dict[str, Any] = {"optimizers": DEVICE["adamw"], "parts": 3}
     guarded = Run(tmp_path / "run", guard, bad=bad, **settings).train(range(30)).close()
@@ -77,13 +77,7 @@ IN_TURN, TWO_TO_ONE = ["first", "second"], ["first", "first", "second"]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "player"),
-    [
-        (IN_TURN, "first"),
-        (IN_TURN, "second"),
-        (TWO_TO_ONE, "first"),
-        (TWO_TO_ONE, "second"),
-    ],
+    ("pattern", "player"), [(IN_TURN, "first"), (IN_TURN, "second"), (TWO_TO_ONE, "first"), (TWO_TO_ONE, "second")]
 )
 def test_players_that_step_in_turn_are_guarded_one_by_one(pattern: list[str], player: str, tmp_path: Path) -> None:
     order = pattern * 6
@@ -174,7 +168,7 @@ class Sometimes(Net):
         return result + self.extra(inputs) if self.use else result
 
 
-def test_a_parameter_whose_first_step_is_left_out_on_the_device_has_no_momentum_yet(tmp_path: Path) -> None:
+def test_a_parameter_whose_first_step_is_skipped_on_the_device_has_no_momentum_yet(tmp_path: Path) -> None:
     def train(run: Run, indices: list[int]) -> Run:
         for index in indices:
             assert isinstance(run.net, Sometimes)
@@ -218,7 +212,7 @@ class Rarely(Net):
         return super().forward(inputs)
 
 
-def test_a_buffer_that_first_changes_in_a_step_that_is_left_out_is_put_back(tmp_path: Path) -> None:
+def test_a_buffer_that_first_changes_in_a_step_that_is_skipped_is_put_back(tmp_path: Path) -> None:
     guarded = Run(tmp_path / "run", ACT, net=Rarely(), bad={3: "nan"}).train(range(6)).close()
     assert float(guarded.net.rare) == 0.0
 
@@ -234,7 +228,7 @@ def test_random_numbers_are_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-def test_two_optimizers_that_are_left_out_are_one_step(decide: str, tmp_path: Path) -> None:
+def test_two_optimizers_that_are_skipped_are_one_step(decide: str, tmp_path: Path) -> None:
     def two(net: nn.Module) -> list[torch.optim.Optimizer]:
         assert isinstance(net, Net)
         return [
@@ -270,11 +264,8 @@ def test_a_budget_holds_from_when_the_host_knows_what_was_spent(
     run.close()
 
 
-@pytest.mark.parametrize(
-    "decide",
-    ["host", "device"],
-)
-def test_every_step_that_was_left_out_is_in_the_record(decide: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_every_step_that_was_skipped_is_in_the_record(decide: str, tmp_path: Path) -> None:
     """Every second step is bad: too many of them for a cure by leaving them out."""
     bad = {index: "huge" for index in range(30, 60, 2)}
     guard = {"mode": "act", "skip": QUICK, "reset": "off", "lr": "off", "rollback": "off", "decide": decide}
@@ -285,7 +276,7 @@ def test_every_step_that_was_left_out_is_in_the_record(decide: str, tmp_path: Pa
     assert run.guard.step == 65 - len(found)
 
 
-def test_a_loss_too_large_for_single_precision_is_left_out_too(tmp_path: Path) -> None:
+def test_a_loss_too_large_for_single_precision_is_skipped_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -302,7 +293,7 @@ def test_a_loss_too_large_for_single_precision_is_left_out_too(tmp_path: Path) -
     assert model.weight.abs().max() < 10
 
 
-def test_nobody_is_told_to_leave_out_what_was_left_out(tmp_path: Path) -> None:
+def test_nobody_is_reported_to_leave_out_what_was_skipped(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -1,4 +1,4 @@
-"""A GradScaler does not count a step that the Guard left out, and may leave out steps of its own."""
+"""A GradScaler does not count a step that the Guard skipped, and may leave out steps of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_scaler_does_not_count_it(name: str, clip: float | None, tmp_path: Pat
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_a_scaler_does_not_count_what_the_device_left_out(name: str, clip: float | None, tmp_path: Path) -> None:
+def test_a_scaler_does_not_count_what_the_device_skipped(name: str, clip: float | None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizers": DEVICE[name], "clip": clip}
     guarded = Run(tmp_path / "run", ON_DEVICE, bad=LATE, scaler=scaler(), **settings).train(range(STEPS)).close()
     assert guarded.kinds() == [("skip", step) for step in LATE]

@@ -1,4 +1,4 @@
-"""Schedulers do not count a step that was left out, whatever they are and whenever they tick."""
+"""Schedulers do not count a step that was skipped, whatever they are and whenever they tick."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_scheduler_that_ticks_at_every_step_does_not_count_it(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["one_cycle", "cosine"])
-def test_what_the_device_left_out_is_uncounted_when_it_is_known(name: str, tmp_path: Path) -> None:
+def test_what_the_device_skipped_is_uncounted_when_it_is_known(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "optimizers": DEVICE["adamw"],
         "schedulers": lambda optimizers: [SCHEDULERS[name](optimizers[0])],
@@ -34,7 +34,7 @@ def test_what_the_device_left_out_is_uncounted_when_it_is_known(name: str, tmp_p
     assert guarded.schedulers[0].last_epoch == guarded.guard.step == STEPS + 12 - len(BAD)
 
 
-def test_the_last_step_of_all_may_be_one_that_is_left_out(tmp_path: Path) -> None:
+def test_the_last_step_of_all_may_be_one_that_is_skipped(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"schedulers": lambda optimizers: [SCHEDULERS["cosine"](optimizers[0])]}
     bad = {STEPS - 1: "nan"}
     guarded = Run(tmp_path / "run", ACT, bad=bad, **settings).train(range(STEPS)).close()

@@ -144,7 +144,7 @@ def test_an_error_while_closing_keeps_neither_the_monitor_open_nor_the_users_err
     assert "step" not in vars(run.optimizers[0])
 
 
-def test_a_guards_state_goes_on_under_a_monitor_that_counts_anew(tmp_path: Path) -> None:
+def test_a_guards_state_continues_under_a_monitor_that_counts_from_zero(tmp_path: Path) -> None:
     reset = gv.guard.ResetMomentum(warmup=20, cooldown=5)
     bad = {index: "huge" for index in range(30, 36)}
     settings: dict[str, Any] = {"mode": "act", "reset": reset, "lr": "off", "rollback": "off"}

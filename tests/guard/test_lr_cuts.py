@@ -47,7 +47,7 @@ def test_a_warm_up_is_that_of_spam() -> None:
     assert ease.factor(157) == 1.0
 
 
-def test_two_reasons_multiply_and_the_same_reason_begins_anew() -> None:
+def test_two_reasons_multiply_and_the_same_reason_starts_over() -> None:
     rates = LRCuts()
     rates.cuts["cut_lr"] = LRCut(0, **CUT)
     rates.cuts["reset_momentum"] = LRCut(0, share=0.1, hold=5, rise=0, cosine=False)

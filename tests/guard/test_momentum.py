@@ -73,7 +73,7 @@ def test_the_next_steps_are_those_of_a_new_optimizer(name: str) -> None:
         assert bits(model.state_dict()) == bits(other.state_dict())
 
 
-def test_vr_adamw_begins_anew() -> None:
+def test_vr_adamw_starts_over() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return gvo.VRAdamW(parameters, lr=0.01)
 

@@ -1,4 +1,4 @@
-"""Which rung answers: never more, never sooner and never more often than the user allows."""
+"""Which response answers: never more, never sooner and never more often than the user allows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ limits = {"cooldown": st.integers(0, 60), "budget": st.one_of(st.none(), st.inte
 
 
 @st.composite
-def ladders(draw: st.DrawFn) -> EscalationPolicy:
+def policies(draw: st.DrawFn) -> EscalationPolicy:
     skip = Skip(
         mode=draw(modes),
         cooldown=draw(st.integers(0, 5)),
@@ -70,8 +70,8 @@ def stories(draw: st.DrawFn) -> list[Evidence]:
     return told
 
 
-def calls_of(ladder: EscalationPolicy, story: Sequence[Evidence]) -> list[list[Decision]]:
-    return [ladder.judge(evidence) for evidence in story]
+def calls_of(policy: EscalationPolicy, story: Sequence[Evidence]) -> list[list[Decision]]:
+    return [policy.judge(evidence) for evidence in story]
 
 
 def taken_steps(story: Sequence[Evidence], calls: Sequence[Sequence[Decision]], kind: str) -> list[int]:
@@ -86,40 +86,40 @@ def taken_steps(story: Sequence[Evidence], calls: Sequence[Sequence[Decision]], 
 # -- properties -------------------------------------------------------------------------------------------------
 
 
-@given(ladders(), stories())
+@given(policies(), stories())
 @settings(max_examples=80, deadline=None)
-def test_finite_trouble_is_never_left_out_more_than_max_streak_times_in_a_row(
-    ladder: EscalationPolicy, story: list[Evidence]
+def test_finite_trouble_is_never_skipped_more_than_max_streak_times_in_a_row(
+    policy: EscalationPolicy, story: list[Evidence]
 ) -> None:
     row = 0
-    for evidence, calls in zip(story, calls_of(ladder, story), strict=True):
+    for evidence, calls in zip(story, calls_of(policy, story), strict=True):
         skipped = any(call.kind == "skip" and call.taken for call in calls)
         back = any(call.kind == "roll_back" and call.taken for call in calls)
         row = row + 1 if skipped and evidence.trouble in FINITE else 0
-        assert row <= ladder.skip.max_streak
+        assert row <= policy.skip.max_streak
         assert not (skipped and back)
 
 
-@given(ladders(), stories())
+@given(policies(), stories())
 @settings(max_examples=80, deadline=None)
-def test_budgets_and_cooldowns_are_kept(ladder: EscalationPolicy, story: list[Evidence]) -> None:
-    calls = calls_of(ladder, story)
-    for rung in (ladder.skip, *ladder.stronger):
-        steps = taken_steps(story, calls, rung.kind)
-        if rung.kind == "skip":  # what is not finite is left out always, and counts
+def test_budgets_and_cooldowns_are_kept(policy: EscalationPolicy, story: list[Evidence]) -> None:
+    calls = calls_of(policy, story)
+    for response in (policy.skip, *policy.stronger):
+        steps = taken_steps(story, calls, response.kind)
+        if response.kind == "skip":  # what is not finite is skipped always, and counts
             steps = [step for step in steps if story[step].trouble != NONFINITE]
-        if rung.budget is not None:
+        if response.budget is not None:
             for index, first in enumerate(steps):
-                assert sum(step < first + BUDGET_WINDOW for step in steps[index:]) <= rung.budget
-        assert all(later - earlier >= rung.cooldown for earlier, later in pairwise(steps))
+                assert sum(step < first + BUDGET_WINDOW for step in steps[index:]) <= response.budget
+        assert all(later - earlier >= response.cooldown for earlier, later in pairwise(steps))
         assert len(set(steps)) == len(steps)
 
 
-@given(ladders(), stories())
+@given(policies(), stories())
 @settings(max_examples=80, deadline=None)
-def test_each_rung_does_what_its_mode_says(ladder: EscalationPolicy, story: list[Evidence]) -> None:
-    mode = {rung.kind: rung.mode for rung in (ladder.skip, *ladder.stronger)}
-    for evidence, calls in zip(story, calls_of(ladder, story), strict=True):
+def test_each_response_does_what_its_mode_says(policy: EscalationPolicy, story: list[Evidence]) -> None:
+    mode = {response.kind: response.mode for response in (policy.skip, *policy.stronger)}
+    for evidence, calls in zip(story, calls_of(policy, story), strict=True):
         for call in calls:
             assert mode[call.kind] != "off"
             assert not call.taken or mode[call.kind] == "on"
@@ -127,33 +127,33 @@ def test_each_rung_does_what_its_mode_says(ladder: EscalationPolicy, story: list
             assert call.finding
 
 
-@given(ladders(), stories())
+@given(policies(), stories())
 @settings(max_examples=80, deadline=None)
-def test_it_never_rolls_back_to_nothing(ladder: EscalationPolicy, story: list[Evidence]) -> None:
-    for evidence, calls in zip(story, calls_of(ladder, story), strict=True):
+def test_it_never_rolls_back_to_nothing(policy: EscalationPolicy, story: list[Evidence]) -> None:
+    for evidence, calls in zip(story, calls_of(policy, story), strict=True):
         assert not any(call.kind == "roll_back" and call.taken and not evidence.can_roll_back for call in calls)
 
 
-@given(ladders(), stories())
+@given(policies(), stories())
 @settings(max_examples=80, deadline=None)
-def test_what_is_not_finite_is_left_out_or_rolled_back_always(ladder: EscalationPolicy, story: list[Evidence]) -> None:
-    if ladder.skip.mode != "on":
+def test_what_is_not_finite_is_skipped_or_rolled_back_always(policy: EscalationPolicy, story: list[Evidence]) -> None:
+    if policy.skip.mode != "on":
         return
-    for evidence, calls in zip(story, calls_of(ladder, story), strict=True):
+    for evidence, calls in zip(story, calls_of(policy, story), strict=True):
         if evidence.trouble == NONFINITE:
             assert any(call.taken and call.kind in ("skip", "roll_back") for call in calls)
 
 
-@given(ladders(), stories(), st.integers(0, 500))
+@given(policies(), stories(), st.integers(0, 500))
 @settings(max_examples=80, deadline=None)
-def test_a_saved_state_has_the_same_future(ladder: EscalationPolicy, story: list[Evidence], cut: int) -> None:
-    other = EscalationPolicy(ladder.skip, ladder.stronger)
-    again = EscalationPolicy(ladder.skip, ladder.stronger)
-    whole = calls_of(ladder, story)
+def test_a_saved_state_has_the_same_future(policy: EscalationPolicy, story: list[Evidence], cut: int) -> None:
+    other = EscalationPolicy(policy.skip, policy.stronger)
+    again = EscalationPolicy(policy.skip, policy.stronger)
+    whole = calls_of(policy, story)
     calls_of(other, story[:cut])
     again.load_state_dict(json.loads(json.dumps(other.state_dict())))
     assert calls_of(again, story[cut:]) == whole[cut:]
-    assert again.state_dict() == ladder.state_dict()
+    assert again.state_dict() == policy.state_dict()
 
 
 # -- known answers ----------------------------------------------------------------------------------------------
@@ -170,18 +170,18 @@ def ladder_of(**settings: Any) -> EscalationPolicy:
 
 
 def bad(
-    ladder: EscalationPolicy, steps: range, trouble: str = "norm", *, can_roll_back: bool = True
+    policy: EscalationPolicy, steps: range, trouble: str = "norm", *, can_roll_back: bool = True
 ) -> list[tuple[str, int, bool]]:
     told = []
     for step in steps:
         evidence = Evidence(step=step, trouble=trouble, words="w", can_roll_back=can_roll_back)  # type: ignore[arg-type]
-        told += [(call.kind, step, call.taken) for call in ladder.judge(evidence)]
+        told += [(call.kind, step, call.taken) for call in policy.judge(evidence)]
     return told
 
 
-def calm(ladder: EscalationPolicy, steps: range) -> None:
+def calm(policy: EscalationPolicy, steps: range) -> None:
     for step in steps:
-        assert ladder.judge(Evidence(step=step, can_roll_back=True)) == []
+        assert policy.judge(Evidence(step=step, can_roll_back=True)) == []
 
 
 def test_the_order_of_escalation() -> None:
@@ -195,21 +195,21 @@ def test_the_order_of_escalation() -> None:
     ]
 
 
-def test_rungs_that_are_off_are_passed_over() -> None:
-    ladder = ladder_of(reset=ResetMomentum(mode="off"), lr=CutLR(mode="off"))
-    assert bad(ladder, range(4))[3:] == [("roll_back", 3, True)]
-    ladder = ladder_of(skip=Skip(mode="off"))
-    assert bad(ladder, range(4)) == [("reset_momentum", 3, True)]
+def test_responses_that_are_off_are_passed_over() -> None:
+    policy = ladder_of(reset=ResetMomentum(mode="off"), lr=CutLR(mode="off"))
+    assert bad(policy, range(4))[3:] == [("roll_back", 3, True)]
+    policy = ladder_of(skip=Skip(mode="off"))
+    assert bad(policy, range(4)) == [("reset_momentum", 3, True)]
 
 
-def test_dry_rungs_are_told_in_the_same_order() -> None:
-    ladder = ladder_of(
+def test_dry_responses_are_reported_in_the_same_order() -> None:
+    policy = ladder_of(
         skip=Skip(mode="dry_run"),
         reset=ResetMomentum(mode="dry_run"),
         lr=CutLR(mode="dry_run"),
         back=RollBack(mode="dry_run"),
     )
-    assert bad(ladder, range(14)) == [
+    assert bad(policy, range(14)) == [
         ("skip", 0, False),
         ("skip", 1, False),
         ("skip", 2, False),
@@ -219,11 +219,11 @@ def test_dry_rungs_are_told_in_the_same_order() -> None:
     ]
 
 
-def test_a_calm_run_begins_at_the_bottom_again() -> None:
-    ladder = ladder_of(reset=ResetMomentum(cooldown=0))
-    bad(ladder, range(4))
-    calm(ladder, range(4, 4 + ladder.calm_after))
-    assert bad(ladder, range(100, 104)) == [
+def test_a_calm_run_starts_from_the_first_response_again() -> None:
+    policy = ladder_of(reset=ResetMomentum(cooldown=0))
+    bad(policy, range(4))
+    calm(policy, range(4, 4 + policy.calm_after))
+    assert bad(policy, range(100, 104)) == [
         ("skip", 100, True),
         ("skip", 101, True),
         ("skip", 102, True),
@@ -231,74 +231,74 @@ def test_a_calm_run_begins_at_the_bottom_again() -> None:
     ]
 
 
-def test_a_run_that_was_not_calm_for_long_goes_on_where_it_was() -> None:
-    ladder = ladder_of(reset=ResetMomentum(cooldown=0))
-    bad(ladder, range(4))
-    calm(ladder, range(4, 4 + ladder.calm_after - 1))
-    waited = bad(ladder, range(100, 120))
+def test_a_run_that_was_not_calm_for_long_continues_where_it_was() -> None:
+    policy = ladder_of(reset=ResetMomentum(cooldown=0))
+    bad(policy, range(4))
+    calm(policy, range(4, 4 + policy.calm_after - 1))
+    waited = bad(policy, range(100, 120))
     assert next(kind for kind, _, _ in waited if kind != "skip") == "cut_lr"
 
 
 def test_a_crowd_of_bad_steps_is_trouble_too() -> None:
     """Every second step is bad: a streak never gets long, but leaving out half of all steps is no cure."""
-    ladder, calls = ladder_of(), []
+    policy, calls = ladder_of(), []
     for step in range(60):
         evidence = Evidence(step=step, trouble="norm" if step % 2 else "", words="w", can_roll_back=True)
-        calls += [(call.kind, step) for call in ladder.judge(evidence)]
+        calls += [(call.kind, step) for call in policy.judge(evidence)]
     higher = [("reset_momentum", 15), ("cut_lr", 25), ("roll_back", 35)]
     assert calls[:10] == [*(("skip", step) for step in range(1, 15, 2)), *higher]
 
 
-def test_a_refusal_is_told_once_until_the_run_is_calm() -> None:
-    ladder = ladder_of(skip=Skip(budget=0))
-    assert bad(ladder, range(3)) == [("skip", 0, False)]
-    calm(ladder, range(3, 60))
-    assert bad(ladder, range(60, 62)) == [("skip", 60, False)]
+def test_a_refusal_is_reported_once_until_the_run_is_calm() -> None:
+    policy = ladder_of(skip=Skip(budget=0))
+    assert bad(policy, range(3)) == [("skip", 0, False)]
+    calm(policy, range(3, 60))
+    assert bad(policy, range(60, 62)) == [("skip", 60, False)]
 
 
-def test_rolling_back_begins_at_the_bottom_and_keeps_what_was_spent() -> None:
-    ladder = ladder_of(back=RollBack(budget=1, cooldown=0))
-    assert ("roll_back", 13, True) in bad(ladder, range(14))
-    told = bad(ladder, range(14, 30))
+def test_rolling_back_starts_from_the_first_response_and_keeps_what_was_spent() -> None:
+    policy = ladder_of(back=RollBack(budget=1, cooldown=0))
+    assert ("roll_back", 13, True) in bad(policy, range(14))
+    told = bad(policy, range(14, 30))
     assert told[:3] == [("skip", 14, True), ("skip", 15, True), ("skip", 16, True)]
-    assert ("roll_back", 17, False) in told  # the rungs before it are on cooldown, and its budget is spent
+    assert ("roll_back", 17, False) in told  # the responses before it are on cooldown, and its budget is spent
 
 
 def test_a_roll_back_that_had_to_wait_for_its_cooldown_comes_after_it() -> None:
-    ladder = ladder_of(back=RollBack(cooldown=20))
-    assert ("roll_back", 3, True) in bad(ladder, range(4), "nonfinite")
-    told = bad(ladder, range(4, 60), "nonfinite")
+    policy = ladder_of(back=RollBack(cooldown=20))
+    assert ("roll_back", 3, True) in bad(policy, range(4), "nonfinite")
+    told = bad(policy, range(4, 60), "nonfinite")
     assert any(kind == "roll_back" and taken for kind, _, taken in told)
 
 
 def test_a_roll_back_that_had_no_snapshot_comes_when_there_is_one() -> None:
-    ladder = ladder_of()
-    bad(ladder, range(10), "nonfinite", can_roll_back=False)
-    assert any(kind == "roll_back" and taken for kind, _, taken in bad(ladder, range(10, 30), "nonfinite"))
+    policy = ladder_of()
+    bad(policy, range(10), "nonfinite", can_roll_back=False)
+    assert any(kind == "roll_back" and taken for kind, _, taken in bad(policy, range(10, 30), "nonfinite"))
 
 
 def test_a_norm_that_is_far_too_large_rolls_back_at_once() -> None:
-    ladder = ladder_of()
-    calls = ladder.judge(Evidence(step=5, trouble="norm", words="w", far=True, can_roll_back=True))
+    policy = ladder_of()
+    calls = policy.judge(Evidence(step=5, trouble="norm", words="w", far=True, can_roll_back=True))
     assert [(call.kind, call.taken, call.finding) for call in calls] == [("roll_back", True, "explosion")]
 
 
-def test_a_finding_calls_for_the_rungs_that_name_it() -> None:
-    ladder = ladder_of(reset=ResetMomentum(on=("loss_rising",)), back=RollBack(on=("loss_rising", "explosion")))
-    calls = ladder.judge(Evidence(step=5, words="w", findings=("loss_rising",), can_roll_back=True))
+def test_a_finding_calls_for_the_responses_that_name_it() -> None:
+    policy = ladder_of(reset=ResetMomentum(on=("loss_rising",)), back=RollBack(on=("loss_rising", "explosion")))
+    calls = policy.judge(Evidence(step=5, words="w", findings=("loss_rising",), can_roll_back=True))
     assert [(call.kind, call.finding) for call in calls] == [
         ("reset_momentum", "loss_rising"),
         ("roll_back", "loss_rising"),
     ]
-    assert ladder.judge(Evidence(step=200, words="w", findings=("loss_spike",), can_roll_back=True)) == []
+    assert policy.judge(Evidence(step=200, words="w", findings=("loss_spike",), can_roll_back=True)) == []
 
 
 def test_a_finding_in_the_middle_of_a_streak_does_not_make_it_longer() -> None:
     """The Guard tells findings before it has looked at the step, as evidence of their own."""
-    ladder = ladder_of(reset=ResetMomentum(mode="off"), lr=CutLR(mode="off"), back=RollBack(mode="off"))
-    told = bad(ladder, range(8, 10))
-    ladder.judge(Evidence(step=10, words="w", findings=("loss_rising",)))
-    told += bad(ladder, range(10, 16))
+    policy = ladder_of(reset=ResetMomentum(mode="off"), lr=CutLR(mode="off"), back=RollBack(mode="off"))
+    told = bad(policy, range(8, 10))
+    policy.judge(Evidence(step=10, words="w", findings=("loss_rising",)))
+    told += bad(policy, range(10, 16))
     assert len([one for one in told if one[0] == "skip"]) == 3
 
 
@@ -308,12 +308,12 @@ def test_each_kind_of_trouble_has_its_finding() -> None:
         assert call.finding == finding
 
 
-def test_a_purse_says_why_not() -> None:
-    purse = ActionBudget(CutLR(cooldown=10, budget=2))
-    assert purse.refusal(0) == ""
-    purse.spent.append(0)
-    assert purse.refusal(9) == "its cooldown of 10 steps is not over"
-    assert purse.refusal(10) == ""
-    purse.spent.append(10)
-    assert purse.refusal(999) == "its budget of 2 in 1,000 steps is spent"
-    assert purse.refusal(1000) == ""
+def test_a_budget_says_why_not() -> None:
+    budget = ActionBudget(CutLR(cooldown=10, budget=2))
+    assert budget.refusal(0) == ""
+    budget.spent.append(0)
+    assert budget.refusal(9) == "its cooldown of 10 steps is not over"
+    assert budget.refusal(10) == ""
+    budget.spent.append(10)
+    assert budget.refusal(999) == "its budget of 2 in 1,000 steps is spent"
+    assert budget.refusal(1000) == ""

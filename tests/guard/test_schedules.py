@@ -19,13 +19,7 @@ from torch.optim import lr_scheduler
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, RunError
-from gradvitals.schedules import (
-    Change,
-    GSNREvidence,
-    GSNRScheduler,
-    WarmupDecay,
-    lr_factors,
-)
+from gradvitals.schedules import Change, GSNREvidence, GSNRScheduler, WarmupDecay, lr_factors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from synthetic_readings import SyntheticMonitor, average, readings
@@ -42,7 +36,7 @@ def ticks(pace: WarmupDecay, count: int) -> list[float]:
     return found
 
 
-def test_a_warmup_is_held_while_the_interval_includes_0_and_goes_on_from_there() -> None:
+def test_a_warmup_is_held_while_the_interval_includes_0_and_continues_from_there() -> None:
     pace = WarmupDecay(warmup_steps=4, warmup_start=0.2)
     assert ticks(pace, 2) == pytest.approx([0.2, 0.4])
     (extended,) = pace.take(average(2, 0.01, 0.02), "microbatch", 2)
@@ -66,7 +60,7 @@ def test_a_warmup_is_held_up_to_a_limit_and_not_again() -> None:
     assert ticks(pace, 3) == pytest.approx([0.5, 0.75, 1.0])
 
 
-def test_no_extension_where_none_is_allowed_or_the_readings_are_few_or_the_warmup_is_over() -> None:
+def test_no_extension_if_none_is_allowed_or_the_readings_are_few_or_the_warmup_is_over() -> None:
     assert WarmupDecay(warmup_steps=9, max_extension=0).take(average(0, 0.0, 0.1), "microbatch", 1) == []
     young = WarmupDecay(warmup_steps=9, readings=5)
     assert young.take(average(0, 0.0, 0.1, count=4), "microbatch", 1) == []
@@ -107,13 +101,7 @@ FALLING = [2.0 - step / 1000 for step in range(2000)]
 
 
 def play(
-    pace: WarmupDecay,
-    values: dict[int, float],
-    losses: list[float],
-    *,
-    until: int,
-    half: float = 0.1,
-    **other: Any,
+    pace: WarmupDecay, values: dict[int, float], losses: list[float], *, until: int, half: float = 0.1, **other: Any
 ) -> list[tuple[int, Change]]:
     """Make steps; from each step in `values` on, an average over the last 20 steps every ten has that value."""
     found, value = [], values[0]
@@ -147,7 +135,7 @@ def test_a_smaller_drop_or_a_loss_that_falls_does_not_decay(low: float) -> None:
 
 def test_a_sudden_drop_decays_at_once_even_while_the_loss_falls() -> None:
     found = play(WarmupDecay(drop=1e6), {0: 4.0, 300: 0.5}, FALLING, until=600)
-    # Now over 280..300, before over 250..270: usual = (260 / 290)² = 0.80, 3 × 0.55 = 1.65 < 3.6 × 0.80 = 2.9.
+    # Now over 280..300, before over 250..270: baseline = (260 / 290)² = 0.80, 3 × 0.55 = 1.65 < 3.6 × 0.80 = 2.9.
     assert [(step, d.finding) for step, d in found] == [(320, "sudden_gsnr_drop")]
 
 
@@ -233,7 +221,7 @@ def test_a_doubtful_signal_is_no_reference() -> None:
         {"lag": -1},
     ],
 )
-def test_a_wrong_setting_is_told_when_it_is_given(wrong: dict[str, Any]) -> None:
+def test_a_wrong_setting_is_reported_when_it_is_given(wrong: dict[str, Any]) -> None:
     _, optimizer = tiny()
     monitor: Any = SyntheticMonitor()
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -353,7 +341,7 @@ def made_up_run(delays: list[bool], *, save_at: int | None = None) -> tuple[list
 AT_ONCE = made_up_run([True] * 120)
 
 
-def test_the_made_up_run_extends_resumes_and_decays() -> None:
+def test_the_synthetic_run_extends_resumes_and_decays() -> None:
     assert [action["kind"] for action in AT_ONCE[1]] == ["warmup_extended", "warmup_resumed", "decay"]
 
 
@@ -365,7 +353,7 @@ def test_what_is_decided_does_not_depend_on_when_readings_arrive_nor_on_a_save(
     assert made_up_run(delays, save_at=save_at) == AT_ONCE
 
 
-def test_the_users_own_callback_goes_on_and_its_error_does_not_end_ours(tmp_path: Path) -> None:
+def test_the_users_own_callback_continues_and_its_error_does_not_end_ours(tmp_path: Path) -> None:
     heard: list[int] = []
 
     def theirs(reading: gv.Reading) -> None:
@@ -536,7 +524,7 @@ def test_a_real_signal_that_is_lost_lowers_the_rate_once(tmp_path: Path) -> None
     assert pace.factor == pytest.approx(1 / 3)
 
 
-def test_without_micro_batches_the_rate_stays_with_the_schedule_and_it_is_said_once(
+def test_without_micro_batches_the_rate_stays_with_the_schedule_and_it_is_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = tiny()

@@ -17,7 +17,7 @@ from gradvitals.guard.policy import RESPONSES, Clip, CutLR, ResetMomentum, Respo
 ALL = list(RESPONSES.values())
 
 
-@pytest.mark.parametrize("rung", ALL)
+@pytest.mark.parametrize("response", ALL)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -36,13 +36,13 @@ ALL = list(RESPONSES.values())
         ("on", None),
     ],
 )
-def test_what_all_rungs_have_is_checked(rung: type[Response], name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} of {rung.__name__} is .*; expected "):
-        rung(**{name: value})
+def test_what_all_responses_have_is_checked(response: type[Response], name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} of {response.__name__} is .*; expected "):
+        response(**{name: value})
 
 
 @pytest.mark.parametrize(
-    ("rung", "name", "value"),
+    ("response", "name", "value"),
     [
         (Clip, "method", "median"),
         (Clip, "ratio", 0),
@@ -82,18 +82,18 @@ def test_what_all_rungs_have_is_checked(rung: type[Response], name: str, value: 
         (RollBack, "keep", 0),
     ],
 )
-def test_what_each_rung_has_is_checked(rung: type[Response], name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} of {rung.__name__} is .*; expected "):
-        rung(**{name: value})
+def test_what_each_response_has_is_checked(response: type[Response], name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} of {response.__name__} is .*; expected "):
+        response(**{name: value})
 
 
-@pytest.mark.parametrize("rung", ALL)
-def test_the_defaults_are_fine_and_leave_the_mode_to_the_guard(rung: type[Response]) -> None:
-    assert rung().mode is None
+@pytest.mark.parametrize("response", ALL)
+def test_the_defaults_are_fine_and_leave_the_mode_to_the_guard(response: type[Response]) -> None:
+    assert response().mode is None
 
 
 @pytest.mark.parametrize("name", RESPONSES)
-def test_a_rung_is_given_by_its_settings_its_mode_or_not_at_all(name: str) -> None:
+def test_a_response_is_given_by_its_settings_its_mode_or_not_at_all(name: str) -> None:
     kind = RESPONSES[name]
     assert response_from(name, None, "dry_run") == kind(mode="dry_run")
     assert response_from(name, "off", "on") == kind(mode="off")
@@ -108,6 +108,6 @@ def test_anything_else_is_refused(given: Any) -> None:
         response_from("clip", given, "on")
 
 
-def test_settings_of_another_rung_are_refused() -> None:
+def test_settings_of_another_response_are_refused() -> None:
     with pytest.raises(ConfigError, match="skip is Clip"):
         response_from("skip", Clip(), "on")

@@ -1,4 +1,4 @@
-"""Schedulers and the scaler do not count a step that was left out."""
+"""Schedulers and the scaler do not count a step that was skipped."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def optimizer(rate: Any = 0.1) -> torch.optim.Optimizer:
     return torch.optim.Adam(nn.Linear(3, 2).parameters(), lr=rate)
 
 
-def loop(make: Make, left_out: list[bool], rate: Any = 0.1) -> tuple[Any, Any]:
-    """A loop that steps an optimizer, unless it is left out, and then ticks its scheduler."""
+def loop(make: Make, skipped: list[bool], rate: Any = 0.1) -> tuple[Any, Any]:
+    """A loop that steps an optimizer, unless it is skipped, and then ticks its scheduler."""
     one = optimizer(rate)
     scheduler = make(one)
     hold = SkippedTicks([scheduler], None)
-    for out in left_out:
+    for out in skipped:
         hold.step_starts()
         one._opt_called = True  # type: ignore[attr-defined]
         if out:
@@ -72,7 +72,7 @@ def test_each_scheduler_is_held_on_its_own() -> None:
     assert seldom.last_epoch == 3
 
 
-def test_what_the_user_sets_is_not_put_back_where_the_scheduler_did_not_tick() -> None:
+def test_what_the_user_sets_is_not_put_back_if_the_scheduler_did_not_tick() -> None:
     one = optimizer()
     hold = SkippedTicks([lr_scheduler.ExponentialLR(one, 0.9)], None)
     hold.step_starts()

@@ -83,7 +83,7 @@ def test_the_same_again_with_any_scheduler(schedulers: Any) -> None:
     back_and_on_again(Run(adamw, schedulers))
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")  # the first steps of a scaler are left out
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the first steps of a scaler are skipped
 def test_the_same_again_with_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     run = Run(adamw, SCHEDULERS["cosine"], scaler=scaler)
@@ -249,9 +249,9 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
 )
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     net = nn.Linear(2, 2)
-    subject = TrainingState(net, torch.optim.SGD(net.parameters()))
+    training_state = TrainingState(net, torch.optim.SGD(net.parameters()))
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; expected"):
-        SnapshotManager(subject, **({"every": 1, "settle": 0} | wrong))
+        SnapshotManager(training_state, **({"every": 1, "settle": 0} | wrong))
 
 
 def test_a_model_that_has_changed_is_left_alone() -> None:

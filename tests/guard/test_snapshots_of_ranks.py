@@ -1,4 +1,4 @@
-"""Two processes write one snapshot together, and each goes on from its part of it."""
+"""Two processes write one snapshot together, and each continues from its part of it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def kept_steps(folder: Path) -> dict[int, str]:
     return {meta["step"]: "healthy" if meta["healthy"] else "pending" for meta in metas}
 
 
-def test_a_resumed_process_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_resumed_process_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """10 steps in one process and 13 more in another are 23 in one, in all bits. The snapshot is that of step 8."""
     assert trained(tmp_path, 10)[0] == 0
     other = subprocess.run(
@@ -233,8 +233,8 @@ def test_a_folder_that_is_gone_is_reported_once_and_tried_again(tmp_path: Path) 
 def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     net = nn.Linear(3, 3)
-    subject = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(subject, every=1, settle=1, folder=tmp_path, on_problem=told.append)
+    training_state = TrainingState(net, torch.optim.SGD(net.parameters()))
+    snapshots = SnapshotManager(training_state, every=1, settle=1, folder=tmp_path, on_problem=told.append)
     snapshots.take(1)
     snapshots.flush()
 
@@ -282,7 +282,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
         assert inside.wait(30)
     go.set()
     assert snapshots.close()
-    # The first was under way; of the others, those that had their place to newer ones were left out.
+    # The first was under way; of the others, those that had their place to newer ones were skipped.
     steps = list(kept_steps(tmp_path))
     assert steps[0] == 1
     assert steps[-1] >= 8
@@ -334,7 +334,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def subject(**changes: Any) -> TrainingState:
+def training_state(**changes: Any) -> TrainingState:
     torch.manual_seed(5)
     net = changes.pop("net", None) or Run(adamw).net
     optimizers = changes.pop("optimizers", adamw)(net)
@@ -350,33 +350,33 @@ def other_net(**changes: Any) -> nn.Module:
 
 
 MISFITS = {
-    "shape": (lambda: subject(net=other_net(_4=nn.Linear(12, 5))), r"parameter/4\.weight: \(3, 12\) float32 in the"),
-    "dtype": (lambda: subject(net=other_net(_3=nn.Linear(12, 12))), r"\(12, 12\) bfloat16 in .* float32 in this run"),
-    "names": (
-        lambda: subject(net=nn.Sequential(nn.Linear(6, 12))),
-        r"but not in this run: parameter/1",
+    "shape": (
+        lambda: training_state(net=other_net(_4=nn.Linear(12, 5))),
+        r"parameter/4\.weight: \(3, 12\) float32 in the",
     ),
-    "more": (lambda: subject(net=other_net(_2=nn.PReLU())), r"not in the snapshot: parameter/2\.weight"),
+    "dtype": (
+        lambda: training_state(net=other_net(_3=nn.Linear(12, 12))),
+        r"\(12, 12\) bfloat16 in .* float32 in this run",
+    ),
+    "names": (lambda: training_state(net=nn.Sequential(nn.Linear(6, 12))), r"but not in this run: parameter/1"),
+    "more": (lambda: training_state(net=other_net(_2=nn.PReLU())), r"not in the snapshot: parameter/2\.weight"),
     "kind": (
-        lambda: subject(optimizers=lambda net: [torch.optim.SGD(net.parameters())]),
+        lambda: training_state(optimizers=lambda net: [torch.optim.SGD(net.parameters())]),
         "has AdamW, this run has SGD",
     ),
-    "another": (
-        lambda: subject(optimizers=lambda net: adamw(net) + adamw(net)),
-        "this run has AdamW, AdamW",
-    ),
+    "another": (lambda: training_state(optimizers=lambda net: adamw(net) + adamw(net)), "this run has AdamW, AdamW"),
     "group": (
-        lambda: subject(optimizers=lambda net: [torch.optim.AdamW([{"params": [p]} for p in net.parameters()])]),
+        lambda: training_state(optimizers=lambda net: [torch.optim.AdamW([{"params": [p]} for p in net.parameters()])]),
         "parameter groups: the snapshot has .* this run has ",
     ),
-    "schedulers": (lambda: subject(schedulers=lambda all: []), "has CosineAnnealingLR, this run has none"),
-    "scaler": (lambda: subject(scaler=torch.amp.GradScaler("cpu")), "has none, this run has GradScaler"),
-    "data": (lambda: subject(data=None), "data: the snapshot has a position, this run has none"),
+    "schedulers": (lambda: training_state(schedulers=lambda all: []), "has CosineAnnealingLR, this run has none"),
+    "scaler": (lambda: training_state(scaler=torch.amp.GradScaler("cpu")), "has none, this run has GradScaler"),
+    "data": (lambda: training_state(data=None), "data: the snapshot has a position, this run has none"),
 }
 
 
 @pytest.mark.parametrize("case", MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_said_and_nothing_is_touched(written: Path, case: Any) -> None:
+def test_what_does_not_fit_is_printed_and_nothing_is_touched(written: Path, case: Any) -> None:
     make, words = case
     one = make()
     snapshots = SnapshotManager(one, every=2, settle=0, folder=written)
@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_said_and_nothing_is_touched(written: Path, case: A
 def test_a_damaged_file_is_an_error_that_names_it(written: Path) -> None:
     (data,) = written.glob("snapshot-*/*.distcp")
     data.write_bytes(data.read_bytes()[:100])
-    snapshots = SnapshotManager(subject(), every=2, settle=0, folder=written)
+    snapshots = SnapshotManager(training_state(), every=2, settle=0, folder=written)
     with pytest.raises(SnapshotError, match=r"snapshot-00000001 cannot be read .* remove it"):
         snapshots.resume()
     snapshots.close()
@@ -398,13 +398,10 @@ def test_a_damaged_file_is_an_error_that_names_it(written: Path) -> None:
 
 @pytest.mark.parametrize(
     ("meta", "words"),
-    [
-        ("{", "is not a snapshot of gradvitals"),
-        ('{"format": 1, "step": 1}', "has format 1; this gradvitals reads 2"),
-    ],
+    [("{", "is not a snapshot of gradvitals"), ('{"format": 1, "step": 1}', "has format 1; this gradvitals reads 2")],
 )
 def test_snapshots_of_another_kind_are_refused(written: Path, meta: str, words: str) -> None:
     (path,) = written.glob("snapshot-*/meta.json")
     path.write_text(meta)
     with pytest.raises(SnapshotError, match=words):
-        SnapshotManager(subject(), every=2, settle=0, folder=written)
+        SnapshotManager(training_state(), every=2, settle=0, folder=written)

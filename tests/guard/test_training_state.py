@@ -27,9 +27,9 @@ def test_without_data_it_says_so() -> None:
 def test_a_pair_of_functions_is_a_data_position() -> None:
     net, optimizer = parts()
     position = [3]
-    subject = TrainingState(net, optimizer, data=(lambda: position, position.__setitem__))
-    assert subject.read()[0]["position"] == [3]
-    assert subject.read()[0]["position"] is not position
+    training_state = TrainingState(net, optimizer, data=(lambda: position, position.__setitem__))
+    assert training_state.read()[0]["position"] == [3]
+    assert training_state.read()[0]["position"] is not position
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_names_do_not_depend_on_torch_compile_and_cover_what_only_an_optimizer_k
     net[0] = torch.compile(net[0], backend="eager")
     alone = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*net.parameters(), alone])
-    subject = TrainingState(torch.compile(net, backend="eager"), optimizer)
-    assert set(plain["parameter groups"][0]) < set(subject.parts()["parameter groups"][0])
-    snapshots = SnapshotManager(subject, every=1, settle=0)
+    training_state = TrainingState(torch.compile(net, backend="eager"), optimizer)
+    assert set(plain["parameter groups"][0]) < set(training_state.parts()["parameter groups"][0])
+    snapshots = SnapshotManager(training_state, every=1, settle=0)
     snapshots.take(1)
     snapshots.complete()
     snapshots.settle(1)

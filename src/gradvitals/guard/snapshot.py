@@ -72,7 +72,9 @@ class HostCopy:
                 source = part.clone() if fragile(name) else part
                 later.setdefault(part.device, []).append((self.tensors[name], source))
         for device, pairs in later.items():
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 copy_all(pairs)
