@@ -32,7 +32,7 @@ class Trained:
             TrainingState(net, self.optimizer, data=(lambda: 0, print)), every=3, settle=1, folder=folder
         )
         self.step = 0
-        torch.manual_seed(dist.get_rank() + 10)
+        torch.manual_seed(10 + (dist.get_rank() if dist.is_initialized() else 0))
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -64,6 +64,10 @@ def main(rank: int, meeting: str, folder: Path, kind: str) -> None:
     assert restored is not None
     assert restored.step == 6
     assert restored.extra == {"rank": rank}
+    named = {name.removeprefix("module."): one for name, one in second.net.state_dict().items()}
+    full = {name: getattr(one, "full_tensor", lambda one=one: one)().clone() for name, one in named.items()}
+    if rank == 0:
+        torch.save(full, f"{meeting}.pt")
     second.step = 6
     second.train(2)
     assert second.bits() == first.bits()

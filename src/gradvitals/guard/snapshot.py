@@ -410,10 +410,10 @@ class SnapshotStore:
             raise _unreadable(path, error) from error
         changed = ""
         if num != self._num_ranks:
-            few = f"{self._num_ranks} ranks in place of {num}"
+            few = f"the number of ranks changed from {num} to {self._num_ranks}"
             if any(name.startswith("state/") for name in plain["own"]):
-                raise SnapshotError(f"{path} has optimizer state of each rank's own; {few} cannot continue from it")
-            changed = f"the data position and random generators are not restored ({few})"
+                raise SnapshotError(f"{path} has optimizer state of each rank's own, and {few}; resume with {num}")
+            changed = f"{few}: the data position and random generators are not restored"
         sizes = plain.pop("sizes")
         state.check_fit(plain, sizes, str(path))
         try:
