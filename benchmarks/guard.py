@@ -17,8 +17,8 @@ import click
 import torch
 
 from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
-from gradvitals.act import Clip, Guard, RollBack, Skip
-from gradvitals.act.rungs import Mode
+from gradvitals.guard import Clip, Guard, RollBack, Skip
+from gradvitals.guard.policy import Mode
 from gradvitals.bench import (
     DEFAULT_SHAPES,
     SHAPES,

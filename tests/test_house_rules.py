@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from gradvitals.cli import main
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
 NO_TORCH = ("gradvitals", "gradvitals.types", "gradvitals.config", "gradvitals.store.reader", "gradvitals.store.writer")
 NO_TORCH += ("gradvitals.diagnose", "gradvitals.advise", "gradvitals.worker.publish", "gradvitals.sinks", "gradvitals.alerts")
 NO_TORCH += tuple(f"gradvitals.report.{name}" for name in ("terminal", "html", "live", "notebook", "export"))
@@ -126,11 +125,6 @@ def test_every_metric_is_in_the_docs() -> None:
 
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert [metric for metric in METRICS if f"`{metric}`" not in text] == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_a_grab_bag(path: Path) -> None:
-    assert path.name not in ("utils.py", "util.py", "helpers.py", "common.py")
 
 
 def test_constraints_pin_the_tested_torch_for_any_build() -> None:

@@ -36,10 +36,10 @@ from gradvitals.distributed.audit import SAMPLES
 from gradvitals.distributed.audit import MAX_WITNESSES, Comparison
 from gradvitals.distributed.allreduce import HEADER_NUMBERS
 from gradvitals.distributed.topology import RankInfo, Holdings, fingerprint, settings_of
-from gradvitals.measure.ranks.topology import Topology
+from gradvitals.distributed.topology import Topology
 from gradvitals.distributed.audit import Memory, Seen, audit_numbers
 from gradvitals.distributed.allreduce import RANK_FLAGS, RANK_NUMBERS, Kind, StepPacker
-from gradvitals.measure.tap import STEPS_TOGETHER
+from gradvitals.distributed.allreduce import STEPS_TOGETHER
 from gradvitals.monitor import Monitor
 from gradvitals.types import Layout, TensorInfo
 from gradvitals.monitor import watch

@@ -17,7 +17,7 @@ from benchmarks.faults.tasks import Recipe, Training, prepare
 from benchmarks.faults.zoo import Fault
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.judge import facts_of
+from gradvitals.monitor import facts_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import FloatArray, Layout, Reading, TensorInfo

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import act, advise, alerts, diagnose, functional, multipliers, optim, sinks, types
-    from gradvitals.act import Guard
+    from gradvitals import advise, alerts, diagnose, functional, guard, multipliers, optim, schedules, sinks, types
     from gradvitals.config import Config
+    from gradvitals.guard import Guard
     from gradvitals.monitor import Monitor, watch
     from gradvitals.probe import probe
     from gradvitals.report.verdict import Verdict
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
-    from gradvitals.monitor import watch
 
 __version__ = "0.1.0"
 
@@ -27,15 +26,16 @@ __all__ = [
     "Run",
     "Verdict",
     "__version__",
-    "act",
     "advise",
     "alerts",
     "diagnose",
     "functional",
+    "guard",
     "multipliers",
     "open_run",
     "optim",
     "probe",
+    "schedules",
     "sinks",
     "types",
     "watch",
@@ -46,7 +46,7 @@ _HOMES = {
     "Action": "gradvitals.types",
     "Config": "gradvitals.config",
     "Finding": "gradvitals.types",
-    "Guard": "gradvitals.act",
+    "Guard": "gradvitals.guard",
     "Monitor": "gradvitals.monitor",
     "Reading": "gradvitals.types",
     "Run": "gradvitals.store.reader",
@@ -60,7 +60,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in (
-        "act", "advise", "alerts", "diagnose", "functional", "multipliers", "optim", "probe", "sinks", "types"
+        "advise", "alerts", "diagnose", "functional", "guard", "multipliers", "optim", "probe", "schedules", "sinks",
+        "types",
     ):  # fmt: skip
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -203,6 +204,8 @@ class Monitor:
         self._at_close: list[Callable[[], object]] = []
         self._when_closed: list[Callable[[Monitor], object]] = []
         self._replies: dict[int, Message] = {}
+        self._unread: deque[Reading] = deque()
+        self._writing, self._reading = threading.Lock(), threading.RLock()  # a Guard writes snapshots in a thread
         self._requests = 0
         self._worker: WorkerProcess | WorkerThread | None = None
         self._journal: Journal | None = None
@@ -237,7 +240,7 @@ class Monitor:
         if self._reducer is not None:
             self._recorder.on_groups_end = self._on_groups_end
         if on_reading is not None:
-            self._send_each_step()
+            self.read_every_step()
         self._closed = False
         close_at_exit(self.close)
         if start.first_step:
@@ -316,6 +319,8 @@ class Monitor:
                 return None
             time.sleep(0.0005)
             self._recorder.poll()
+            if self._reducer is not None:
+                self._reducer.poll()
             self._receive()
         found = [(step, finding) for step, finding in self._opened if step <= until]
         self._opened = deque(((step, f) for step, f in self._opened if step > until), maxlen=100)
@@ -329,7 +334,7 @@ class Monitor:
     def add_reader(self, reader: Callable[[Reading], object]) -> None:
         """Have this called with every reading, beside `on_reading`. With several ranks, on all of them or on none."""
         self._readers.append(reader)
-        self._send_each_step()
+        self.read_every_step()
         self._command({"do": "wants_readings"})
 
     def add_sink(self, sink: Sink | str) -> None:
@@ -562,7 +567,9 @@ class Monitor:
     def _write(self, kind: int, pieces: Sequence[bytes]) -> None:
         journal = self._journal
         assert journal is not None
-        if not journal.append(kind, *pieces):
+        with self._writing:
+            fits = journal.append(kind, *pieces)
+        if not fits:
             journal.drop()
             self._revive_worker()
 
@@ -685,21 +692,25 @@ class Monitor:
         return self._replies.pop(request)
 
     def _receive(self) -> None:
-        """Take all messages of the worker."""
+        """Take all messages of the worker. Readings are handed on by the thread that trains, and no other."""
         if os.getpid() != self._pid:
             return
-        for message in self._channel.receive():
-            what = message["what"]
-            if what == "latest":
-                self._latest, self._diagnosed = message["values"], message["step"]
-            elif what == "finding":
-                self._take_finding(message)
-            elif what == "reading":
-                self._take_reading(message["reading"])
-            elif what == "count_nonfinite":
-                self._recorder.count_nonfinite = message["value"]
-            elif what == "done":
-                self._replies[message["id"]] = message
+        with self._reading:
+            for message in self._channel.receive():
+                what = message["what"]
+                if what == "latest":
+                    self._latest, self._diagnosed = message["values"], message["step"]
+                elif what == "finding":
+                    self._take_finding(message)
+                elif what == "reading":
+                    self._unread.append(message["reading"])
+                elif what == "count_nonfinite":
+                    self._recorder.count_nonfinite = message["value"]
+                elif what == "done":
+                    self._replies[message["id"]] = message
+        if self._unread and self._recorder.thread in (None, threading.get_ident()):
+            while self._unread:
+                self._take_reading(self._unread.popleft())
 
     def _take_finding(self, message: Message) -> None:
         finding = message["finding"]
@@ -725,7 +736,8 @@ class Monitor:
                 self._readers.remove(reader)
                 self._on_error("on_reading", error)
 
-    def _send_each_step(self) -> None:
+    def read_every_step(self) -> None:
+        """Read every step and send it by itself: someone acts on what is read."""
         self._recorder.read_every_step()
         if self._reducer is not None:
             self._reducer.each_step = True

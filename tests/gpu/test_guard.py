@@ -27,7 +27,7 @@ def train(
     targets = [batch @ truth for batch in batches]
     targets[NAN_STEP] *= float("nan")
     targets[SPIKE_STEP] *= 1e4
-    rollback = gv.act.RollBack(every=20, settle=5)
+    rollback = gv.guard.RollBack(every=20, settle=5)
     guard = gv.Guard(mode="act", decide=decide, rollback=rollback)  # type: ignore[arg-type]
     monitor = gv.watch(model, optimizer, run=folder / decide, config=gv.Config(quiet=True), guard=guard)
     for number, (batch, target) in enumerate(zip(batches, targets, strict=True)):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradvitals.act.keeper import Keeper
-from gradvitals.act.subject import Subject
+from gradvitals.guard.snapshot import SnapshotManager
+from gradvitals.guard.training_state import TrainingState
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +37,10 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), **options)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3)
-        subject = Subject(
+        subject = TrainingState(
             self.net, self.optimizer, schedulers=self.scheduler, scaler=self.scaler, data=(lambda: self.step, print)
         )
-        self.keeper = Keeper(subject, every=4, settle=0, folder=folder)
+        self.keeper = SnapshotManager(subject, every=4, settle=0, folder=folder)
         self.step = 0
         self.busy = torch.randn(2048, 2048, device="cuda")
 
@@ -51,7 +51,7 @@ class Trained:
             self.scaler.scale((self.net(batch) - batch).square().mean()).backward()
             for _ in range(20):
                 self.busy = (self.busy @ self.busy).clamp(-1, 1)
-            self.keeper.before_update()
+            self.keeper.complete()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.scheduler.step()
@@ -60,13 +60,12 @@ class Trained:
     def snapshot(self) -> None:
         """Take one, waiting for the memory it needs but for nothing else."""
         self.keeper.settle(self.step)
-        while not self.keeper.take(self.step, {"step": self.step}):
-            time.sleep(0.01)
+        assert self.keeper.take(self.step, {"step": self.step})
 
     def everything(self) -> list[Tensor]:
-        part, settings = self.keeper.subject.read(), self.keeper.subject.read_settings()
+        tensors = self.keeper.state.read()[1] | self.keeper.state.read_settings()[1]
         rates = [torch.as_tensor(group["lr"]).cpu() for group in self.optimizer.param_groups]
-        return [one.detach().cpu().clone() for one in (part.tensors | settings.tensors).values()] + rates
+        return [one.detach().cpu().clone() for one in tensors.values()] + rates
 
 
 def same(ones: list[Tensor], others: list[Tensor]) -> bool:
@@ -95,14 +94,14 @@ def test_what_is_kept_is_the_state_when_it_was_taken_though_the_device_lags() ->
     run = Trained(fused=True)
     run.train(4)
     torch.cuda.synchronize()
-    before = {name: tensor.detach().cpu().clone() for name, tensor in run.keeper.subject.read_tensors().tensors.items()}
+    before = {name: tensor.detach().cpu().clone() for name, tensor in run.keeper.state.read()[1].items()}
     for _ in range(50):
         run.busy = (run.busy @ run.busy).clamp(-1, 1)
     run.snapshot()
     run.net(torch.randn(32, 64, device="cuda"))  # changes the statistics of BatchNorm
     run.train(3)
-    (snapshot,) = run.keeper._snapshots.values()
-    _, tensors = snapshot.content()
+    (snapshot,) = run.keeper._ring
+    tensors = snapshot.tensors()
     assert all(tensors[name].is_pinned() and torch.equal(tensors[name], before[name]) for name in before)
 
 
@@ -116,7 +115,7 @@ def test_neither_taking_nor_completing_waits_for_the_device(tmp_path: Path) -> N
     try:
         for _ in range(3):
             run.snapshot()
-            run.keeper.before_update()
+            run.keeper.complete()
             run.step += 4
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -146,7 +145,7 @@ def stall() -> None:
     layers = [nn.TransformerEncoderLayer(768, 12, 3072, 0.0, batch_first=True, norm_first=True) for _ in range(12)]
     net = nn.Sequential(nn.Embedding(50257, 768), *layers).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    keeper = Keeper(Subject(net, optimizer), every=10, settle=0)
+    keeper = SnapshotManager(TrainingState(net, optimizer), every=10, settle=0)
     tokens = torch.randint(50257, (16, 1024), device="cuda")
 
     def one_step(step: int) -> tuple[float, float]:
@@ -154,7 +153,7 @@ def stall() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = net(tokens).square().mean()
         loss.backward()
-        keeper.before_update()
+        keeper.complete()
         optimizer.step()
         optimizer.zero_grad()
         taking = time.perf_counter()

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     import torch.distributed.optim
     import torch.distributed.tensor.parallel
 
-    import gradvitals.act
+    import gradvitals.guard
     import gradvitals.optim
     import gradvitals.monitor  # noqa: F401
 

@@ -48,17 +48,17 @@ EXACT = (torch.float32, torch.float64)
 class StepInputs:
     """What an optimizer is about to step with, still on the device. For a Guard."""
 
-    norms: list[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
+    norms: Sequence[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
     """Norms of its gradients, one per tensor, before any clipping: rows, and a vector or a list of single numbers."""
     parameters: Sequence[nn.Parameter]
     """The parameter of every row."""
-    scale: Tensor | None
+    scale: Tensor | None = None
     """The loss scale that the norms still carry; None for none."""
-    losses: list[Tensor | float]
+    losses: Sequence[Tensor | float] = ()
     """What the loop observed in this step."""
-    clipped: bool
+    clipped: bool = False
     """Whether the loop clipped the gradients since."""
-    max_norm: float | None
+    max_norm: float | None = None
     """What it clipped their norm to, if known."""
     by_hand: bool = False
     """Whether it did so without torch's functions, so that the gradients may be anything by now."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
+from gradvitals.guard import Guard
 from gradvitals.integrations.backward import observe_part
 from gradvitals.integrations.logged import newest
 from gradvitals.integrations.sharded import show_shards

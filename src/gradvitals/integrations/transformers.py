@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from gradvitals.act import Guard
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
+from gradvitals.guard import Guard
 from gradvitals.integrations.backward import Backwards, observe_part
 from gradvitals.integrations.logged import newest
 from gradvitals.worker.worker import print_line

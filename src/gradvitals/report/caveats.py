@@ -176,7 +176,7 @@ def _unsure_gsnr(record: Record) -> dict[str, str]:
 
 def layers_without_signal(run: Run) -> str:
     """Returns how many layers have a GSNR not distinguishable from 0, to append to the check of the model."""
-    source = next((source for source in run.sources("gsnr", "values") if source != "examples"), None)
+    source = next((source for source in run.sources("gsnr", "values") if source in SOURCES), None)
     if source is None or source not in run.sources("gsnr_low", "layers"):
         return ""
     steps, _ = run.times("gsnr_low", kind="layers", source=source)

@@ -379,7 +379,7 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
             yield _with_source(label, trend.source), number(trend.latest), spark_of(metric, trend.values)
     scale = summary.noise_scale
     if scale.identifiable:
-        unit = "samples, from norm layers" if scale.source == "examples" else "samples"
+        unit = "samples"
         unknown = math.isnan(scale.low) and math.isnan(scale.high)
         ends = "" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})"
         yield _with_source("noise scale", scale.source), number(scale.value), f"{unit}{ends}"

@@ -1,0 +1,799 @@
+"""Snapshots of a training run: a ring of them in host memory, their copies on disk, and the way back to one.
+
+On disk a snapshot is a folder ``snapshot-00000012`` with the files of `torch.distributed.checkpoint`, one ``rank0.pt``
+per rank with everything but tensors, and a ``meta.json``. It appears by a rename once all of it is on disk, and
+disappears by a rename before any of it is deleted, so a process killed at any moment leaves the snapshots before it.
+Whatever else is in the folder was left by such a process; the next one removes it.
+
+Reading a snapshot unpickles, as with any checkpoint of PyTorch: resume only from folders that you trust.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import queue
+import shutil
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gradvitals.errors import ConfigError
+from gradvitals.guard.actions import copy_all
+from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, is_sharded, sizes_of
+from gradvitals.distributed.topology import own_group
+from gradvitals.distributed.shards import local
+
+MAX_PENDING = 2
+"""Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
+
+FORMAT = 2
+PREFIX, WRITING, REMOVING = "snapshot-", ".writing-", ".removing-"
+
+HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
+"""In torch 2.6 only the older functions have the argument, which later versions call deprecated."""
+
+
+# -- one snapshot in host memory ---------------------------------------------------------------------------------
+
+
+class HostCopy:
+    """A copy of tensors in host memory. From a GPU, a side stream fills pinned memory while training continues.
+
+    What is on a GPU must not change before `hold_back` was called, except tensors named in `fragile`, which are cloned
+    on the device first. PyTorch caches pinned memory, so later snapshots reuse that of earlier ones.
+    """
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one per device for all copies
+
+    def __init__(self, tensors: Mapping[str, Tensor], fragile: Callable[[str], bool] = lambda name: False) -> None:
+        parts = {name: dense(tensor) for name, tensor in tensors.items()}
+        self.tensors = {
+            name: torch.empty_like(part, device="cpu", pin_memory=part.is_cuda) for name, part in parts.items()
+        }
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._sources: list[Tensor] = []  # their memory must not serve others meanwhile
+        later: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for name, part in parts.items():
+            if part.is_cuda:
+                source = part.clone() if fragile(name) else part
+                later.setdefault(part.device, []).append((self.tensors[name], source))
+        for device, pairs in later.items():
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                copy_all(pairs)
+                self._events[device] = torch.cuda.Event()
+                self._events[device].record(stream)
+            self._sources += [source for _, source in pairs]
+        copy_all([(self.tensors[name], part) for name, part in parts.items() if not part.is_cuda])
+
+    def hold_back(self) -> None:
+        """Make each device finish the copy before what is queued from here; the host does not wait."""
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        self._sources.clear()
+
+    def wait(self) -> dict[str, Tensor]:
+        """The copies, once they are complete."""
+        for event in self._events.values():
+            event.synchronize()
+        return self.tensors
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One snapshot, in memory, on disk or both."""
+
+    serial: int
+    """Counts snapshots; steps do not, as they come again after a rollback."""
+    step: int
+    """Steps of training that were done."""
+    healthy: bool = False
+    """False until it has survived its settling time."""
+    plain: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    specs: dict[str, Any] = field(default_factory=dict)
+    """How tensors are sharded, by name."""
+    copies: list[HostCopy] | None = None
+    """None if it is on disk alone."""
+    to_disk: bool = False
+    spoiled: bool = False
+    """Whether there was trouble before it was known to be healthy."""
+    _writing: bool = False
+    _dropped: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], **options: Any) -> None:
+        """Start copying this state into it."""
+        self.plain |= plain
+        self.sizes |= sizes_of(tensors)
+        self.specs |= {name: tensor._spec for name, tensor in tensors.items() if is_sharded(tensor)}  # type: ignore[attr-defined]
+        self.copies = [*(self.copies or []), HostCopy(tensors, **options)]
+
+    def hold_back(self) -> None:
+        """See `HostCopy`."""
+        for one in self.copies or ():
+            one.hold_back()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, once they have arrived in host memory."""
+        return {name: tensor for one in self.copies or () for name, tensor in one.wait().items()}
+
+    def drop(self, *, spoiled: bool = False) -> None:
+        """Free its memory, unless it is being written just now; if it was to be written, it will not be."""
+        with self._lock:
+            self._dropped, self.spoiled = True, spoiled
+            if not self._writing:
+                self.copies = None
+
+    def start_writing(self) -> bool:
+        """Whether it is still wanted; if so, its memory stays until `end_writing`."""
+        with self._lock:
+            self._writing = not self._dropped
+            return self._writing
+
+    def end_writing(self) -> None:
+        """It was written, or failed to be."""
+        with self._lock:
+            self._writing = False
+            if self._dropped:
+                self.copies = None
+
+
+def resolve(value: Any) -> Any:
+    """Plain values with every function among them replaced by its result, which may wait for a device or a thread."""
+    if callable(value):
+        return value()
+    if isinstance(value, Mapping):
+        return {key: resolve(item) for key, item in value.items()}
+    return [resolve(item) for item in value] if isinstance(value, list) else value
+
+
+# -- on disk ------------------------------------------------------------------------------------------------------
+
+
+class SnapshotStore:
+    """Writes snapshots and their health into a folder, and reads them back.
+
+    Args:
+        folder: The folder; created if needed. One run per folder.
+        keep: Healthy snapshots to keep. Older ones go once newer healthy ones are complete.
+        on_problem: Called on the store's thread with a sentence if something cannot be written, once per kind of
+            problem. The next snapshot is tried again.
+        group: The processes that train together; None for all.
+        several: Whether there are several processes. They write together, through a group of their own.
+        stage: The pipeline stage, if stages use the same names for different tensors.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        on_problem: Callable[[str], None],
+        group: Any = None,
+        several: bool = False,
+        stage: int | None = None,
+    ) -> None:
+        self.folder, self._keep, self._on_problem = folder, keep, on_problem
+        self._group = own_group(group) if several else None
+        self._rank = dist.get_rank(self._group) if several else 0
+        self._num_ranks = dist.get_world_size(self._group) if several else 1
+        self._common = "" if stage is None else f"stage{stage}/"
+        self._lock = threading.Lock()
+        self._reported: set[tuple[Any, ...]] = set()
+        self._complete: dict[int, Snapshot] = {}
+        found = self._all(self._open if self._rank == 0 else lambda: None)[0]
+        self._complete = {serial: Snapshot(serial, step, healthy) for serial, step, healthy in found}
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._waiting = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="gradvitals-snapshots", daemon=True)
+        self._thread.start()
+
+    @property
+    def complete(self) -> list[Snapshot]:
+        """Complete snapshots on disk, oldest first."""
+        with self._lock:
+            return [self._complete[serial] for serial in sorted(self._complete)]
+
+    # -- on the training thread ---------------------------------------------------------------------------------------
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, on the thread."""
+        self._later(lambda: self._write(snapshot))
+
+    def mark_healthy(self, serial: int) -> None:
+        """Note that a snapshot is healthy, on the thread."""
+        self._later(lambda: self._mark(serial))
+
+    def discard(self, serial: int) -> None:
+        """Remove a bad snapshot at once: a process that is killed later cannot come back to it."""
+        with self._lock:
+            if self._complete.pop(serial, None) is not None and self._rank == 0:
+                self._attempt(lambda: self._set_aside(serial))
+        self._later(self._delete_set_aside)
+
+    def read(self, serial: int, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+        """Read a snapshot into host memory and check that it fits.
+
+        Returns:
+            Plain values, tensors, and what cannot be restored because the number of ranks has changed. Tensors are then
+            re-sharded by `torch.distributed.checkpoint`.
+        """
+        self.flush()  # the thread uses the same process group
+        found: tuple[dict[str, Any], dict[str, Tensor], str] = self._all(lambda: self._read(self.path(serial), state))[
+            self._rank
+        ]
+        return found
+
+    def path(self, serial: int) -> Path:
+        """The folder of a snapshot."""
+        return self.folder / f"{PREFIX}{serial:08d}"
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything asked for so far was done or has failed; False if `timeout` seconds were too few."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._waiting == 0, timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish what was asked for, and end the thread."""
+        done = self.flush(timeout)
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            if done:
+                self._thread.join(timeout)
+        return done
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _later(self, job: Callable[[], object]) -> None:
+        if not self._closed:
+            with self._idle:
+                self._waiting += 1
+            self._queue.put(job)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._attempt(job)
+            del job  # it may hold a snapshot's memory
+            with self._idle:
+                self._waiting -= 1
+                self._idle.notify_all()
+
+    def _attempt(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except (Exception, CheckpointException) as error:
+            origin = _cause(error)
+            kind = (type(origin), getattr(origin, "errno", None))
+            if kind not in self._reported:
+                self._reported.add(kind)
+                self._on_problem(
+                    f"snapshots cannot be written to {self.folder} ({_reason(origin)}); training continues"
+                )
+
+    def _write(self, snapshot: Snapshot) -> None:
+        path = self.folder / f"{WRITING}{snapshot.serial:08d}"
+        try:
+            # Processes write together or not at all; each may have dropped the snapshot at another moment.
+            if all(self._all(snapshot.start_writing)):
+                self._all(lambda: self._make_folder(path))
+                self._all(lambda: write_files(path, snapshot, self._rank, self._common))
+                save_tensors(path, snapshot, self._rank, self._common, self._group)
+                done = self._all(lambda: self._finish(path, snapshot))[0]
+                if done and self._rank and not snapshot.spoiled:
+                    self._complete[snapshot.serial] = Snapshot(snapshot.serial, snapshot.step, snapshot.healthy)
+        finally:
+            snapshot.end_writing()
+            if self._rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+        self._prune()
+
+    def _make_folder(self, path: Path) -> None:
+        if not self.folder.is_dir():  # it is not made again: nobody would look for it there
+            raise FileNotFoundError("the folder is gone")
+        path.mkdir(exist_ok=True)
+
+    def _finish(self, path: Path, snapshot: Snapshot) -> bool:
+        """All of it is on disk: make it a snapshot, unless it turned out to be bad meanwhile."""
+        if self._rank:
+            return False
+        meta = {
+            "what": "A snapshot of a training run by gradvitals; tensors are in torch.distributed.checkpoint's format.",
+            "format": FORMAT,
+            "step": snapshot.step,
+            "healthy": snapshot.healthy,
+            "torch": str(torch.__version__),
+            "num_ranks": self._num_ranks,
+            "files": {file.name: file.stat().st_size for file in sorted(path.iterdir())},
+            "written_at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        _write_json(path / "meta.json", meta)
+        with self._lock:
+            if snapshot.spoiled:
+                return False
+            path.rename(self.path(snapshot.serial))
+            _sync_folder(self.folder)
+            self._complete[snapshot.serial] = Snapshot(snapshot.serial, snapshot.step, snapshot.healthy)
+        if snapshot.healthy != meta["healthy"]:  # it became healthy while it was being written
+            self._mark(snapshot.serial)
+        return True
+
+    def _mark(self, serial: int) -> None:
+        with self._lock:
+            known = self._complete.get(serial)
+        if known is not None:
+            if self._rank == 0 and self.path(serial).is_dir():
+                _write_json(self.path(serial) / "meta.json", _read_json(self.path(serial)) | {"healthy": True})
+            known.healthy = True
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what is older than the healthy ones to keep."""
+        with self._lock:
+            healthy = sorted(serial for serial, one in self._complete.items() if one.healthy)
+            oldest = healthy[-self._keep] if len(healthy) >= self._keep else 0
+            for serial in [serial for serial in self._complete if serial < oldest]:
+                del self._complete[serial]
+                if self._rank == 0:
+                    self._set_aside(serial)
+        self._delete_set_aside()
+
+    def _set_aside(self, serial: int) -> None:
+        """Make a snapshot none any more, by one rename."""
+        if self.path(serial).is_dir():
+            self.path(serial).rename(self.folder / f"{REMOVING}{serial:08d}")
+
+    def _delete_set_aside(self) -> None:
+        if self._rank == 0:
+            for path in self.folder.glob(f"{REMOVING}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[tuple[int, int, bool]]:
+        """Check that the folder is writable, remove what a killed process left, and list what is there."""
+        probe = self.folder / f".probe-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise SnapshotError(
+                f"snapshots cannot be written to {self.folder} ({_reason(error)}); expected a writable folder"
+            ) from error
+        for path in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{REMOVING}*")):
+            shutil.rmtree(path, ignore_errors=True)
+        found = []
+        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+            try:
+                meta = _read_json(path)
+                version = meta["format"]
+                if version == FORMAT:
+                    found.append((int(path.name.removeprefix(PREFIX)), int(meta["step"]), bool(meta["healthy"])))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise SnapshotError(f"{path} is not a snapshot of gradvitals ({error}); remove it") from error
+            if version != FORMAT:
+                raise SnapshotError(f"{path} has format {version}; this gradvitals reads {FORMAT}; remove it")
+        return found
+
+    def _read(self, path: Path, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+        try:
+            meta = _read_json(path)
+            for name, size in meta["files"].items():
+                if (path / name).stat().st_size != size:
+                    raise ValueError(f"{name} does not have its {size} bytes")
+            num = int(meta["num_ranks"])
+            source = self._rank if self._rank < num else 0
+            where = None if torch.cuda.is_available() else "cpu"
+            plain: dict[str, Any] = torch.load(path / f"rank{source}.pt", map_location=where, weights_only=False)
+        except Exception as error:
+            raise _unreadable(path, error) from error
+        changed = ""
+        if num != self._num_ranks:
+            few = f"the number of ranks changed from {num} to {self._num_ranks}"
+            if any(name.startswith("state/") for name in plain["own"]):
+                raise SnapshotError(f"{path} has optimizer state of each rank's own, and {few}; resume with {num}")
+            changed = f"{few}: the data position and random generators are not restored"
+        sizes = plain.pop("sizes")
+        state.check_fit(plain, sizes, str(path))
+        try:
+            return plain, load_tensors(path, plain, sizes, state, source, self._common), changed
+        except (Exception, CheckpointException) as error:
+            raise _unreadable(path, error) from error
+
+    def _all(self, call: Callable[[], Any]) -> list[Any]:
+        """What the call returns on every rank. If it raises on one, it raises on all."""
+        value, error = None, None
+        try:
+            value = call()
+        except Exception as caught:
+            error = caught
+        if self._group is None:
+            if error is not None:
+                raise error
+            return [value]
+        # A rank's own value need not travel: tensors that were read stay where they are.
+        sent = value if isinstance(value, (bool, list)) else None
+        answers: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(answers, (sent, None if error is None else str(error)), group=self._group)
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                raise SnapshotError(f"rank {rank} cannot continue: {failure}")
+        return [value if rank == self._rank else theirs for rank, (theirs, _) in enumerate(answers)]
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def write_files(path: Path, snapshot: Snapshot, rank: int, common: str) -> None:
+    """Write everything of this rank but the tensors."""
+    plain = {**snapshot.plain, "extra": resolve(snapshot.plain["extra"]), "sizes": snapshot.sizes}
+    with (path / f"rank{rank}.pt").open("wb") as file:
+        torch.save(plain, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_tensors(path: Path, snapshot: Snapshot, rank: int, common: str, group: Any) -> None:
+    """Write the tensors, with all ranks of `group` together."""
+    tensors = {
+        _key(name, snapshot.plain, rank, common): _with_spec(tensor, snapshot.specs.get(name))
+        for name, tensor in snapshot.tensors().items()
+    }
+    _silence()
+    # Copying ahead would wait for streams of a device that has nothing to do with it.
+    writer = filesystem.FileSystemWriter(path, per_thread_copy_ahead=0)
+    save: Any = state_dict_saver.save if HAS_NO_DIST else state_dict_saver.save_state_dict
+    save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def load_tensors(
+    path: Path, plain: Mapping[str, Any], sizes: Mapping[str, Any], state: TrainingState, source: int, common: str
+) -> dict[str, Tensor]:
+    """This rank's part of every tensor, in host memory."""
+    like = state.sharded_like(plain, sizes)
+    parts = {
+        name: torch.empty(local(like[name]).shape if name in like else shape, dtype=dtype)
+        for name, (shape, dtype) in sizes.items()
+    }
+    wanted = {
+        _key(name, plain, source, common): _with_spec(part, like[name]._spec if name in like else None)  # type: ignore[attr-defined]
+        for name, part in parts.items()
+    }
+    _silence()
+    load: Any = state_dict_loader.load if HAS_NO_DIST else state_dict_loader.load_state_dict
+    # Each process reads by itself, so that one that cannot does not leave the others waiting.
+    load(wanted, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
+    return parts
+
+
+def _key(name: str, plain: Mapping[str, Any], rank: int, common: str) -> str:
+    return (f"rank{rank}/" if name in plain["own"] else common) + name
+
+
+def _with_spec(part: Tensor, spec: Any) -> Tensor:
+    if spec is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, spec, requires_grad=False)  # from_local would move host memory to the mesh's device
+
+
+def _silence() -> None:
+    """DCP warns at every call that there is one process. The filter stays: another thread may be setting its own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    if not HAS_NO_DIST:
+        warnings.filterwarnings("ignore", message="`(save|load)_state_dict` is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    meta = json.loads((path / "meta.json").read_text("utf-8"))
+    assert isinstance(meta, dict)
+    return meta
+
+
+def _write_json(path: Path, meta: Mapping[str, Any]) -> None:
+    """Replace a file by one rename, down to the disk."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _unreadable(path: Path, error: BaseException) -> SnapshotError:
+    return SnapshotError(f"{path} cannot be read ({_reason(_cause(error))}); remove it to continue from an older one")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of a process that an error of DCP reports."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((failure[0] for failure in failures.values()), error)
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the run went back to."""
+
+    step: int
+    """Steps of training that were done when the snapshot was taken."""
+    extra: Mapping[str, Any]
+    """What was given to `take` then."""
+    changed: str = ""
+    """What could not be restored because the number of ranks changed."""
+
+
+class SnapshotManager:
+    """Takes snapshots, learns which are healthy, and restores one.
+
+    Host memory holds `keep` healthy snapshots and up to two pending ones. In a distributed run all processes must make
+    the same calls with the same steps.
+
+    Args:
+        state: What to keep.
+        every: Steps between snapshots.
+        settle: Steps without trouble after which a snapshot counts as healthy.
+        keep: Healthy snapshots in memory.
+        folder: Folder for snapshots on disk; None for memory alone.
+        keep_on_disk: Healthy snapshots on disk.
+        on_problem: Called on another thread with a sentence if a snapshot cannot be written, once per kind of problem.
+        group: The processes that train together; None for all.
+        stage: The pipeline stage, if stages use the same names for different tensors.
+
+    Attributes:
+        problems: Those sentences so far.
+        found: Steps of the snapshots that were in the folder at the start, oldest first.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        *,
+        every: int,
+        settle: int,
+        keep: int = 2,
+        folder: Path | str | None = None,
+        keep_on_disk: int = 2,
+        on_problem: Callable[[str], object] | None = None,
+        group: Any = None,
+        stage: int | None = None,
+    ) -> None:
+        for name, value, least in (("every", every, 1), ("keep", keep, 1), ("keep_on_disk", keep_on_disk, 1),
+                                   ("settle", settle, 0)):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; expected a whole number, {least} or more")
+        self.state, self.problems, self._on_problem = state, list[str](), on_problem
+        self._every, self._settle, self._keep = every, settle, keep
+        self._ring: list[Snapshot] = []
+        """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
+        self._open: Snapshot | None = None
+        """The one that still lacks the settings."""
+        self._last_step, self._next_serial = 0, 1
+        self._store: SnapshotStore | None = None
+        self.found: list[int] = []
+        if folder is not None:
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+            if several and any(type(one).__name__ == "FullyShardedDataParallel" for one in state.model.modules()):
+                raise SnapshotError(
+                    "the model is sharded by FullyShardedDataParallel, whose shards cannot be told apart on disk; "
+                    "expected torch.distributed.fsdp.fully_shard, or no folder"
+                )
+            note = _weak_call(self._note_problem)  # the store's thread must not keep the model in memory
+            self._store = SnapshotStore(
+                Path(folder), keep=keep_on_disk, on_problem=note, group=group, several=several, stage=stage
+            )
+            self.found = [one.step for one in self._store.complete]
+            self._next_serial = 1 + max((one.serial for one in self._store.complete), default=0)
+            weakref.finalize(self, self._store.close, 60.0)
+
+    @property
+    def healthy_step(self) -> int | None:
+        """The step that `restore` would go back to; None if there is no healthy snapshot."""
+        return next((one.step for one in reversed(self._ring) if one.healthy), None)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all snapshots, pending ones too."""
+        return [one.step for one in self._ring]
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot should be taken after `step` steps."""
+        return step - self._last_step >= self._every and len(self._pending) < MAX_PENDING
+
+    @property
+    def _pending(self) -> list[Snapshot]:
+        return [one for one in self._ring if not one.healthy]
+
+    def take(self, step: int, extra: Mapping[str, Any] | None = None, *, to_disk: bool = True) -> bool:
+        """Start a snapshot, pending for now. Call it when `step` steps are done and nothing of the next has started.
+
+        On a GPU the host does not wait. Random generators and the data position are read here; what schedulers and
+        scalers change after the optimizer's step is read by `complete`.
+
+        Args:
+            step: Steps of training that are done.
+            extra: Plain values to get back with it. Functions among them are called when it is written.
+            to_disk: False keeps this one in memory alone. One that is taken within a step, when its data is drawn
+                already, serves a rollback but no other process.
+
+        Returns:
+            False if there are too many pending ones: it stays due.
+        """
+        self.complete()
+        if len(self._pending) >= MAX_PENDING:
+            return False
+        plain, tensors = self.state.read()
+        snapshot = Snapshot(self._next_serial, step, to_disk=to_disk and self._store is not None)
+        snapshot.add({**plain, "extra": deepcopy(dict(extra or {}))}, tensors, fragile=_is_buffer)
+        self._open, self._last_step, self._next_serial = snapshot, step, self._next_serial + 1
+        self._ring.append(snapshot)
+        return True
+
+    def complete(self) -> None:
+        """Add the settings to the snapshot that was started. Call it right before parameters change again."""
+        snapshot, self._open = self._open, None
+        if snapshot is None:
+            return
+        snapshot.add(*self.state.read_settings())
+        snapshot.hold_back()
+        if self._store is not None and snapshot.to_disk:
+            self._store.write(snapshot)
+
+    def settle(self, step: int) -> list[int]:
+        """No trouble up to `step`: returns the steps of the snapshots that are healthy by now.
+
+        Healthy ones beyond `keep` go, the oldest first.
+        """
+        settled = [one for one in self._pending if one.step <= step - self._settle]
+        for one in settled:
+            one.healthy = True
+            if self._store is not None:
+                self._store.mark_healthy(one.serial)
+        for one in [one for one in self._ring if one.healthy][: -self._keep]:
+            self._remove(one)
+        return [one.step for one in settled]
+
+    def spoil(self) -> list[int]:
+        """Trouble: pending snapshots may hold it, and go from memory and disk. Returns their steps."""
+        bad = self._pending
+        for one in bad:
+            self._discard(one)
+        return [one.step for one in bad]
+
+    def restore(self, started: int | None = None) -> Restored | None:
+        """Go back to the newest healthy snapshot, in place; None if there is none.
+
+        Random generators and the data position stay, and pending snapshots go: what follows is another course of
+        training.
+
+        Args:
+            started: The step at which the trouble started, if it was found late: snapshots from after it go too, if
+                there is one from before.
+        """
+        self.spoil()
+        self.complete()
+        if started is not None and any(one.step <= started for one in self._ring):
+            for late in [one for one in self._ring if one.step > started]:
+                self._discard(late)
+        while self._ring:
+            one = self._ring[-1]
+            try:
+                if one.copies is not None:
+                    self.state.check_fit(one.plain, one.sizes, f"the snapshot of step {one.step}")
+                    plain, tensors = one.plain, one.tensors()
+                else:
+                    assert self._store is not None
+                    plain, tensors, _ = self._store.read(one.serial, self.state)
+            except SnapshotError as error:  # unreadable, or the model has changed; an older one may do
+                self._note_problem(str(error))
+                self._remove(one)
+                continue
+            self.state.restore(plain, tensors, position=False)
+            self._last_step = one.step
+            return Restored(one.step, deepcopy(plain["extra"]))
+        return None
+
+    def resume(self) -> Restored | None:
+        """Continue from the newest snapshot in the folder, with random generators and data position.
+
+        Call it before the first step. None if the folder holds none. Raises a `SnapshotError` and changes nothing if
+        the snapshot does not fit.
+        """
+        if self._store is None:
+            return None
+        self.flush()
+        complete = self._store.complete
+        if not complete:
+            return None
+        newest = complete[-1]
+        plain, tensors, changed = self._store.read(newest.serial, self.state)
+        self.state.restore(plain, tensors, position=not changed)
+        for one in self._ring:
+            one.drop()
+        healthy = [one for one in complete if one.healthy][-self._keep :]
+        self._ring = healthy if newest in healthy else [*healthy, newest]
+        self._last_step = newest.step
+        return Restored(newest.step, plain["extra"], changed)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything is on disk; False if `timeout` seconds were not enough."""
+        self.complete()
+        return self._store.flush(timeout) if self._store is not None else True
+
+    def close(self, timeout: float | None = 60.0) -> bool:
+        """Write what is left, and end. Returns whether all of it was done in time."""
+        self.complete()
+        return self._store.close(timeout) if self._store is not None else True
+
+    def _discard(self, snapshot: Snapshot) -> None:
+        self._remove(snapshot, spoiled=True)
+        if self._store is not None:
+            self._store.discard(snapshot.serial)
+
+    def _remove(self, snapshot: Snapshot, *, spoiled: bool = False) -> None:
+        self._ring.remove(snapshot)
+        if snapshot is self._open:
+            self._open = None
+            snapshot.hold_back()
+        snapshot.drop(spoiled=spoiled)
+
+    def _note_problem(self, problem: str) -> None:
+        self.problems.append(problem)
+        if self._on_problem is not None:
+            self._on_problem(problem)
+
+
+def _is_buffer(name: str) -> bool:
+    return name.startswith("buffer/")  # a forward pass may change it before the parameters change
+
+
+def _weak_call(method: Callable[[str], None]) -> Callable[[str], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(problem: str) -> None:
+        if (alive := reference()) is not None:
+            alive(problem)
+
+    return call

@@ -1,0 +1,1227 @@
+"""Learning rate, batch size and momentum that follow the GSNR of a run.
+
+Nothing here acts unless you put it into the loop, and every change is an `Action` in the run's record. What is decided
+depends on the readings alone, not on when they arrive, so a repeated run decides at the same steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradvitals.diagnose.averages import Average, Averages, alike
+from gradvitals.diagnose.history import Series
+from gradvitals.diagnose.loss import fall
+from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
+from gradvitals.worker.worker import print_line
+from gradvitals.measure.views import COMPILED_PREFIX, layer_of
+from gradvitals.monitor import Monitor
+from gradvitals.store import open_run
+from gradvitals.types import Action, Reading, Source
+
+__all__ = ["BatchSizeScheduler", "GSNRScheduler", "decoupled_momentum", "split_by_layer"]
+
+STATE_VERSION = 2
+
+SAME_WEIGHTS: tuple[Source, ...] = ("microbatch", "ranks")
+"""Sources whose samples are all taken with the same weights: the ones to act on by default."""
+
+WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")
+"""Sources that have a value for the whole model."""
+
+MISSING_AFTER = 100
+"""Steps without a GSNR to act on after which that is printed, once."""
+
+
+# -- factors on the learning rate --------------------------------------------------------------------------------
+
+
+class LRFactors:
+    """Multiplies an optimizer's learning rates while it steps, and only then.
+
+    Outside of a step `group["lr"]` is what the user's scheduler, or the loop, has set. So any schedule works as if
+    alone, a saved optimizer holds the schedule's own rate, and owners of factors need not know each other.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._factors: dict[object, float] = {}
+        self._undo: list[tuple[dict[str, Any], Any, Any]] = []
+        optimizer.register_step_pre_hook(self._multiply)
+        optimizer.register_step_post_hook(lambda *_: self.restore())
+
+    def set(self, owner: object, factor: float) -> None:
+        """Set the factor of this owner, from the next step on."""
+        self._factors[owner] = factor
+
+    def drop(self, owner: object) -> None:
+        """Remove the factor of this owner."""
+        self._factors.pop(owner, None)
+
+    @property
+    def product(self) -> float:
+        """The factor on the rates of the next step."""
+        return math.prod(self._factors.values())
+
+    @torch.no_grad()
+    def _multiply(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+        factor = self.product
+        if factor == 1:
+            return
+        done: set[int] = set()
+        for group in optimizer.param_groups:
+            lr = group.get("lr")
+            if isinstance(lr, Tensor):
+                if id(lr) in done:  # groups built from one default share the tensor
+                    continue
+                done.add(id(lr))
+                self._undo.append((group, lr, lr.detach().clone()))
+                lr.mul_(factor)  # in place: compiled and captured steps read this very tensor
+            elif lr is not None:
+                group["lr"] = lr * factor
+                self._undo.append((group, group["lr"], lr))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the rates back; also after a step that raised, which runs no post-hook."""
+        undo, self._undo = self._undo, []
+        for group, multiplied, lr in undo:
+            if isinstance(multiplied, Tensor):
+                multiplied.copy_(lr)
+            elif group["lr"] is multiplied:  # else someone has set another one meanwhile
+                group["lr"] = lr
+
+
+_FACTORS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LRFactors] = weakref.WeakKeyDictionary()
+
+
+def lr_factors(optimizer: torch.optim.Optimizer) -> LRFactors:
+    """The factors of an optimizer: one object for all owners."""
+    if optimizer not in _FACTORS:
+        _FACTORS[optimizer] = LRFactors(optimizer)
+    return _FACTORS[optimizer]
+
+
+def optimizer_of(given: Any, taker: str) -> torch.optim.Optimizer:
+    """The optimizer that was given, or that a given scheduler or wrapper belongs to."""
+    found = given
+    for _ in range(3):
+        if isinstance(found, torch.optim.Optimizer) and not hasattr(found, "optimizer"):
+            return found
+        # Accelerate wraps both: its optimizer has an `optimizer`, its scheduler a `scheduler`.
+        inner = getattr(found, "optimizer", getattr(found, "scheduler", None))
+        if inner is None:
+            break
+        found = inner
+    if isinstance(found, torch.optim.Optimizer):
+        return found
+    raise TypeError(
+        f"{taker} got a {type(given).__name__}; expected a torch.optim.Optimizer or one of torch.optim.lr_scheduler"
+    )
+
+
+# -- what schedules ask of the Monitor ---------------------------------------------------------------------------
+
+
+class ReadingQueue:
+    """The readings of a Monitor, each handed out a fixed number of steps after its own.
+
+    A reading is finished a moment after its step, depending on the machine. At each step `take` returns everything up
+    to `lag` steps before it, no more and no less, and waits for a reading that has not arrived.
+
+    Args:
+        monitor: Whose readings.
+        lag: Steps from a reading to the moment it is handed out. With 0 the training thread waits every time.
+    """
+
+    KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")
+    """The values that schedules use."""
+
+    def __init__(self, monitor: Monitor, *, lag: int) -> None:
+        self._monitor, self._lag = monitor, lag
+        queue = self._queue = deque[Reading](maxlen=4096)  # for a loop that never takes any
+        if monitor.ranks is not None:  # else ranks send their numbers only now and then
+            monitor.recorder.read_every_step()
+
+        def add(reading: Reading) -> None:
+            values = {name: reading.values[name] for name in ReadingQueue.KEPT if name in reading.values}
+            queue.append(replace(reading, values=values, tensors={}, layers={}, heads={}))
+
+        monitor.add_reader(add)
+
+    @property
+    def step(self) -> int:
+        """The Monitor's number of the step in progress."""
+        return self._monitor.step
+
+    def take(self) -> list[list[Reading]]:
+        """The readings that are due now, one list per step."""
+        last = self._monitor.step - 1 - self._lag
+        if last >= 0 and not (self._queue and self._queue[-1].step > last):
+            self._monitor.flush()
+        steps: dict[int, list[Reading]] = {}
+        while self._queue and self._queue[0].step <= last:
+            reading = self._queue.popleft()
+            steps.setdefault(reading.step, []).append(reading)
+        return list(steps.values())
+
+    def record(self, action: Action) -> None:
+        """Store an action with the run."""
+        self._monitor.record(action)
+
+    def print(self, text: str) -> None:
+        """Print a line to stderr, on the first rank, unless the config is quiet."""
+        if self._monitor.ranks is None or self._monitor.ranks.rank == 0:
+            print_line(text, self._monitor.config.quiet)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was not handed out yet."""
+        self._monitor.flush()
+        return {"waiting": [reading.to_json() for reading in self._queue.copy()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; what is queued now belongs to steps that no longer count."""
+        self._monitor.flush()
+        self._queue.clear()
+        self._queue.extend(Reading.from_json(reading) for reading in state["waiting"])
+
+
+@dataclass
+class GSNREvidence:
+    """The GSNR to act on: averages of one source at one batch size.
+
+    Args:
+        sources: Those that count, the best first. Values of two sources or two batch sizes are never compared: if the
+            better one appears or the size changes, averages start anew.
+        window: Readings that the Monitor averages over.
+    """
+
+    sources: tuple[Source, ...] = SAME_WEIGHTS
+    window: int = 20
+    averages: Averages = field(init=False)
+    offered: set[str] = field(default_factory=set, init=False)
+    """All sources that had a GSNR of the whole model."""
+
+    def __post_init__(self) -> None:
+        self.averages = Averages(window=self.window)
+
+    def take(self, readings: Sequence[Reading]) -> Average | None:
+        """The new average after the readings of one step, if there is one.
+
+        An interval below zero is ignored. No GSNR is negative, but Adam's moments read so while gradients shrink.
+        """
+        by_source = {reading.source: reading for reading in readings}
+        general = by_source.get(None, Reading(step=readings[0].step, time=readings[0].time))
+        known = [r for r in readings if r.source and math.isfinite(r.values.get("gsnr", math.nan))]
+        self.offered.update(str(reading.source) for reading in known)
+        best = next((r for source in self.sources for r in known if r.source == source), None)
+        average = None if best is None else self.averages.take(best, general)
+        return None if average is None or math.isnan(average.low) or not average.high >= 0 else average
+
+    @property
+    def source(self) -> str:
+        """The source in use; empty before there is one."""
+        return self.averages.source
+
+    def missing(self) -> str:
+        """Why there is nothing to act on."""
+        needed = " or ".join(self.sources)
+        have = f"the run has only {', '.join(sorted(self.offered))}" if self.offered else "the run has none so far"
+        fix = "accumulate gradients over two or more micro-batches per step"
+        if "adam" in self.offered:
+            fix += ', or pass source="adam" and read what that source cannot tell'
+        return f"no GSNR from {needed} to act on ({have}); {fix}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All averages, as plain values."""
+        return {"averages": asdict(self.averages), "offered": sorted(self.offered)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.averages = Averages(**{**state["averages"], "window": self.window})
+        self.offered = set(state["offered"])
+
+
+class _Model:
+    """A dataclass that decides for a scheduler. Its state is all fields that are not settings."""
+
+    def state_dict(self) -> dict[str, Any]:
+        values = asdict(self)  # type: ignore[call-overload]
+        return {f.name: values[f.name] for f in fields(self) if not f.init}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(self, name, Series(**value) if name == "losses" else value)
+
+
+class _Scheduler:
+    """What the two schedulers share: their readings, their actions and their state."""
+
+    def __init__(self, monitor: Monitor, model: _Model, sources: tuple[Source, ...], look_every: int, lag: int) -> None:
+        expect(look_every >= 1 and lag >= 0, "look_every, lag", (look_every, lag), "1 step or more, and 0 or more")
+        self.actions: list[Action] = []
+        """What was done or proposed so far, oldest first."""
+        self._model, self._look_every = model, look_every
+        self._evidence = GSNREvidence(sources, window=monitor.config.gsnr_window)
+        self._queue = ReadingQueue(monitor, lag=lag)
+
+    def _add(
+        self, note: str, kind: str, finding: str, reason: str, before: Any, after: Any, *, taken: bool = True
+    ) -> None:
+        step = self._queue.step
+        action = Action(kind=kind, step=step, finding=finding, taken=taken, before=before, after=after, reason=reason)
+        self.actions.append(action)
+        self._queue.print(f"step {action.step}: {action.reason} ({note})")
+        self._queue.record(action)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs so that the same readings lead to the same decisions. Waits for readings."""
+        return {
+            "version": STATE_VERSION,
+            "model": self._model.state_dict(),
+            "evidence": self._evidence.state_dict(),
+            "queue": self._queue.state_dict(),
+            "actions": [action.to_json() for action in self.actions],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; load the Monitor's, the optimizer's and the other scheduler's as well."""
+        if state.get("version") != STATE_VERSION:
+            raise RunError(f"the state has version {state.get('version')!r}; this gradvitals reads {STATE_VERSION}")
+        self._model.load_state_dict(state["model"])
+        self._evidence.load_state_dict(state["evidence"])
+        self._queue.load_state_dict(state["queue"])
+        self.actions = [Action.from_json(action) for action in state["actions"]]
+
+
+# -- the learning rate -------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A change of the learning rate factor."""
+
+    kind: str
+    finding: str
+    reason: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class WarmupDecay(_Model):
+    """The factor on the learning rate, as a function of GSNR averages and losses: no torch, no clock, no thread.
+
+    Call `tick` once per step, and `take` with whatever was read, in the order of steps. Steps in averages and in `tick`
+    are the Monitor's; the steps made are counted here, so that a state that went back with the rest of training counts
+    on from there. For the settings see `GSNRScheduler`.
+    """
+
+    warmup_steps: int = 0
+    warmup_start: float = 0.01
+    warmup_in_schedule: bool = False
+    max_extension: int | None = None
+    near_zero: float | None = 0.5
+    decay: float = 1 / 3
+    drop: float = 4.0
+    sudden_drop: float = 3.0
+    plateau: bool = True
+    readings: int = 5
+    in_a_row: int = 3
+    cooldown: int = 500
+    min_factor: float = 0.01
+    made: int = field(default=0, init=False)
+    """Steps of training made."""
+    ramp: int = field(default=0, init=False)
+    """Steps of the warmup that are done."""
+    held: int = field(default=0, init=False)
+    """Steps that the warmup was held for."""
+    holding: bool = field(default=False, init=False)
+    decayed: float = field(default=1.0, init=False)
+    """Factor of all decays so far."""
+    decayed_at: int = field(default=-1, init=False)
+    """`made` at the last decay; -1 before the first."""
+    floor: int = field(default=0, init=False)
+    """The Monitor's step from which on averages are compared: after the warmup, after the last decay."""
+    best: dict[str, Any] = field(default_factory=dict, init=False)
+    """The average with the highest lower end since then."""
+    recent: list[dict[str, Any]] = field(default_factory=list, init=False)
+    """Averages since then, for the newest one that shares no reading with the present."""
+    faded_for: int = field(default=0, init=False)
+    dropped_for: int = field(default=0, init=False)
+    losses: Series = field(default_factory=Series, init=False)
+
+    DECLINE = 2.0
+    """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
+    ENOUGH_LOSSES = 50
+    """Losses needed to tell whether they still fall."""
+
+    def __post_init__(self) -> None:
+        expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
+        expect(0 < self.warmup_start <= 1, "warmup_start", self.warmup_start, "a share over 0, up to 1")
+        limit, near = self.max_extension, self.near_zero
+        expect(limit is None or limit >= 0, "max_extension", limit, "a number of steps, 0 or more, or None")
+        expect(near is None or near > 0, "near_zero", near, "a GSNR over 0, or None")
+        expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
+        for name in ("drop", "sudden_drop"):
+            expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
+        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
+        expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
+        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
+        expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
+
+    @property
+    def longest_extension(self) -> int:
+        """Steps that the warmup may be held for."""
+        return 4 * self.warmup_steps if self.max_extension is None else self.max_extension
+
+    @property
+    def warm(self) -> bool:
+        """Whether the warmup is over."""
+        return self.ramp >= self.warmup_steps
+
+    @property
+    def factor(self) -> float:
+        """The factor on the schedule's learning rate in the next step."""
+        warmup = self._ramp_at(self.ramp)
+        if self.warmup_in_schedule:
+            warmup /= self._ramp_at(self.ramp + self.held)
+        return warmup * self.decayed
+
+    def _ramp_at(self, step: int) -> float:
+        total, start = self.warmup_steps, self.warmup_start
+        return 1.0 if step >= total else start + (1 - start) * step / total
+
+    def tick(self, now: int) -> list[Change]:
+        """A step was made; `now` is the Monitor's number of the next one."""
+        self.made += 1
+        if self.warm:
+            return []
+        if self.holding and self.held < self.longest_extension:
+            self.held += 1
+            if self.held < self.longest_extension:
+                return []
+            return [self._resume_warmup(f"the warmup was held for {self.held} steps, which is the limit", {})]
+        self.ramp += 1
+        if self.ramp == self.warmup_steps:
+            self._start_comparing(now)
+        return []
+
+    def take(self, average: Average, source: str, now: int) -> list[Change]:
+        """Decide on a new average; `now` is the Monitor's number of the next step."""
+        if average.count < self.readings:
+            return []
+        return self._extend_warmup(average, source) if not self.warm else self._consider_decay(average, source, now)
+
+    def _extend_warmup(self, average: Average, source: str) -> list[Change]:
+        near = self.near_zero
+        no_signal = average.low <= 0 <= average.high and (near is None or average.high * average.per_step < near)
+        if no_signal == self.holding or self.held >= self.longest_extension:
+            return []
+        shown = _shown(average, source)
+        if not no_signal:
+            return [self._resume_warmup(f"{shown} is above 0: the warmup continues", _figures(average))]
+        self.holding = True
+        most, length = self.longest_extension - self.held, self.warmup_steps + self.held
+        before = {"factor": self.factor, "warmup_steps": length}
+        after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
+        held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
+        reason = f"{shown} cannot be told from 0: {held}"
+        return [Change("warmup_extended", "near_zero_initial_gsnr", reason, before, after)]
+
+    def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> Change:
+        self.holding = False
+        before = {"factor": self.factor, "warmup_steps": self.warmup_steps}
+        after = {"factor": self.factor, "warmup_steps": self.warmup_steps + self.held, "held": self.held} | figures
+        return Change("warmup_resumed", "near_zero_initial_gsnr", reason, before, after)
+
+    def _consider_decay(self, now: Average, source: str, step: int) -> list[Change]:
+        if now.begins < self.floor:
+            return []
+        last = self.recent[-1] if self.recent else None
+        if last is not None and not (last["source"] == source and alike(last["batch_size"], now.batch_size)):
+            self._start_comparing(self.floor)  # another quantity, which cannot be compared with what is remembered
+        before = next((kept for kept in reversed(self.recent) if kept["step"] < now.begins), None)
+        faded = bool(self.best) and self.best["step"] < now.begins and now.high * self.drop < self.best["low"]
+        level = not self.plateau or self._loss_is_level(now.step)
+        self.faded_for = self.faded_for + 1 if faded and level else 0
+        self.dropped_for = self.dropped_for + 1 if before is not None and self._is_sudden(before, now) else 0
+        cool = self.decayed_at < 0 or self.made - self.decayed_at >= self.cooldown
+        able = cool and self.decay < 1 and self.decayed > self.min_factor
+        if able and before is not None and self.dropped_for >= self.in_a_row:
+            return [self._decay_now(now, source, step, before, "sudden_gsnr_drop")]
+        if able and self.faded_for >= self.in_a_row:
+            return [self._decay_now(now, source, step, self.best, "decay_due")]
+        kept = {"step": now.step, "middle": now.middle, "value": now.value, "low": now.low, "source": source}
+        kept |= {"established": now.established, "batch_size": now.batch_size}
+        if now.established and (not self.best or now.low > self.best["low"]):
+            self.best = kept
+        self.recent = [*self.recent[-99:], kept]
+        return []
+
+    def _is_sudden(self, before: Mapping[str, Any], now: Average) -> bool:
+        """Whether it fell further than a decline with the length of the run explains."""
+        expected = (before["middle"] / now.middle) ** self.DECLINE if now.middle > 0 else 1.0
+        return bool(before["established"] and now.high * self.sudden_drop < before["low"] * expected)
+
+    def _loss_is_level(self, step: int) -> bool:
+        """Whether the loss of the second half of the run, or since the last decay, has stopped falling."""
+        losses: NDArray[np.float64] = self.losses.since(max(step / 2, self.floor))[1]
+        if len(losses) < self.ENOUGH_LOSSES:
+            return False
+        middle = float(np.median(losses))
+        reach = 6 * float(np.median(np.abs(losses - middle)))
+        losses = np.clip(losses, middle - reach, middle + reach)
+        fell, error = fall(losses)
+        return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
+
+    def _decay_now(self, now: Average, source: str, step: int, reference: Mapping[str, Any], finding: str) -> Change:
+        before, self.decayed = self.factor, max(self.min_factor, self.decayed * self.decay)
+        self.decayed_at = self.made
+        why = " and the loss no longer falls" if finding == "decay_due" and self.plateau else ""
+        why = " at once, more than a decline explains" if finding == "sudden_gsnr_drop" else why
+        reason = (
+            f"{_shown(now, source)} is down from {reference['value']:.3g} (at least {reference['low']:.3g}) at step "
+            f"{reference['step']}{why}: the learning rate goes to {self.factor:.3g} of the schedule's"
+        )
+        was = {"factor": before, "gsnr": reference["value"], "gsnr_low": reference["low"], "at": reference["step"]}
+        self._start_comparing(step)
+        return Change("decay", finding, reason, was, {"factor": self.factor} | _figures(now))
+
+    def _start_comparing(self, floor: int) -> None:
+        self.floor, self.best, self.recent, self.faded_for, self.dropped_for = floor, {}, [], 0, 0
+
+
+def _shown(average: Average, source: str) -> str:
+    size = f", batch {average.batch_size:g}" if math.isfinite(average.batch_size) else ""
+    return f"GSNR {average.value:.3g} [{average.low:.3g}, {average.high:.3g}] ({source}{size}) at step {average.step}"
+
+
+def _figures(average: Average) -> dict[str, Any]:
+    found = {"gsnr": average.value, "gsnr_low": average.low, "gsnr_high": average.high, "at": average.step}
+    return found if math.isnan(average.batch_size) else found | {"batch_size": average.batch_size}
+
+
+class GSNRScheduler(_Scheduler):
+    """Multiplies the learning rate that a schedule sets by a factor that follows the GSNR.
+
+    **Warmup**: over `warmup_steps` steps the factor rises linearly to 1. While the interval of the GSNR includes 0, and
+    is narrow enough to mean it, the rise is held, for at most `max_extension` steps in all.
+
+    **Decay**: the factor is multiplied by `decay` when the GSNR has dropped: its upper end is `drop` times below the
+    highest lower end since the warmup or the last decay, and the loss has stopped falling; or it fell by `sudden_drop`
+    at once, further than it may by itself as a run continues. Never twice within `cooldown`.
+
+    The factor is in `group["lr"]` only while the optimizer steps, so any other scheduler, or a loop that sets rates by
+    hand, works as before. Keep calling it yourself: this one does not.
+
+    Every `look_every` steps it looks at the readings that are `lag` steps old, and waits for those not there yet.
+
+    Args:
+        monitor: Whose readings to follow.
+        optimizer: The optimizer, or the torch scheduler that sets its rates.
+        warmup_steps: Length of the warmup; 0 for none, and then none is extended.
+        warmup_start: Share of the rate in the first step.
+        warmup_in_schedule: The schedule itself has a linear warmup of `warmup_steps` from `warmup_start`. It is then
+            stretched, and there is no second one.
+        max_extension: Steps that the warmup may be held for. None: four times `warmup_steps`.
+        near_zero: Hold it only if the upper end of the interval, for the batch of one step, is below this as well.
+            None: also if the interval is merely wide. In the first hundred steps it is, in healthy runs too.
+        decay: Factor of one decay; 1 for none.
+        drop: How far the GSNR must have fallen, by the intervals.
+        sudden_drop: The same from one average to the next that shares no reading with it.
+        plateau: Whether a drop that is not sudden needs a loss that has stopped falling. By itself a drop says
+            little: a GSNR falls in nearly every healthy run.
+        readings: Readings that an average needs before it counts.
+        in_a_row: Averages that must agree before a decay.
+        cooldown: Least number of steps between two decays.
+        min_factor: Decays end here.
+        source: Follow this source of GSNR only. None: micro-batches or ranks, never Adam's moments or a window.
+        look_every: Steps between two looks.
+        lag: Steps from a reading to the look that counts it.
+
+    Example:
+        >>> import tempfile, torch, gradvitals as gv
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> monitor = gv.watch(model, optimizer, run=tempfile.mkdtemp() + "/run")
+        >>> scheduler = gv.schedules.GSNRScheduler(monitor, optimizer, warmup_steps=4, warmup_start=0.2)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     rates.append(round(scheduler.get_last_lr()[0], 3))
+        ...     for _ in range(2):
+        ...         (model(torch.randn(8, 4)).square().mean() / 2).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     scheduler.step()
+        >>> rates
+        [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
+        >>> monitor.close()
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        optimizer: torch.optim.Optimizer | LRScheduler,
+        *,
+        warmup_steps: int = 0,
+        warmup_start: float = 0.01,
+        warmup_in_schedule: bool = False,
+        max_extension: int | None = None,
+        near_zero: float | None = 0.5,
+        decay: float = 1 / 3,
+        drop: float = 4.0,
+        sudden_drop: float = 3.0,
+        plateau: bool = True,
+        readings: int = 5,
+        in_a_row: int = 3,
+        cooldown: int = 500,
+        min_factor: float = 0.01,
+        source: Source | None = None,
+        look_every: int = 10,
+        lag: int = 10,
+    ) -> None:
+        if source is not None and source not in WITH_TOTAL:
+            raise ConfigError(f"source is {source!r}; expected one of {', '.join(WITH_TOTAL)}, or None for the best")
+        self._pace = WarmupDecay(
+            warmup_steps=warmup_steps,
+            warmup_start=warmup_start,
+            warmup_in_schedule=warmup_in_schedule,
+            max_extension=max_extension,
+            near_zero=near_zero,
+            decay=decay,
+            drop=drop,
+            sudden_drop=sudden_drop,
+            plateau=plateau,
+            readings=readings,
+            in_a_row=in_a_row,
+            cooldown=cooldown,
+            min_factor=min_factor,
+        )
+        self.optimizer = optimizer_of(optimizer, "GSNRScheduler")
+        super().__init__(monitor, self._pace, SAME_WEIGHTS if source is None else (source,), look_every, lag)
+        self._reported_missing = False
+        self._factors = lr_factors(self.optimizer)
+        self._factors.set(self, self._pace.factor)
+
+    def step(self) -> None:
+        """Count a step of the optimizer. Call it once after each, before or after another scheduler."""
+        changes = self._pace.tick(self._queue.step)
+        if self._pace.made % self._look_every == 0:
+            changes += self._look()
+        self._factors.set(self, self._pace.factor)
+        for kind, finding, reason, before, after in changes:
+            self._add(kind, kind, finding, reason, before, after, taken=True)
+
+    def _look(self) -> list[Change]:
+        changes: list[Change] = []
+        for readings in self._queue.take():
+            for reading in readings:
+                if "loss" in reading.values:
+                    self._pace.losses.push(reading.step, reading.values["loss"])
+            average = self._evidence.take(readings)
+            if average is not None:
+                changes += self._pace.take(average, self._evidence.source, self._queue.step)
+        if not self._evidence.source and self._pace.made >= MISSING_AFTER and not self._reported_missing:
+            self._reported_missing = True
+            self._queue.print(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled")
+        return changes
+
+    @property
+    def factor(self) -> float:
+        """This scheduler's factor on the rate of the next step."""
+        return self._pace.factor
+
+    @property
+    def status(self) -> str:
+        """A few words on where it stands."""
+        pace = self._pace
+        if not self._evidence.source and pace.made >= MISSING_AFTER:
+            return self._evidence.missing()
+        if not pace.warm:
+            hold = f", held for {pace.held} steps so far" if pace.held else ""
+            return f"warmup: {pace.ramp} of {pace.warmup_steps} steps{hold}"
+        share = f"{pace.decayed:.3g} of " if pace.decayed < 1 else ""
+        return f"at {share}the schedule's rate"
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of every group in the next step, with all factors on it."""
+        return [float(group["lr"]) * self._factors.product for group in self.optimizer.param_groups]
+
+    def detach(self) -> None:
+        """Remove the factor: from the next step on the rate is the schedule's own."""
+        self._factors.drop(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; load the Monitor's, the optimizer's and the other scheduler's as well."""
+        super().load_state_dict(state)
+        self._factors.set(self, self._pace.factor)
+
+    def __repr__(self) -> str:
+        return f"GSNRScheduler(factor={self.factor:.4g}, {self.status!r})"
+
+
+# -- the batch size ----------------------------------------------------------------------------------------------
+
+Rule = Literal["sqrt", "linear"]
+POWERS: dict[Rule, float] = {"sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What the noise scale says about the batch."""
+
+    batch_size: int
+    """The proposed batch, which may be the present one."""
+    current: int
+    reason: str
+    step: int = 0
+    """The step of the reading behind it."""
+    noise_scale: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    def __str__(self) -> str:
+        verb = "keep" if self.batch_size == self.current else "take"
+        return f"{verb} a batch of {self.batch_size}: {self.reason}"
+
+
+@dataclass
+class BatchGrowth(_Model):
+    """The batch as a function of GSNR averages: no torch, no clock, no thread. For the settings see the scheduler."""
+
+    first: int
+    least: int
+    most: int
+    factor: float = 2.0
+    readings: int = 5
+    in_a_row: int = 3
+    cooldown: int = 200
+    shrink: bool = False
+    batch_size: int = field(init=False)
+    made: int = field(default=0, init=False)
+    """Steps of training made."""
+    changed_at: int = field(default=-1, init=False)
+    over_for: int = field(default=0, init=False)
+    under_for: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.first
+
+    def take(self, average: Average) -> Proposal:
+        """What a new average says."""
+        size = self.batch_size
+        reason = self._unusable(average)
+        if reason:
+            self.over_for = self.under_for = 0
+            return Proposal(batch_size=size, current=size, reason=reason, step=average.step)
+        scale, low, high = (average.batch_size / end for end in (average.value, average.high, average.low))
+        self.over_for = self.over_for + 1 if low > self.factor * size else 0
+        self.under_for = self.under_for + 1 if high * self.factor < size else 0
+        target, run, reason = size, 0, f"the noise scale is {scale:.4g} [{low:.4g}, {high:.4g}]"
+        if self.over_for:
+            target, run = min(2 * size, self.most), self.over_for
+            reached = f"{reason}, over {self.factor:g} × {size} by its lower end"
+        elif self.under_for and self.shrink:
+            target, run = max(size // 2, self.least), self.under_for
+            reached = f"{reason}, under {size} / {self.factor:g} by its upper end"
+        if target == size:
+            reason += f" for a batch of {size}" + (", and the batch is at its limit" if run else "")
+        elif run < self.in_a_row:
+            target, reason = size, f"{reached}, {run} of {self.in_a_row} times"
+        elif self.changed_at >= 0 and self.made - self.changed_at < self.cooldown:
+            target, reason = size, f"{reached}, but the last change was less than {self.cooldown} steps ago"
+        else:
+            reason = reached
+        return Proposal(
+            batch_size=target, current=size, reason=reason, step=average.step, noise_scale=scale, low=low, high=high
+        )
+
+    def _unusable(self, average: Average) -> str:
+        """Why the average says nothing about the batch; empty if it does."""
+        if math.isnan(average.step_size) or math.isnan(average.batch_size):
+            return "the number of samples is unknown; pass it, observe(loss, batch_size=...)"
+        if not alike(average.step_size, self.batch_size):
+            waits = "waiting for readings at that size" if self.changed_at >= 0 else "pass the samples of a whole step"
+            seen = f"the loop reports {average.step_size:g} samples per step so far, and this schedule is at"
+            return f"{seen} {self.batch_size}; {waits}"
+        if average.count < self.readings:
+            return f"only {average.count} readings so far, {self.readings} are needed"
+        if average.low <= 0:
+            return "the noise scale is not identifiable: the signal cannot be distinguished from 0"
+        return ""
+
+    def apply(self, proposal: Proposal) -> None:
+        """The batch was changed as proposed."""
+        self.batch_size, self.changed_at, self.over_for, self.under_for = proposal.batch_size, self.made, 0, 0
+
+
+class BatchSizeScheduler(_Scheduler):
+    """Doubles the batch when the noise scale has outgrown it.
+
+    When the lower end of the noise scale's interval has been over `factor` times the batch for `in_a_row` averages, the
+    batch doubles; not within `cooldown` steps of the last change, and not over `max_batch_size`. Readings from before a
+    change do not count after it.
+
+    With ``apply=False`` it only proposes (`proposal`, and an `Action` that was not taken). With ``apply=True``
+    `accumulation_steps` grows, and a loop that makes that many micro-batches per step has the larger batch. The loop
+    has to pass its samples, ``monitor.observe(loss, batch_size=...)``: a size passed to `watch` would be wrong after
+    the first change.
+
+    Args:
+        monitor: Whose readings to follow. The noise scale comes from micro-batches, so a step needs two or more.
+        batch_size: Samples per optimizer step, at the start.
+        accumulation_steps: Micro-batches per optimizer step, at the start.
+        max_batch_size: Largest batch. None: eight times `batch_size`.
+        apply: Whether to change `accumulation_steps`, or only to propose.
+        optimizer: The optimizer, or its torch scheduler. Decides about `lr_rule`; needed for `scale_lr`.
+        scale_lr: Multiply the learning rate by `lr_multiplier` as well, beside any other schedule.
+        lr_rule: How the rate follows the batch: "sqrt" or "linear". None: linear for SGD, else sqrt.
+        factor: How far over the batch the noise scale must be.
+        readings: Readings that an average needs before it counts.
+        in_a_row: Averages that must agree.
+        cooldown: Least number of steps between two changes.
+        shrink: Halve the batch if the upper end of the noise scale is `factor` times below it.
+        min_batch_size: Smallest batch for `shrink`. None: `batch_size`.
+        look_every: Steps between two looks at the readings.
+        lag: Steps from a reading to the look that counts it.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        *,
+        batch_size: int,
+        accumulation_steps: int,
+        max_batch_size: int | None = None,
+        apply: bool = False,
+        optimizer: torch.optim.Optimizer | LRScheduler | None = None,
+        scale_lr: bool = False,
+        lr_rule: Rule | None = None,
+        factor: float = 2.0,
+        readings: int = 5,
+        in_a_row: int = 3,
+        cooldown: int = 200,
+        shrink: bool = False,
+        min_batch_size: int | None = None,
+        look_every: int = 10,
+        lag: int = 10,
+    ) -> None:
+        most = 8 * batch_size if max_batch_size is None else max_batch_size
+        least = batch_size if min_batch_size is None else min_batch_size
+        parts = accumulation_steps
+        expect(batch_size >= 1, "batch_size", batch_size, "the samples of one optimizer step, 1 or more")
+        divides = parts >= 1 and batch_size % parts == 0
+        expect(divides, "accumulation_steps", parts, f"a divisor of the batch size, {batch_size}")
+        micro = self._micro_batch = batch_size // parts
+        expect(most >= batch_size, "max_batch_size", most, f"{batch_size}, the batch size, or more")
+        expect(least <= batch_size, "min_batch_size", least, f"{batch_size}, the batch size, or less")
+        multiple = f"a multiple of the micro-batch, {micro}"
+        expect(least >= 1 and least % micro == 0, "min_batch_size", least, multiple)
+        expect(most % micro == 0, "max_batch_size", most, multiple)
+        expect(factor > 1, "factor", factor, "more than 1")
+        expect(readings >= 2 and in_a_row >= 1, "readings, in_a_row", (readings, in_a_row), "2 or more, 1 or more")
+        expect(cooldown >= 0, "cooldown", cooldown, "a number of steps, 0 or more")
+        expect(lr_rule in (None, *POWERS), "lr_rule", lr_rule, "'sqrt', 'linear' or None")
+        expect(not scale_lr or optimizer is not None, "scale_lr", scale_lr, "an optimizer as well, to scale its rate")
+        own = None if optimizer is None else optimizer_of(optimizer, "BatchSizeScheduler")
+        self.lr_rule: Rule = lr_rule or ("linear" if isinstance(own, torch.optim.SGD) else "sqrt")
+        self._scales = own if scale_lr else None
+        self._apply = apply
+        self._growth = BatchGrowth(batch_size, least, most, factor, readings, in_a_row, cooldown, shrink)
+        super().__init__(monitor, self._growth, SAME_WEIGHTS, look_every, lag)
+        self._proposal: Proposal | None = None
+        self._proposed = batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per optimizer step, now."""
+        return self._growth.batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of the next step. Ask once at its start."""
+        return self._growth.batch_size // self._micro_batch
+
+    @property
+    def lr_multiplier(self) -> float:
+        """How the learning rate follows the batch; in force only with `scale_lr`."""
+        return self._multiplier(self._growth.batch_size)
+
+    def _multiplier(self, batch_size: int) -> float:
+        return float((batch_size / self._growth.first) ** POWERS[self.lr_rule])
+
+    @property
+    def proposal(self) -> Proposal:
+        """What the newest reading says about the batch, and why."""
+        if self._proposal is not None:
+            return self._proposal
+        return Proposal(batch_size=self.batch_size, current=self.batch_size, reason=self._evidence.missing())
+
+    def step(self) -> None:
+        """Count a step of the optimizer. Call it once after each."""
+        self._growth.made += 1
+        if self._growth.made % self._look_every:
+            return
+        for readings in self._queue.take():
+            average = self._evidence.take(readings)
+            if average is not None:
+                self._consider(self._growth.take(average))
+
+    def _consider(self, proposal: Proposal) -> None:
+        self._proposal = proposal
+        new, known = proposal.batch_size, self._proposed
+        self._proposed = new
+        if new in (proposal.current, known):  # a proposal is reported once, and again after it was withdrawn
+            return
+        before = {
+            "batch_size": self.batch_size,
+            "accumulation_steps": self.accumulation_steps,
+            "lr_multiplier": self.lr_multiplier,
+        }
+        after = {
+            "batch_size": new,
+            "accumulation_steps": new // self._micro_batch,
+            "lr_multiplier": self._multiplier(new),
+            "noise_scale": proposal.noise_scale,
+            "noise_scale_low": proposal.low,
+            "noise_scale_high": proposal.high,
+        }
+        if self._apply:
+            self._growth.apply(proposal)
+            self._scale()
+        finding = "batch_too_small" if new > proposal.current else "batch_too_large"
+        note = "done" if self._apply else "proposed"
+        self._add(note, "batch_size", finding, str(proposal), before, after, taken=self._apply)
+
+    def _scale(self) -> None:
+        if self._scales is not None:
+            lr_factors(self._scales).set(self, self.lr_multiplier)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs so that the same readings lead to the same batches. Waits for readings."""
+        return super().state_dict() | {
+            "start": [self._growth.first, self._micro_batch],
+            "proposal": None if self._proposal is None else asdict(self._proposal),
+            "proposed": self._proposed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        saved, mine = state.get("start", []), [self._growth.first, self._micro_batch]
+        if state.get("version") == STATE_VERSION and list(saved) != mine:
+            raise RunError(
+                f"the state started with a batch of {saved[0]} in micro-batches of {saved[1]}, this schedule with "
+                f"{mine[0]} in {mine[1]}; build it with the same numbers"
+            )
+        super().load_state_dict(state)
+        self._proposal = None if state["proposal"] is None else Proposal(**state["proposal"])
+        self._proposed = state["proposed"]
+        self._scale()
+
+    def __repr__(self) -> str:
+        return f"BatchSizeScheduler(batch_size={self.batch_size}, accumulation_steps={self.accumulation_steps})"
+
+
+# -- momentum ----------------------------------------------------------------------------------------------------
+
+_DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers with decoupled momentum."""
+
+
+class GroupSignal(NamedTuple):
+    """The GSNR of one parameter group; NaN if it is not known."""
+
+    value: float
+    low: float
+    high: float
+
+
+def decoupled_momentum(
+    optimizer: torch.optim.Optimizer,
+    signal: Monitor | Sequence[float],
+    *,
+    delta: float = 0.075,
+    direction: Literal[1, -1] = 1,
+    bounds: tuple[float, float] = (0.01, 0.99),
+    source: Source | None = None,
+) -> DecoupledMomentum:
+    """Set the momentum of every parameter group by the rank of its GSNR.
+
+    After DeepKD (arXiv 2505.15133), which raises momentum by a fixed amount for the parts of a loss whose GSNR is high
+    and lowers it for the others. There the parts are known by hand; here groups are ranked by their measured GSNR.
+
+    The group with the highest GSNR gets its momentum plus `delta`, the one with the lowest its momentum minus `delta`,
+    the others are spaced evenly between them. Momentum is `momentum` of SGD, or the first of Adam's `betas`.
+
+    Note that SGD's steps grow with its momentum, by 1/(1 - momentum): from 0.9 to 0.975 they are four times as long.
+
+    Args:
+        optimizer: Whose groups. It needs two or more; `split_by_layer` makes them.
+        signal: A Monitor, whose newest readings are used, or the GSNR of every group.
+        delta: The largest change of momentum.
+        direction: 1 raises it for a high GSNR, as DeepKD does. -1 raises it for a low GSNR: more averaging for more
+            noise, as the GSNR manual asks.
+        bounds: Momentum stays within these, which lie between 0 and 1.
+        source: Source of the Monitor's GSNR. None: micro-batches or ranks.
+
+    Returns:
+        What was done. `update` ranks again by newer readings, `undo` restores the momentum from before.
+
+    Example:
+        >>> import torch
+        >>> a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        >>> optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b]}, {"params": [c]}], lr=0.1, momentum=0.9)
+        >>> done = decoupled_momentum(optimizer, [0.1, 3.0, 0.2])
+        >>> [round(group["momentum"], 3) for group in optimizer.param_groups]
+        [0.825, 0.975, 0.9]
+        >>> done.undo()
+        >>> [group["momentum"] for group in optimizer.param_groups]
+        [0.9, 0.9, 0.9]
+    """
+    return DecoupledMomentum(optimizer, signal, delta=delta, direction=direction, bounds=bounds, source=source)
+
+
+class DecoupledMomentum:
+    """Momentum by the rank of GSNR on one optimizer. Made by `decoupled_momentum`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        signal: Monitor | Sequence[float],
+        *,
+        delta: float,
+        direction: Literal[1, -1],
+        bounds: tuple[float, float],
+        source: Source | None,
+    ) -> None:
+        self.optimizer = optimizer_of(optimizer, "decoupled_momentum")
+        _check_momentum(self.optimizer, delta, direction, bounds)
+        self.actions: list[Action] = []
+        """What was done so far, oldest first."""
+        self._shift, self._bounds = direction * delta, bounds
+        self._sources = SAME_WEIGHTS if source is None else (source,)
+        self._monitor = signal if isinstance(signal, Monitor) else None
+        self._before = [_momentum_setting(group) for group in self.optimizer.param_groups]
+        self.update(None if isinstance(signal, Monitor) else signal)
+        _DECOUPLED.add(self.optimizer)
+
+    @property
+    def momentum(self) -> list[float]:
+        """The momentum of every group, now."""
+        return [_momentum(group) for group in self.optimizer.param_groups]
+
+    def update(self, values: Sequence[float] | None = None) -> None:
+        """Rank again: by the GSNR of every group, or by the Monitor's newest readings."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._before):
+            was = len(self._before)
+            raise ConfigError(f"the optimizer has {len(groups)} groups now and had {was}; undo and start anew")
+        signals, step = self._given(values) if values is not None else self._measured()
+        labels = [_label(index, group) for index, group in enumerate(groups)]
+        reason, before = self._why_not(signals, labels), self.momentum
+        if not reason:
+            low, high = self._bounds
+            for group, setting, place in zip(groups, self._before, _places([s.value for s in signals]), strict=True):
+                own = _momentum(setting)
+                new = min(max(own + self._shift * place, low), high) if place else own
+                group.update({"betas": (new, *group["betas"][1:])} if "betas" in group else {"momentum": new})
+            where = "high" if self._shift > 0 else "low"
+            reason = f"momentum by rank of GSNR, up to {abs(self._shift):g} more if it is {where} and less if not"
+        after = {
+            "momentum": dict(zip(labels, self.momentum, strict=True)),
+            "gsnr": {label: signal.value for label, signal in zip(labels, signals, strict=True)},
+        }
+        self._add(reason, dict(zip(labels, before, strict=True)), after, step, taken=self.momentum != before)
+
+    def undo(self) -> None:
+        """Give every group exactly the momentum it had."""
+        before = self.momentum
+        for group, setting in zip(self.optimizer.param_groups, self._before, strict=True):
+            group.update(setting)
+        _DECOUPLED.discard(self.optimizer)
+        self._add("momentum as it was before", before, {"momentum": self.momentum}, self._now(), taken=True)
+
+    def _now(self) -> int:
+        return self._monitor.step if self._monitor is not None else 0
+
+    def _add(self, reason: str, before: Any, after: dict[str, Any], step: int, *, taken: bool) -> None:
+        action = Action(
+            kind="momentum",
+            step=step,
+            finding="sparse_feature_noise",
+            taken=taken,
+            before={"momentum": before},
+            after=after,
+            reason=reason,
+        )
+        self.actions.append(action)
+        if self._monitor is not None:
+            self._monitor.record(action)
+
+    def _why_not(self, signals: Sequence[GroupSignal], labels: Sequence[str]) -> str:
+        """Why groups cannot be ranked; empty if they can."""
+        known = [(signal, label) for signal, label in zip(signals, labels, strict=True) if math.isfinite(signal.value)]
+        if len(known) < 2:
+            return f"a GSNR is known for {len(known)} groups; two are needed to rank them"
+        (least, weak), (most, strong) = (pick(known, key=lambda one: one[0].value) for pick in (min, max))
+        if most.low > least.high or (math.isnan(most.low) and most.value > least.value):
+            return ""
+        highest = f"{strong} has a GSNR of {most.value:.3g}, at least {most.low:.3g}"
+        return f"the groups cannot be told apart: {highest}, and {weak} {least.value:.3g}, at most {least.high:.3g}"
+
+    def _given(self, values: Sequence[float]) -> tuple[list[GroupSignal], int]:
+        count = len(self.optimizer.param_groups)
+        if len(values) != count:
+            raise ConfigError(f"got {len(values)} values of GSNR for {count} groups; expected one for each group")
+        return [GroupSignal(float(value), math.nan, math.nan) for value in values], self._now()
+
+    def _measured(self) -> tuple[list[GroupSignal], int]:
+        """The newest GSNR of every group: of its layer if it holds a whole one, else the median of its tensors."""
+        if self._monitor is None:
+            raise ConfigError("update needs the GSNR of every group: there is no Monitor to ask")
+        self._monitor.flush()
+        ranks, rows = self._monitor.ranks, self._monitor.recorder.table
+        stored: list[Any] = [self._stored() if ranks is None or ranks.rank == 0 else None]
+        if ranks is not None:  # only the first rank stores a run; its readings are of the tensors of all ranks
+            everyone: list[Any] = [None] * ranks.world
+            dist.all_gather_object(everyone, stored[0], group=ranks.device_group)
+            stored = everyone
+        if isinstance(stored[0], GradvitalsError):
+            raise stored[0]
+        tables, layers, step = stored[0]
+        layout = rows.layout if ranks is None else ranks.layout
+        own = range(len(rows.parameters)) if ranks is None else ranks.rows.tolist()
+        number = {id(parameter): row for row, parameter in zip(own, rows.parameters, strict=False)}
+        whole: dict[str, set[int]] = {}
+        for info in layout.tensors:
+            whole.setdefault(info.layer, set()).add(info.index)
+        signals = []
+        for group in self.optimizer.param_groups:
+            mine = {number[id(parameter)] for parameter in group["params"] if id(parameter) in number}
+            layer = next((name for name, all_rows in whole.items() if all_rows == mine and name in layers), None)
+            read = [row for row in sorted(mine) if row < tables["tensors"].shape[1]]
+            found = tables["tensors"][:, read] if layer is None else tables["layers"][:, [layers[layer]]]
+            found = found[:, np.isfinite(found).all(0)]  # a value without an interval says too little
+            signals.append(GroupSignal(*(float(np.median(row)) if len(row) else math.nan for row in found)))
+        return signals, step
+
+    def _stored(self) -> tuple[dict[str, Any], dict[str, int], int] | GradvitalsError:
+        """The newest GSNR of all tensors and layers, the layers' numbers and the step; or why there is none."""
+        assert self._monitor is not None
+        try:
+            with open_run(self._monitor.run_path) as run:
+                source = next((found for found in self._sources if found in run.sources("gsnr", "tensors")), None)
+                if source is None:
+                    return ConfigError(
+                        f"the run has no GSNR from {' or '.join(self._sources)} yet; accumulate gradients over two or "
+                        "more micro-batches, or pass the GSNR of every group"
+                    )
+                tables = {
+                    kind: np.stack(
+                        [run.table(name, kind=kind, source=source)[1] for name in ("gsnr", "gsnr_low", "gsnr_high")]
+                    )
+                    for kind in ("tensors", "layers")
+                }
+                layers = {name: index for index, name in enumerate(run.layers)}
+                return tables, layers, run.table("gsnr", source=source)[0]
+        except GradvitalsError as error:
+            return error
+
+
+def split_by_layer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Split every group of an optimizer by the layers of a model, in place, with the settings it had.
+
+    Call it before a scheduler is built, which counts the groups, and before `watch`.
+
+    Returns:
+        The layer of every group.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> split_by_layer(optimizer, model)
+        ['0', '1']
+    """
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            "the optimizer has a scheduler already, which counts its groups; split them before it is built"
+        )
+    layer = {id(p): layer_of(name.replace(COMPILED_PREFIX, "")) for name, p in model.named_parameters()}
+    split: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        positions: dict[str, list[int]] = {}
+        for index, parameter in enumerate(group["params"]):
+            positions.setdefault(layer.get(id(parameter), "other"), []).append(index)
+        lists = [key for key in ("params", "param_names") if key in group]
+        for name, indices in positions.items():
+            split.append({**group, **{key: [group[key][i] for i in indices] for key in lists}, "layer": name})
+    optimizer.param_groups[:] = split
+    return [group["layer"] for group in split]
+
+
+def _check_momentum(
+    optimizer: torch.optim.Optimizer, delta: float, direction: int, bounds: tuple[float, float]
+) -> None:
+    if optimizer in _DECOUPLED:
+        raise ConfigError("this optimizer has decoupled momentum already; use its update() to rank again, or undo()")
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta is {delta!r}; expected a number between 0 and 1, such as 0.075")
+    if direction not in (1, -1):
+        raise ConfigError(f"direction is {direction!r}; expected 1 (more for high GSNR) or -1 (more for low GSNR)")
+    if not 0 < bounds[0] < bounds[1] < 1:
+        raise ConfigError(f"bounds are {bounds!r}; expected two numbers between 0 and 1, the lower first")
+    groups = optimizer.param_groups
+    if len(groups) < 2:
+        raise ConfigError(
+            f"the optimizer has {len(groups)} parameter group, and momentum belongs to a group; "
+            "make one for each layer with split_by_layer(optimizer, model) before you build a scheduler"
+        )
+    for index, group in enumerate(groups):
+        setting = _momentum_setting(group)
+        value = next(iter(setting.values()), None)
+        value = value[0] if isinstance(value, (tuple, list)) else value
+        if not isinstance(value, float | int) or not 0 < value < 1:
+            raise ConfigError(
+                f"group {index} of {type(optimizer).__name__} has no momentum to shift ({setting or 'no setting'}); "
+                "expected momentum, or the first of betas, as a number between 0 and 1"
+            )
+
+
+def _momentum_setting(group: Mapping[str, Any]) -> dict[str, Any]:
+    name = "betas" if "betas" in group else "momentum"
+    return {name: group[name]} if name in group else {}
+
+
+def _momentum(setting: Mapping[str, Any]) -> float:
+    return float(setting["betas"][0] if "betas" in setting else setting["momentum"])
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    """The place of each value among the known ones, from -1 (lowest) to 1 (highest); 0 if it is not known.
+
+    >>> _places([5.0, 1.0, math.nan, 5.0, 2.0])
+    [0.6666666666666667, -1.0, 0.0, 0.6666666666666667, -0.33333333333333337]
+    """
+    known = np.array([value for value in values if math.isfinite(value)])
+    if len(known) < 2:
+        return [0.0] * len(values)
+    rank = [((known < value).sum() + (known <= value).sum() - 1) / 2 for value in values]
+    return [float(2 * r / (len(known) - 1) - 1) if math.isfinite(v) else 0.0 for r, v in zip(rank, values, strict=True)]
+
+
+def _label(index: int, group: Mapping[str, Any]) -> str:
+    name = group.get("layer", group.get("name"))
+    return f"group {index}" if name is None else f"group {index} ({name})"

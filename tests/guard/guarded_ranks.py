@@ -1,0 +1,94 @@
+"""What two ranks under a Guard do; run by test_guard_ranks.py, one process a rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+STEPS, BAD, FOUND = 24, 15, 9
+"""Steps to make, the one with something that must not be trusted, and one with a finding."""
+
+
+def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
+    from guarded_runs import Net, batch
+
+    import gradvitals as gv
+    from gradvitals.types import Finding
+
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    config = gv.Config(quiet=True)
+    monitor = gv.watch(model, optimizer, run=folder / scenario, config=config)
+    back = gv.guard.RollBack(every=8, settle=4, on=("loss_rising",))
+    scaler = torch.amp.GradScaler("cpu", enabled=scenario.startswith("scaler"))
+    guard = gv.Guard(
+        monitor,
+        mode="act",
+        scheduler=scheduler,
+        skip=gv.guard.Skip(first_steps=10),
+        rollback=back,
+        scaler=scaler if scaler.is_enabled() else None,
+    )
+    for index in range(STEPS):
+        inputs, targets = batch(2 * index + rank)
+        loss = (model(inputs) - targets).square().mean()
+        if scenario in ("nan_gradient", "scaler") and index == BAD and rank == 1:
+            loss = loss * float("nan")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if scenario == "scaler_on_one" and index == BAD and rank == 1:
+            next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        told = loss.detach()
+        if scenario == "loss_on_one" and rank == 0 and index == BAD:
+            told = told * 1e6
+        if scenario == "nan_loss" and rank == 1 and index == BAD:
+            told = told * float("nan")
+        if scenario != "told_by_one" or rank == 0:
+            monitor.observe(told * (1e6 if scenario == "told_by_one" and index == BAD else 1))
+        if scenario == "finding_on_one" and rank == 0 and index == FOUND:
+            found = Finding(id="loss_rising", severity="critical", title="made up", first_step=FOUND)
+            monitor._opened.append((FOUND, found))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    monitor.close()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).double()
+    return {
+        "actions": [(action.kind, action.step, action.taken) for action in guard.actions],
+        "step": guard.step,
+        "weights": [float(weights.sum()), float(weights.abs().sum())],
+        "errors": [finding.title for finding in monitor.findings if finding.id in ("guard_error", "monitor_error")],
+    }
+
+
+SCENARIOS = (
+    "clean",
+    "nan_gradient",
+    "loss_on_one",
+    "told_by_one",
+    "nan_loss",
+    "finding_on_one",
+    "scaler",
+    "scaler_on_one",
+)
+
+
+def main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    results = {scenario: train(Path(folder), rank, scenario) for scenario in SCENARIOS}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

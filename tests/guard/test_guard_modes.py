@@ -1,0 +1,297 @@
+"""A Guard that only looks changes nothing; one that acts leaves healthy runs alone, and is never in the way."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from guarded_runs import Run, adamw, batch, without
+
+import gradvitals as gv
+
+QUICK = gv.guard.Skip(mode="on", first_steps=10)
+OFF = {"clip": "off", "skip": "off", "reset": "off", "lr": "off", "rollback": "off"}
+BAD = {3: "nan", 25: "huge", 26: "huge", 30: "nan"}
+ALL_BAD = {index: "huge" for index in range(25, 60)}
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=6)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scheduler": {"schedulers": lambda optimizers: [lr_scheduler.OneCycleLR(optimizers[0], 0.02, total_steps=80)]},
+    "scaler": {"scaler": True, "optimizers": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)]},
+    "clipped": {"clip": 1.0, "parts": 2},
+    "fused": {"optimizers": lambda net: adamw(net, fused=True), "decide": "device"},
+}
+
+
+def prepared(name: str) -> dict[str, Any]:
+    variant = {key: value for key, value in VARIANTS[name].items() if key != "decide"}
+    return variant | ({"scaler": scaler()} if variant.get("scaler") else {})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("bad", [{}, BAD, ALL_BAD], ids=["clean", "bad", "all_bad"])
+def test_a_dry_run_is_the_run_without_a_guard_bit_for_bit(name: str, bad: dict[int, str], tmp_path: Path) -> None:
+    guard = {"skip": gv.guard.Skip(mode="dry_run", first_steps=10), "decide": VARIANTS[name].get("decide", "auto")}
+    dry = Run(tmp_path / "run", guard, bad=bad, **prepared(name)).train(range(40)).close()
+    alone = Run(bad=bad, **prepared(name)).train(range(40))
+    assert dry.all_bits() == alone.all_bits()
+    assert not any(action.taken for action in dry.guard.actions)
+    assert bool(dry.guard.actions) == bool(bad) or name == "scaler"
+
+
+def test_the_default_observes_and_says_what_it_would_have_done(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {}, bad={3: "nan"}).train(range(6)).close()
+    action = run.guard.actions[0]
+    assert (action.kind, action.step, action.finding, action.taken) == ("skip", 3, "nonfinite", False)
+    assert action.reason == "dry run; the gradient norm is nan"
+    assert [response.mode for response in run.guard.responses.values()] == ["dry_run"] * 5
+    assert run.guard.step == 6
+
+
+def test_a_dry_run_says_that_it_would_have_rolled_back(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"skip": gv.guard.Skip(mode="dry_run", first_steps=10)})
+    run.train(range(80))
+    with torch.no_grad():
+        run.net.head.weight[0, 0] = float("nan")
+    run.train(range(80, 90)).close()
+    (action,) = [action for action in run.guard.actions if action.kind == "roll_back"]
+    assert action.reason.startswith("dry run; ")
+
+
+def test_single_responses_can_be_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"skip": QUICK}, bad=BAD).train(range(34)).close()
+    assert {action.kind for action in run.guard.actions if action.taken} == {"skip"}
+    assert run.all_bits() == Run().train(without(range(34), BAD)).all_bits()
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_a_clean_run_has_no_action_and_is_left_as_it_is(decide: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=True)}
+    run = Run(tmp_path / "run", {"mode": "act", "decide": decide}, **settings).train(range(250)).close()
+    assert run.guard.actions == []
+    assert run.guard.step == 250
+    assert run.all_bits() == Run(**settings).train(range(250)).all_bits()
+    assert run.guard.summary() == "the Guard did nothing"
+
+
+# -- a run that changes for good ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("rollback", ["on", "off"])
+def test_a_gradient_that_is_a_hundred_times_larger_for_good_is_accepted(
+    decide: str, rollback: str, tmp_path: Path
+) -> None:
+    """A legitimate change, such as another loss weight: it must cost a few steps, and not the run."""
+    net = nn.Linear(6, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+    monitor = gv.watch(net, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True, diagnose=False))
+    rolling: Any = "off" if rollback == "off" else gv.guard.RollBack(every=20, settle=10)
+    guard = gv.Guard(monitor, mode="act", clip="off", rollback=rolling, decide=decide)  # type: ignore[arg-type]
+    counted = []
+    for index in range(400):
+        inputs, targets = batch(index)
+        loss = (net(inputs) - targets).square().mean() * (100.0 if index >= 100 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.observe(loss)
+        optimizer.step()
+        counted.append(guard.step)
+    monitor.close()
+    assert guard.step - counted[299] == 100, "the last hundred steps are all made"
+    skipped = [action.step for action in guard.actions if action.kind == "skip" and action.taken]
+    back = [action for action in guard.actions if action.kind == "roll_back" and action.taken]
+    assert len(skipped) <= 3 * (1 + len(back)) + (8 if decide == "device" else 0)
+    assert len(back) <= 3
+    lost = len(skipped) + sum(action.cost["steps"] for action in back)
+    assert lost <= (12 if rollback == "off" else 160)
+
+
+# -- what responses do in a run ----------------------------------------------------------------------------------------
+
+
+class Direct(nn.Module):
+    """A model whose gradient is what it is told to be."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def backward(self, value: float) -> None:
+        (self.weight * torch.full_like(self.weight, value)).sum().backward()
+
+
+def moves(
+    where: Path, values: list[float], make: Any = None, schedule: Any = None, **guard: Any
+) -> tuple[list[float], list[float], gv.Guard, gv.Monitor]:
+    """How far each step moved the weights, the rate that the loop saw after it, and the Guard."""
+    model = Direct()
+    optimizer = make(model.parameters()) if make is not None else torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = schedule(optimizer) if schedule is not None else None
+    monitor = gv.watch(model, optimizer, run=where, config=gv.Config(quiet=True, diagnose=False))
+    watching = gv.Guard(monitor, **{**OFF, "scheduler": scheduler, **guard})
+    moved, rates = [], []
+    for value in values:
+        before = float(model.weight.detach()[0])
+        optimizer.zero_grad()
+        model.backward(value)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        moved.append(before - float(model.weight.detach()[0]))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    monitor.close()
+    return moved, rates, watching, monitor
+
+
+SPIKES = [1.0] * 30 + [1000.0] * 4 + [1.0] * 20
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_rate_is_cut_in_the_step_and_comes_back_later(tensor: bool, tmp_path: Path) -> None:
+    rate = torch.tensor(0.1) if tensor else 0.1
+    cut = gv.guard.CutLR(mode="on", factor=0.5, hold=4, restore=4)
+    moved, rates, guard, monitor = moves(
+        tmp_path / "run", SPIKES, make=lambda parameters: torch.optim.SGD(parameters, lr=rate), lr=cut
+    )
+    assert rates == pytest.approx([0.1] * len(SPIKES))
+    factors = [move / (0.1 * value) for move, value in zip(moved, SPIKES, strict=True)]
+    expected = [1.0] * 33 + [0.5] * 5 + [0.625, 0.75, 0.875] + [1.0] * 13
+    assert factors == pytest.approx(expected, rel=1e-2)
+    assert [(action.kind, action.step, action.taken) for action in guard.actions] == [
+        ("cut_lr", 33, True),
+        ("restore_lr", 41, True),
+    ]
+    assert guard.actions[0].before["lr_factor"] == 1.0
+    assert guard.actions[0].after["lr_factor"] == 0.5
+    steps, read = gv.open_run(monitor.run_path).series("lr")
+    assert steps.tolist() == list(range(len(SPIKES)))
+    assert read.tolist() == pytest.approx([0.1 * factor for factor in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda one: lr_scheduler.MultiplicativeLR(one, lambda count: 0.95),
+        lambda one: lr_scheduler.CosineAnnealingLR(one, 60),
+        lambda one: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(one, 0.97)]),
+    ],
+    ids=["multiplicative", "cosine", "chained"],
+)
+def test_the_users_schedule_never_sees_the_cut(schedule: Any, tmp_path: Path) -> None:
+    _, plain, _, _ = moves(tmp_path / "plain", SPIKES, schedule=schedule)
+    cut = gv.guard.CutLR(mode="on", factor=0.5, hold=4, restore=4)
+    moved, rates, guard, _ = moves(tmp_path / "cut", SPIKES, schedule=schedule, lr=cut)
+    assert rates == plain
+    assert moved[34] == pytest.approx(0.5 * plain[33], rel=1e-3)
+    assert [action.kind for action in guard.actions] == ["cut_lr", "restore_lr"]
+
+
+def test_after_a_reset_adam_is_a_new_adam_with_a_warm_up(tmp_path: Path) -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.1)
+
+    reset = gv.guard.ResetMomentum(mode="on")
+    moved, rates, guard, _ = moves(tmp_path / "run", SPIKES, make=adam, reset=reset)
+    (action,) = guard.actions
+    assert (action.kind, action.step, action.taken) == ("reset_momentum", 33, True)
+    assert action.after == {"tensors": 1, "lr_factor": pytest.approx(0.01)}
+    fresh, _, _, _ = moves(tmp_path / "fresh", SPIKES[33:], make=adam)
+    spam = [1 - 0.99 * (1 + math.cos(math.pi * passed / 150)) / 2 for passed in range(len(fresh))]
+    expected = [factor * move for factor, move in zip(spam, fresh, strict=True)]
+    assert moved[33:] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert rates == [0.1] * len(SPIKES)
+
+
+# -- errors of our own ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["step_numbers", "classify"])
+def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = getattr(gv.guard.guard, part)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 8:
+            raise ValueError("made up")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(gv.guard.guard, part, broken)
+    schedule: dict[str, Any] = {"schedulers": lambda optimizers: [lr_scheduler.CosineAnnealingLR(optimizers[0], 40)]}
+    run = Run(tmp_path / "run", {"mode": "act"}, bad={3: "nan"}, **schedule).train(range(20)).close()
+    assert len(calls) == 8
+    assert run.parameters() == Run(**schedule).train(without(range(20), [3])).parameters()
+    (finding,) = [finding for finding in run.monitor.findings if finding.id == "guard_error"]
+    assert "made up" in finding.title
+    assert finding.first_step == 7
+    assert "ValueError: made up" in finding.evidence["traceback"]
+    assert [kept.id for kept in gv.open_run(run.monitor.run_path).findings()].count("guard_error") == 1
+
+
+def test_an_error_while_the_rate_is_cut_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = gv.guard.guard.step_numbers, []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 40:
+            raise ValueError("made up")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(gv.guard.guard, "step_numbers", broken)
+    moved, rates, _, _ = moves(tmp_path / "run", SPIKES, lr=gv.guard.CutLR(mode="on", hold=100))
+    assert moved[38] == pytest.approx(0.05, rel=1e-2)
+    assert moved[39:] == pytest.approx([0.1] * 15, rel=1e-2)
+    assert rates == [0.1] * len(SPIKES)
+
+
+def test_an_error_of_the_optimizer_is_the_users_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"mode": "act", "decide": "device"}, optimizers=lambda net: adamw(net, fused=True))
+    run.train(range(3))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = run.optimizers[0].register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.step(3)
+    handle.remove()
+    assert not hasattr(run.optimizers[0], "found_inf")
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.01
+    run.train(range(3, 6)).close()
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in run.net.parameters())
+
+
+def test_a_loss_that_the_loop_never_tells_is_no_trouble(tmp_path: Path) -> None:
+    moved, _, guard, _ = moves(tmp_path / "run", [1.0] * 60, skip="on", clip="on", rollback="on")
+    assert moved == pytest.approx([0.1] * 60, rel=1e-3)
+    assert guard.actions == []
+
+
+def test_a_loss_that_is_far_too_large_is_skipped_though_the_gradient_is_small(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"mode": "act", "skip": QUICK})
+    for index in range(30):
+        run.backward(index)
+        if index == 25:
+            run.monitor.observe(Tensor([1e9]).sum())
+        before = run.parameters()
+        run.optimizers[0].step()
+        assert (run.parameters() == before) == (index == 25)
+    run.close()
+    (action,) = run.guard.actions
+    assert (action.kind, action.finding) == ("skip", "loss_spike")
