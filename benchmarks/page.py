@@ -17,12 +17,12 @@ from typing import Any
 from urllib.request import urlopen
 
 import click
+from gradvitals.store.background import BackgroundWriter
 
 from benchmarks.command_line import Command, echo_line, json_option, print_result
 from benchmarks.synthetic_run import readings, transformer_layout, write_synthetic_run
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.store.background import BackgroundWriter
 
 LOADS = 7
 DRAWS = 9

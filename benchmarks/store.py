@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 import numpy as np
+from gradvitals.store.background import BackgroundWriter
 
 from benchmarks.command_line import Command, json_option, print_result
 from benchmarks.synthetic_run import transformer_layout
-from gradvitals.store.background import BackgroundWriter
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading

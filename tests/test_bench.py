@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from gradvitals.measure.budget import Budget, Cadence
+from gradvitals.measure.clock import Lap
 
 from gradvitals import bench, open_run
 from gradvitals.bench import (
@@ -32,9 +34,6 @@ from gradvitals.bench import (
 )
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.measure.budget import Budget, Cadence
-from gradvitals.measure.clock import Lap
-from gradvitals.collect.recorder import StepRecorder
 
 CPU = torch.device("cpu")
 TINY = {

@@ -16,7 +16,13 @@ from gradvitals.cli import main
 
 ROOT = Path(__file__).parent.parent
 NO_TORCH = ("gradvitals", "gradvitals.types", "gradvitals.config", "gradvitals.store.reader", "gradvitals.store.writer")
-NO_TORCH += ("gradvitals.diagnose", "gradvitals.advise", "gradvitals.worker.publish", "gradvitals.sinks", "gradvitals.alerts")
+NO_TORCH += (
+    "gradvitals.diagnose",
+    "gradvitals.advise",
+    "gradvitals.worker.publish",
+    "gradvitals.sinks",
+    "gradvitals.alerts",
+)
 NO_TORCH += tuple(f"gradvitals.report.{name}" for name in ("terminal", "html", "live", "notebook", "export"))
 NO_TORCH += ("gradvitals.report.probe_report", "gradvitals.web.app", "gradvitals.cli")
 

@@ -28,21 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 import gradvitals
 from benchmarks.distributed.launch import join, sent, team
 from gradvitals.bench import Training, gpt, machine_name, markdown_table, percent
-from gradvitals.config import Config
-from gradvitals.errors import GradvitalsError
 from gradvitals.collect.schedule import Calendar
-from gradvitals.worker.aggregate import StepSums, Table
-from gradvitals.distributed.audit import SAMPLES
-from gradvitals.distributed.audit import MAX_WITNESSES, Comparison
-from gradvitals.distributed.allreduce import HEADER_NUMBERS
-from gradvitals.distributed.topology import RankInfo, Holdings, fingerprint, settings_of
-from gradvitals.distributed.topology import Topology
-from gradvitals.distributed.audit import Memory, Seen, audit_numbers
-from gradvitals.distributed.allreduce import RANK_FLAGS, RANK_NUMBERS, Kind, StepPacker
-from gradvitals.distributed.allreduce import STEPS_TOGETHER
-from gradvitals.monitor import Monitor
+from gradvitals.config import Config
+from gradvitals.distributed.allreduce import HEADER_NUMBERS, RANK_FLAGS, RANK_NUMBERS, STEPS_TOGETHER, Kind, StepPacker
+from gradvitals.distributed.audit import MAX_WITNESSES, SAMPLES, Comparison, Memory, Seen, audit_numbers
+from gradvitals.distributed.topology import Holdings, RankInfo, Topology, fingerprint, settings_of
+from gradvitals.errors import GradvitalsError
+from gradvitals.monitor import Monitor, watch
 from gradvitals.types import Layout, TensorInfo
-from gradvitals.monitor import watch
+from gradvitals.worker.aggregate import StepSums, Table
 
 NUMBER_BYTES = 8
 HOP_SECONDS = 50e-6

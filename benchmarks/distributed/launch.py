@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradvitals.act import Guard
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -36,11 +37,9 @@ from benchmarks.distributed.faults import (
     build,
     shards,
 )
-from gradvitals.act import Guard
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.monitor import Monitor
-from gradvitals.monitor import watch
+from gradvitals.monitor import Monitor, watch
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 30.0

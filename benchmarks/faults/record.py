@@ -17,11 +17,9 @@ from benchmarks.faults.tasks import Recipe, Training, prepare
 from benchmarks.faults.zoo import Fault
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.monitor import facts_of
-from gradvitals.monitor import Monitor
+from gradvitals.monitor import Monitor, facts_of, watch
 from gradvitals.store import open_run
 from gradvitals.types import FloatArray, Layout, Reading, TensorInfo
-from gradvitals.monitor import watch
 
 FORMAT = 1
 Kind = Literal["values", "tensors", "layers", "heads"]

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from gradvitals.act import Guard, RollBack
 from torch import Tensor, nn
 
 from benchmarks.faults.presets import Olmo, ZClip
 from benchmarks.recovery.cell import KILLED, ArmName, Cell, Result
 from benchmarks.recovery.faults import Fault, plant
 from benchmarks.recovery.tasks import Training, prepare
-from gradvitals.act import Guard, RollBack
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.types import Action
 from gradvitals.monitor import watch
+from gradvitals.types import Action
 
 MAX_NORM = 1.0
 """What is usual, and what ZClip clips to beside its own limit."""

@@ -43,13 +43,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.demo import CharLM, CharLMConfig
 from gradvitals.errors import GradvitalsError
 from gradvitals.measure.budget import Cadence
-from gradvitals.collect.schedule import YOUNG_STEPS
-from gradvitals.monitor import Monitor
-from gradvitals.monitor import watch
+from gradvitals.monitor import Monitor, watch
 
 LEARNING_RATE = 1e-6
 """So small that no batch is learnt by heart while it is timed: numbers near zero are slow on a CPU."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import traceback
 from collections.abc import Sequence
@@ -50,7 +49,9 @@ def readings_thinned(step: int, *, spent: float, budget: float, every: int, norm
         last_step=step,
         evidence={"overhead": spent, "budget": budget, "every": every, "norm_every": norm_every},
         causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
-        cures=("raise overhead_budget (1 turns it off), choose fewer metrics, or clip gradients: the norm is free then",),
+        cures=(
+            "raise overhead_budget (1 turns it off), choose fewer metrics, or clip gradients: the norm is free then",
+        ),
     )
 
 

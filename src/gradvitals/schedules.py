@@ -25,11 +25,11 @@ from gradvitals.diagnose.averages import Average, Averages, alike
 from gradvitals.diagnose.history import Series
 from gradvitals.diagnose.loss import fall
 from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
-from gradvitals.worker.worker import print_line
 from gradvitals.measure.views import COMPILED_PREFIX, layer_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Action, Reading, Source
+from gradvitals.worker.worker import print_line
 
 __all__ = ["BatchSizeScheduler", "GSNRScheduler", "decoupled_momentum", "split_by_layer"]
 

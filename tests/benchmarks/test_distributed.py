@@ -36,9 +36,9 @@ from benchmarks.distributed.faults import (
 from benchmarks.distributed.launch import team
 from benchmarks.distributed.report import clean_row, fault_row, format_distributed, summarise
 from benchmarks.distributed.run import plan
-from gradvitals.errors import GradvitalsError
 from gradvitals.distributed.allreduce import RANK_FLAGS, RANK_NUMBERS, StepPacker
 from gradvitals.distributed.allreduce import Kind as StepKind
+from gradvitals.errors import GradvitalsError
 from gradvitals.types import Finding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -180,7 +180,9 @@ def test_the_calculation_is_that_of_the_wire() -> None:
     paper = on_paper(CASES[:1])
     _, world, tensors, slots = CASES[0]
     case = paper["cases"][0]
-    assert case["plain_bytes"] == 8 * StepPacker(roster_of(world, tensors, slots)).length(StepKind(full=False, detail=False))
+    assert case["plain_bytes"] == 8 * StepPacker(roster_of(world, tensors, slots)).length(
+        StepKind(full=False, detail=False)
+    )
     assert case["plain_bytes"] <= case["bytes_per_step"] < case["full_bytes"]
     assert 0.25 <= case["collectives_per_step"] < 0.4
     assert CASES[0][0] in format_paper(paper)

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from benchmarks.distributed.cost import roster_of
-from gradvitals.worker.aggregate import StepSums, Table
 from gradvitals.distributed.allreduce import Kind, StepPacker
-from gradvitals.worker.aggregate import RowSums
+from gradvitals.worker.aggregate import RowSums, StepSums, Table
 
 PLAIN = Kind(full=False, detail=False)
 
 
 def step_of(wire: StepPacker, nonfinite: list[float], *, counted: bool) -> StepSums:
-    step = StepSums(step=3, time=0.0, full=False, table=Table(wire.topology.layout, wire.topology.slots), counted=counted)
+    step = StepSums(
+        step=3, time=0.0, full=False, table=Table(wire.topology.layout, wire.topology.slots), counted=counted
+    )
     present = np.ones(len(nonfinite), dtype=bool)
     step.rows = {"nonfinite": RowSums(np.array(nonfinite), present), "norm": RowSums(np.ones(len(nonfinite)), present)}
     return step

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradvitals as gv
-from gradvitals.guard import guard as guard_module
 from gradvitals.distributed.shards import local
+from gradvitals.guard import guard as guard_module
 
 WORLD, STEPS = 4, 20
 SPIKE, BUMP, BROKEN = 14, 16, 18

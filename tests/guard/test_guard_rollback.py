@@ -223,9 +223,7 @@ def test_a_snapshot_during_whose_settling_something_was_found_is_not_healthy(tmp
     reset = gv.guard.ResetMomentum(on=("loss_rising",), warmup=0)
     guard = {**ACT, "rollback": back, "reset": reset}
     run = Run(tmp_path / "run", guard, config=gv.Config(quiet=True)).train(range(34))
-    run.monitor._opened.append(
-        (34, Finding(id="loss_rising", severity="critical", title="made up", first_step=34))
-    )
+    run.monitor._opened.append((34, Finding(id="loss_rising", severity="critical", title="made up", first_step=34)))
     run.train(range(34, 52))  # told at step 50, when the snapshot of step 40 was pending
     assert ("reset_momentum", 50) in run.kinds(taken=True)
     run.train(range(52, 57))

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from gradvitals import kernels
-from gradvitals.kernels.changes import ChangeReader
 from gradvitals.collect import reductions
 from gradvitals.collect import updates as changes
-from gradvitals.collect.updates import COORDINATES, Changes
 from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.collect.updates import COORDINATES, Changes
+from gradvitals.kernels.changes import ChangeReader
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals import kernels
-from gradvitals.kernels import reader
 from gradvitals.collect import moments
+from gradvitals.kernels import reader
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -19,8 +19,8 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.worker.publish import Feed, outlet
 from gradvitals.types import Action, Finding, Reading
+from gradvitals.worker.publish import Feed, outlet
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from gradvitals.worker.publish import MOST_TENSORS, WORST, Selection
 from gradvitals.sinks.open_findings import OpenFindings
 from gradvitals.types import Finding, Layout, Reading, Severity, Source, TensorInfo
+from gradvitals.worker.publish import MOST_TENSORS, WORST, Selection
 
 
 def layout(names: list[str]) -> Layout:

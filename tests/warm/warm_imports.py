@@ -13,10 +13,6 @@ with warnings.catch_warnings():
     import torch.distributed.optim
     import torch.distributed.tensor.parallel
 
-    import gradvitals.guard
-    import gradvitals.optim
-    import gradvitals.monitor  # noqa: F401
-
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # for which torch imports a compiler
 
 gc.freeze()  # a fork that collected what is here would copy it first

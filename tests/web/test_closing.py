@@ -15,7 +15,6 @@ import pytest
 
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.errors import RunError
-from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Reading
 from gradvitals.web import run_index

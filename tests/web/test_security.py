@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 from web_runs import HOSTILE, hostile_run, run_id
 
-from gradvitals.errors import RunError
 from benchmarks.synthetic_run import write_synthetic_run
+from gradvitals.errors import RunError
 from gradvitals.web import run_index, views
 from gradvitals.web.api import Cache
 from gradvitals.web.app import STATIC

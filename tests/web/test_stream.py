@@ -23,7 +23,6 @@ from click.testing import CliRunner
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.cli import main
 from gradvitals.errors import ConfigError
-from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 from gradvitals.web import stream

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradvitals.config import Config
-from gradvitals.types import Reading
 from gradvitals.monitor import watch
+from gradvitals.types import Reading
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8

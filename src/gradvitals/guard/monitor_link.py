@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gradvitals.collect.recorder import StepInputs
-from gradvitals.errors import GradvitalsError, RunError
-from gradvitals.worker.worker import print_line
 from gradvitals.distributed.topology import call_meeting
+from gradvitals.errors import GradvitalsError, RunError
 from gradvitals.monitor import Monitor
 from gradvitals.types import Action, Finding
+from gradvitals.worker.worker import print_line
 
 
 class MonitorLink:

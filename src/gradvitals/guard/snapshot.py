@@ -31,11 +31,11 @@ from torch import distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gradvitals.distributed.shards import local
+from gradvitals.distributed.topology import own_group
 from gradvitals.errors import ConfigError
 from gradvitals.guard.actions import copy_all
 from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, is_sharded, sizes_of
-from gradvitals.distributed.topology import own_group
-from gradvitals.distributed.shards import local
 
 MAX_PENDING = 2
 """Snapshots that may wait to be known healthy; while there are so many, no further one is due."""

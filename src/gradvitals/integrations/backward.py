@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradvitals.worker.worker import print_line
 from gradvitals.collect import hooks as torch_hooks
 from gradvitals.monitor import Monitor
+from gradvitals.worker.worker import print_line
 
 
 class Backwards:

@@ -18,9 +18,8 @@ from gradvitals.guard import Guard
 from gradvitals.integrations.backward import observe_part
 from gradvitals.integrations.logged import newest
 from gradvitals.integrations.sharded import show_shards
-from gradvitals.monitor import Monitor
+from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
-from gradvitals.monitor import watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

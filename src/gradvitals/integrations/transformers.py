@@ -15,10 +15,9 @@ from gradvitals.config import Config
 from gradvitals.guard import Guard
 from gradvitals.integrations.backward import Backwards, observe_part
 from gradvitals.integrations.logged import newest
-from gradvitals.worker.worker import print_line
-from gradvitals.monitor import Monitor
+from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
-from gradvitals.monitor import watch
+from gradvitals.worker.worker import print_line
 
 
 class GradvitalsCallback(TrainerCallback):

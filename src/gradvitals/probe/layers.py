@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradvitals.functional.norms import squared_norm
-from gradvitals.collect.reductions import odd_stride
 from gradvitals.collect.parameters import layer_of
+from gradvitals.collect.reductions import odd_stride
+from gradvitals.functional.norms import squared_norm
 
 MOST_ROWS = 512
 MOST_COLUMNS = 4096

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradvitals.collect.reductions import accumulator
 from gradvitals.errors import GradvitalsError
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.norms import squared_norm
-from gradvitals.collect.reductions import accumulator
 from gradvitals.probe.batches import Subject
 from gradvitals.probe.per_example import PerExample
 from gradvitals.probe.signal import noise_scale_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from gradvitals.collect.parameters import layer_of
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.spikes import coefficient_of_variation
 from gradvitals.functional.thresholds import is_exploding, is_vanishing
-from gradvitals.collect.parameters import layer_of
 from gradvitals.probe.streaming import Stream
 
 VANISHING = 1e-10

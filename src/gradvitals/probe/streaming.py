@@ -20,9 +20,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from gradvitals.collect.reductions import accumulator, odd_stride
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.streamed import Sums, gsnr_streamed
-from gradvitals.collect.reductions import accumulator, odd_stride
 
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements of one piece: on a CPU of one thread, in whose cache they stay; on a GPU a bound on extra memory."""

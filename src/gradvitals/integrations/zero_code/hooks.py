@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optim
 
+from gradvitals.collect.backward import STEPS
 from gradvitals.integrations.backward import Backwards
 from gradvitals.integrations.zero_code.watcher import Watcher
 from gradvitals.worker.worker import print_line
-from gradvitals.collect.backward import STEPS
 
 
 class _Here(threading.local):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from gradvitals.collect import hooks as torch_hooks
+from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
 from gradvitals.integrations.backward import Ear
 from gradvitals.integrations.sharded import sharded_modules, show_shards
 from gradvitals.integrations.zero_code.discovery import Found, distinct_name, find, parameters_of
 from gradvitals.integrations.zero_code.settings import Settings
 from gradvitals.integrations.zero_code.watched import Watched
-from gradvitals.worker.worker import print_line
-from gradvitals.collect import hooks as torch_hooks
-from gradvitals.collect.recorder import StepRecorder
 from gradvitals.monitor import Monitor
+from gradvitals.worker.worker import print_line
 
 MAX_RUNS = 8
 """Models that are watched in one process, at the same time or one after the other."""
