@@ -72,7 +72,7 @@ def describe(config: Config, start: Beginning, judge: Judge | None, autocast: st
     if judge is not None:
         if autocast is not None:
             judge.note_autocast(autocast)
-        meta["facts"] = judge.diagnosis.facts.to_json()
+        meta["facts"] = judge.diagnosis.info.to_json()
     return meta
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradvitals.config import Config
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.types import SEVERITIES, Finding, Layout, Reading, Severity
 
 
@@ -34,8 +34,8 @@ class Judge:
         """The last step it has judged."""
         self.opened: deque[tuple[int, Finding]] = deque(maxlen=100)
         """The last findings that opened or got worse, each with the step that showed it, for a Guard to take."""
-        facts = replace(facts_of(optimizers), world_size=world_size)
-        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error, breath=breath)
+        info = replace(facts_of(optimizers), world_size=world_size)
+        self.diagnosis = Diagnosis(info=info, settings=config.rules, on_error=on_error)
 
     @property
     def findings(self) -> list[Finding]:
@@ -60,7 +60,7 @@ class Judge:
         elif finding.severity != "info" and (told is None or _worse(finding.severity, told)):
             self._told[episode] = finding.severity
             self.opened.append((step, finding))
-            cure = f"; to do: {finding.cures[0]}" if finding.cures else ""
+            cure = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
             say(f"{finding}{cure}", self._quiet)
 
     def start_over(self) -> list[Finding]:
@@ -76,8 +76,8 @@ class Judge:
 
     def note_autocast(self, dtype: str) -> None:
         """The forward pass was seen to run in lower precision."""
-        if self.diagnosis.facts.autocast != dtype:
-            self.diagnosis.facts = replace(self.diagnosis.facts, autocast=dtype)
+        if self.diagnosis.info.autocast != dtype:
+            self.diagnosis.info = replace(self.diagnosis.info, autocast=dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules remember."""
@@ -98,12 +98,12 @@ def _episode(finding: Finding) -> tuple[Any, ...]:
     return finding.id, finding.first_step, finding.found_step
 
 
-def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
+def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> RunInfo:
     """What the first optimizer tells about a run."""
     group = optimizers[0].param_groups[0]
     betas: Any = group.get("betas") or ()
     plain = len(betas) >= 2 and all(isinstance(beta, float) for beta in betas)
-    return Facts(
+    return RunInfo(
         optimizer=type(optimizers[0]).__name__,
         betas=(betas[0], betas[1]) if plain else None,
         momentum=_number(group.get("momentum")),

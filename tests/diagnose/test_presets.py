@@ -246,7 +246,7 @@ def test_warns_as_a_rule_at_the_steps_it_flags(name: str) -> None:
     first = flags(name, series, series, series).index(True)
     assert (opened[0].first_step, opened[0].severity, opened[0].id) == (first, "warning", f"preset_{name}")
     assert f"flags step {first}" in opened[0].title
-    assert "?" not in "".join((opened[0].title, *opened[0].causes, *opened[0].cures))
+    assert "?" not in "".join((opened[0].title, *opened[0].causes, *opened[0].fixes))
 
 
 def test_a_step_without_its_numbers_is_not_shown_to_it() -> None:

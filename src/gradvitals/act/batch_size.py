@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradvitals.act.counted_gsnr import CountedGSNR
 from gradvitals.act.inbox import Inbox, leads, record
 from gradvitals.act.lr_factor import lr_factors, optimizer_of
-from gradvitals.diagnose.averages import Average, alike
+from gradvitals.diagnose.history import Average, same_size
 from gradvitals.errors import RunError, expect
 from gradvitals.judge import say
 from gradvitals.monitor import Monitor
@@ -68,7 +68,7 @@ class Growth:
         size = self.batch_size
         if math.isnan(average.step_size) or math.isnan(average.batch_size):
             return self._keep(average, "the loop does not tell its samples; it has to, observe(loss, batch_size=...)")
-        if not alike(average.step_size, size):
+        if not same_size(average.step_size, size):
             told = f"the loop tells {average.step_size:g} samples a step so far, and this schedule is at {size}"
             more = (
                 "waiting for readings at that size" if self.changed_at >= 0 else "give it the samples of a whole step"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradvitals.diagnose.averages import Average, Averages
+from gradvitals.diagnose.history import Average, Averages
 from gradvitals.errors import ConfigError
 from gradvitals.types import Reading, Source
 

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.averages import Average, alike
-from gradvitals.diagnose.history import Series
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.history import Average, Series, fall, same_size
 from gradvitals.errors import expect
 
 DECLINE = 2.0
@@ -180,7 +178,7 @@ class Pace:
         if now.begins < self.floor:
             return []
         last = self.recent[-1] if self.recent else None
-        if last is not None and not (last["source"] == source and alike(last["batch_size"], now.batch_size)):
+        if last is not None and not (last["source"] == source and same_size(last["batch_size"], now.batch_size)):
             self._begin_anew(self.floor)  # another quantity, which nothing remembered can be held against
         before = next((kept for kept in reversed(self.recent) if kept["step"] < now.begins), None)
         faded = bool(self.best) and self.best["step"] < now.begins and now.high * self.settings.drop < self.best["low"]

@@ -13,13 +13,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradvitals.diagnose.rule import Rule, Sign, register
+from gradvitals.diagnose.message import Observation
+from gradvitals.diagnose.rule import RULES, Rule, register
 from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.words.presets import WORDS
 
 
 class Detector(Rule):
     """A detector by the numbers of one step. As a rule it warns at every step that it flags."""
 
+    family = "presets"
     default = False
     closes_after = 20
     source: ClassVar[str]
@@ -29,7 +32,7 @@ class Detector(Rule):
         """Judge one step, then remember it. Returns whether the step is flagged."""
         raise NotImplementedError
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         """Warns where the detector flags the step; a step without the numbers it needs is not shown to it."""
         values = step.general.values
         if not values.keys() >= set(self.needs):
@@ -40,7 +43,7 @@ class Detector(Rule):
         numbers["update_norm"] = size * step.value("update/rms")
         if not self.update(**numbers):
             return None
-        return Sign(severity="warning", seen={**numbers, "detector": self.source}, expected={})
+        return Observation(severity="warning", seen={**numbers, "detector": self.source}, expected={})
 
 
 @register
@@ -358,3 +361,6 @@ PRESETS: dict[str, Callable[[], Detector]] = {
     kind.id.removeprefix("preset_"): kind for kind in (Olmo, ZClip, LLMFoundry, Lightning, Megatron, Levanter, LLMC)
 }
 """A new detector by the name of the project it is from."""
+
+for _name, _message in WORDS.items():
+    RULES[_name].message = _message

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.types import Layout, Reading, TensorInfo
 
 WARM_UP_STEPS = 600
@@ -31,7 +31,7 @@ def time_diagnosis(num_tensors: int = 500, steps: int = 2000) -> dict[str, Any]:
         the mean step at the default cadence; and the findings of warning or above, which should be none.
     """
     layout = _layout(num_tensors)
-    diagnosis = Diagnosis(facts=Facts(optimizer="AdamW", betas=(0.9, 0.999)))
+    diagnosis = Diagnosis(info=RunInfo(optimizer="AdamW", betas=(0.9, 0.999)))
     diagnosis.describe(layout)
     plain: list[float] = []
     full: list[float] = []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.adam_memory import BETAS, HUGE, steps_kept
+from gradvitals.diagnose.history import BETAS, HUGE, steps_kept
 from gradvitals.show.text import number
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray

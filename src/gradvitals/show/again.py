@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from gradvitals.diagnose import RULES, Diagnosis, Facts
+from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.store.reader import Run
 from gradvitals.types import Finding, Reading
 
@@ -36,8 +36,8 @@ def diagnose_again(run: Run, on_step: OnStep | None = None) -> Again:
         failed[rule] = repr(error)
 
     meta = run.meta
-    facts = Facts.from_json(meta.get("facts") or {})
-    diagnosis = Diagnosis(facts=facts, settings=usable_settings(recorded_settings(meta)), on_error=on_error)
+    facts = RunInfo.from_json(meta.get("facts") or {})
+    diagnosis = Diagnosis(info=facts, settings=usable_settings(recorded_settings(meta)), on_error=on_error)
     diagnosis.describe(run.layout)
     has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
     for step, grouped in groupby(run.readings(), key=_step):

@@ -13,9 +13,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from gradvitals.diagnose import FAMILIES, RULES, Rule
-from gradvitals.diagnose.explain import Words
-from gradvitals.diagnose.words import WORDS
+from gradvitals.diagnose import FAMILIES, RULES, Message, Rule
+from gradvitals.diagnose.rule import OTHERS
 from gradvitals.errors import GradvitalsError
 from gradvitals.show.notice_words import NOTICE_WORDS
 from gradvitals.types import SEVERITIES, Severity
@@ -23,8 +22,6 @@ from gradvitals.types import SEVERITIES, Severity
 WIDTH = 120
 BLANK = re.compile(r"\{(\w+)[^{}]*\}")
 BLANKS = {"first": "tensor", "where": "tensors", "step": "step"}
-OTHERS = "Others"
-"""Heading for rules that are of no family of gradvitals."""
 NOTICES = "Notices"
 """The family of findings that no rule makes."""
 
@@ -44,7 +41,7 @@ class Entry:
 
     id: str
     family: str
-    words: Words
+    words: Message
     needs: tuple[str, ...]
     min_steps: int
     closes_after: int
@@ -65,9 +62,9 @@ class Entry:
         return tuple(map(_without_blanks, self.words.causes.values()))
 
     @property
-    def cures(self) -> tuple[str, ...]:
+    def fixes(self) -> tuple[str, ...]:
         """What to do, the first thing to try first."""
-        return tuple(map(_without_blanks, self.words.cures.values()))
+        return tuple(map(_without_blanks, self.words.fixes.values()))
 
     @property
     def decided(self) -> str:
@@ -93,15 +90,15 @@ class Entry:
             "closes_after": self.closes_after,
             "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings},
             "causes": list(self.causes),
-            "cures": list(self.cures),
-            "fine": self.words.fine,
+            "fixes": list(self.fixes),
+            "fine": self.words.passed,
             "reference": self.words.reference,
         }
 
 
 def entries() -> list[Entry]:
     """Every registered rule, family by family."""
-    order = [_family_name(module.__name__) for module in FAMILIES] + [OTHERS]
+    order = [*FAMILIES, OTHERS]
     return sorted((entry(name) for name in RULES), key=lambda found: order.index(found.family))
 
 
@@ -123,10 +120,10 @@ def entry(name: str) -> Entry:
             f"{', '.join(NOTICE_WORDS)}"
         )
     rule = RULES[name]
-    words = WORDS.get(name) or Words(name=name, pattern=inspect.getdoc(rule) or "", title="", causes={}, cures={})
+    words = rule.message or Message(name=name, pattern=inspect.getdoc(rule) or "", title="", causes={}, fixes={})
     return Entry(
         id=name,
-        family=family_of(name),
+        family=rule.family,
         words=words,
         needs=rule.needs,
         min_steps=rule.min_steps,
@@ -161,7 +158,7 @@ def markdown() -> str:
             continue
         if item.family != family:
             family = item.family
-            parts.append(f"### {family}\n")
+            parts.append(f"### {family.capitalize()}\n")
         parts += _entry_lines(item)
     return "\n".join(parts)
 
@@ -178,7 +175,7 @@ def _entry_lines(item: Entry) -> Iterator[str]:
     yield "Likely causes:\n"
     yield from _list(item.causes)
     yield "What to do:\n"
-    yield from _list(item.cures)
+    yield from _list(item.fixes)
     if item.words.reference:
         yield _wrapped(f"Reference: {item.words.reference}")
 
@@ -219,16 +216,6 @@ def _metric(needed: str) -> str:
 def _listed(words: Iterable[str], last: str) -> str:
     *head, tail = words
     return f"{', '.join(head)} {last} {tail}" if head else tail
-
-
-def family_of(name: str) -> str:
-    """The family that a rule is of, by its id."""
-    home = RULES[name].__module__
-    return _family_name(home) if home in {module.__name__ for module in FAMILIES} else OTHERS
-
-
-def _family_name(module: str) -> str:
-    return module.rpartition(".")[2].capitalize()
 
 
 # -- what the source of a rule tells -----------------------------------------------------------------------------

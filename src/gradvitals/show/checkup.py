@@ -10,7 +10,6 @@ import numpy as np
 
 from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Rule
-from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import RunError
 from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.show.again import OnStep, diagnose_again, recorded_settings, was_diagnosed
@@ -46,24 +45,6 @@ NONE_FINITE = "no step was finite"
 
 NEVER_A_GSNR = "GSNR could not be told from these readings"
 """What is said where it was read and was never a number."""
-
-BELIES = {
-    "lr_too_high": ("loss_rising", "loss_spike", "loss_plateau", "explosion", "update_spike", "warmup_needed"),
-    "warmup_needed": ("loss_rising", "loss_spike", "lr_too_high", "explosion", "update_spike"),
-    "loss_rising": ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress"),
-    "loss_nonfinite": ("loss_rising", "loss_spike", "loss_plateau"),
-    "nonfinite": ("explosion", "unstable_norm"),
-    "stale_gradients": ("explosion", "oscillation"),
-    "loss_plateau": ("high_effort_low_progress", "decay_due"),
-    "update_ratio": ("update_spike", "lr_too_high", "warmup_needed"),
-    "vanishing": ("dead_tensor",),
-    "dead_tensor": ("vanishing",),
-    "frozen_weights": ("dead_tensor", "unchanged_weights"),
-    "mixed_passes": ("batch_too_small", "batch_too_large", "estimator_unreliable", "deep_layer_collapse"),
-    "trained_in_turn": ("mixed_passes", "deep_layer_collapse"),
-}
-"""By what was found: what is not told to be fine beside it, though its own rule saw nothing. Rules are apart, and a
-reader takes them together: where the loss rose a thousandfold, "no loss stood out" only says which rule was silent."""
 
 UNMEASURED = " was not measured"
 """How one ends where there is no more to say about a metric."""
@@ -336,7 +317,7 @@ def _looked_for(
     record: _Record, verdict: Verdict, settings: Mapping[str, Any], failed: set[str]
 ) -> tuple[tuple[Fine, ...], tuple[NotJudged, ...]]:
     found = {item.finding.id for item in verdict.findings}
-    belied = {name for finding in found for name in BELIES.get(finding, ())}
+    belied = {name for finding in found if finding in RULES for name in RULES[finding].masks}
     fine: list[Fine] = []
     reasons: dict[str, list[str]] = {}
     for name, rule in RULES.items():
@@ -346,7 +327,7 @@ def _looked_for(
         if reason:
             reasons.setdefault(reason, []).append(name)
         elif name not in belied:
-            text = WORDS[name].fine if name in WORDS else ""
+            text = rule.message.passed if rule.message else ""
             fine.append(Fine(id=name, text=(text or f"no sign of: {name_of(name)}") + record.beside(name)))
     return tuple(fine), tuple(NotJudged(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
 

@@ -8,28 +8,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradvitals.show.catalogue import Entry, Setting, family_of
+from gradvitals.diagnose import FAMILIES, RULES
+from gradvitals.show.catalogue import Entry, Setting
 from gradvitals.show.checkup import MISSING, MISSING_FROM, UNMEASURED, Checkup, Fine, NotJudged
 from gradvitals.show.doubts import TOO_EARLY
 from gradvitals.show.findings import BULLET, Hanging, about_actions, about_monitoring, in_full, verdict_line
 from gradvitals.show.text import clean
-
-GROUPS = {
-    "Loss": "loss",
-    "Nonfinite": "gradients",
-    "Gradients": "gradients",
-    "Swings": "gradients",
-    "Precision": "gradients",
-    "Clipping": "clipping",
-    "Updates": "updates",
-    "Signal": "signal",
-    "Batch": "batch",
-    "Scale": "schedule",
-    "Schedule": "schedule",
-    "Loop": "training loop",
-    "Ranks": "workers",
-}
-"""What the patterns of a family are about, in the order they are told; others are about other things."""
 
 NOT_HERE = {
     MISSING["clip/max_norm"]: "clipping by norm",
@@ -97,8 +81,8 @@ def _counted(checkup: Checkup) -> Iterator[RenderableType]:
 
 
 def _fine_in_short(fine: Sequence[Fine]) -> str:
-    groups = Counter(GROUPS.get(family_of(item.id), "others") for item in fine)
-    order = [*dict.fromkeys(GROUPS.values()), "others"]
+    groups = Counter(RULES[item.id].family for item in fine)
+    order = [*FAMILIES, "others"]
     about = ", ".join(f"{name} {groups[name]}" for name in order if groups[name])
     return f"{len(fine)} pattern{'' if len(fine) == 1 else 's'} looked for and not found ({about})"
 
@@ -141,7 +125,7 @@ def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
     yield Text.assemble((clean(entry.words.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
     yield Hanging("", clean(entry.pattern))
     yield Hanging("", entry.decided.replace("`", ""))
-    for title, texts in (("Likely causes", entry.causes), ("What to do", entry.cures)):
+    for title, texts in (("Likely causes", entry.causes), ("What to do", entry.fixes)):
         if texts:
             yield from (Text(), Text(title, style="bold"))
             yield from (Hanging(f"  {i}. ", clean(text)) for i, text in enumerate(texts, 1))

@@ -7,7 +7,8 @@ import numpy as np
 from gradvitals.advise import Advice
 from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.record import Record
-from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
+from gradvitals.diagnose import RULES
+from gradvitals.diagnose.rules.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
 from gradvitals.show.adam_memory import doubt_of_adam
 from gradvitals.store.reader import Run
 
@@ -22,14 +23,8 @@ ADAM_FALSE = "the GSNR from Adam's averages is false for now, because of one hug
 LATEST = 100
 """Readings at the end of a run among which the last one with numbers is looked for."""
 
-JUDGED_BY_GSNR = (
-    "estimator_unreliable",
-    "sudden_gsnr_drop",
-    "high_effort_low_progress",
-    "noisy_gradients",
-    "decay_due",
-)
-JUDGED_BY_NOISE = ("batch_too_small", "batch_too_large", *JUDGED_BY_GSNR)
+JUDGED_BY_GSNR = tuple(name for name, rule in RULES.items() if rule.needs_known == "gsnr")
+JUDGED_BY_NOISE = tuple(name for name, rule in RULES.items() if rule.needs_known)
 """Rules that are silent both where all is well and where the noise is not known."""
 
 
@@ -84,9 +79,9 @@ def _about_gsnr(record: Record) -> dict[str, str]:
     if not record.averages:
         return {}
     last = record.averages[-1]
-    known = last.count >= EstimatorUnreliable.readings and last.low > 0
+    known = last.count >= EstimatorUnreliable.READINGS and last.low > 0
     return (
-        {} if known and last.high <= EstimatorUnreliable.decade * last.low else {"estimator_unreliable": GSNR_UNKNOWN}
+        {} if known and last.high <= EstimatorUnreliable.DECADE * last.low else {"estimator_unreliable": GSNR_UNKNOWN}
     )
 
 
@@ -98,4 +93,4 @@ def _about_adam(record: Record) -> dict[str, str]:
     low, high = float(lows.values[-1]), float(highs.values[-1])
     if low <= 0:
         return {"estimator_unreliable": ADAM_ZERO}
-    return {} if high <= EstimatorUnreliable.decade * low else {"estimator_unreliable": ADAM_UNKNOWN}
+    return {} if high <= EstimatorUnreliable.DECADE * low else {"estimator_unreliable": ADAM_UNKNOWN}

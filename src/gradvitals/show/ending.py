@@ -67,7 +67,7 @@ def run_cut_off(run: Run, last_step: int) -> Finding:
             "the process was killed: out of memory, the time limit of a scheduler, kill -9, or the machine went down",
             "the files were copied while it was running, or it can no longer write to them",
         ),
-        cures=(
+        fixes=(
             "look at the end of its output, and in the log of the system or the scheduler for who killed it",
             "start it again from its last checkpoint with watch(..., resume=True): the record goes on",
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from gradvitals.diagnose.explain import number
+from gradvitals.format import number
 from gradvitals.show.actions import latest, summarise
 from gradvitals.show.text import clean, cut
 from gradvitals.show.verdict import Level, Verdict, Weighed, as_words, is_ordinary, name_of, when
@@ -86,7 +86,7 @@ def in_full(item: Weighed, *, live: bool, whole: bool = False) -> RenderableType
         ("when", [when(item, live=live) + later]),
         ("seen", list(evidence(finding.evidence))),
         ("why", finding.causes[:most]),
-        ("to do", finding.cures[:most]),
+        ("to do", finding.fixes[:most]),
     ]
     lines = [line for label, texts in parts for line in _labelled(label, texts)]
     return Group(_heading(item), *lines)
@@ -98,7 +98,7 @@ def in_short(item: Weighed, *, live: bool) -> RenderableType:
     if is_ordinary(finding):
         return _in_a_line(item)
     place = f"in {where(finding, SHORT_NAMED)}; " if finding.tensors and not finding.says_where else ""
-    lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.cures[:1])]
+    lines = [f"{place}{when(item, live=live)}", *(f"to do: {cure}" for cure in finding.fixes[:1])]
     return Group(_heading(item), *(Hanging("  ", clean(line)) for line in lines))
 
 
@@ -115,7 +115,7 @@ def about_monitoring(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     if findings:
         yield Text("About the monitoring", style="bold")
     for finding in findings:
-        todo = f"; to do: {finding.cures[0]}" if finding.cures else ""
+        todo = f"; to do: {finding.fixes[0]}" if finding.fixes else ""
         yield Hanging(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){todo}"))
 
 

@@ -102,6 +102,6 @@ def _finding(item: Weighed, *, live: bool) -> Html:
     over = item.clear is not None
     label = f"{finding.severity}{', over' if over else ''}"
     colour = COLOURS.get(finding.severity, COLOURS["info"])
-    todo = tag("div", f"to do: {cut(finding.cures[0], TITLE)}", style=DIM) if finding.cures and not over else None
+    todo = tag("div", f"to do: {cut(finding.fixes[0], TITLE)}", style=DIM) if finding.fixes and not over else None
     words = f"{cut(finding.title, TITLE)} ({when(item, live=live)})"
     return tag("li", tag("b", label, style=f"color:{colour}"), " ", words, todo, style="margin:2px 0")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from gradvitals.diagnose.explain import Words
+from gradvitals.diagnose import Message
 from gradvitals.types import Severity
 
 
-def _words(name: str, pattern: str, causes: tuple[str, ...], cures: tuple[str, ...]) -> Words:
-    return Words(
+def _words(name: str, pattern: str, causes: tuple[str, ...], cures: tuple[str, ...]) -> Message:
+    return Message(
         name=name,
         pattern=pattern,
         title="",
         causes={str(at): text for at, text in enumerate(causes)},
-        cures={str(at): text for at, text in enumerate(cures)},
+        fixes={str(at): text for at, text in enumerate(cures)},
     )
 
 
-NOTICE_WORDS: dict[str, tuple[Words, tuple[Severity, ...]]] = {
+NOTICE_WORDS: dict[str, tuple[Message, tuple[Severity, ...]]] = {
     "training_stopped": (
         _words(
             "Training stopped",

@@ -78,7 +78,7 @@ def _finding(item: Weighed, at: int, *, live: bool) -> Html:
         [
             tag("dl", *(join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts), class_="about"),
             tag(
-                "div", _numbered("Likely causes", finding.causes), _numbered("What to do", finding.cures), class_="two"
+                "div", _numbered("Likely causes", finding.causes), _numbered("What to do", finding.fixes), class_="two"
             ),
         ]
     )

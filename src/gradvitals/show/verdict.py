@@ -7,32 +7,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from gradvitals.diagnose.explain import before_it
-from gradvitals.diagnose.roots import root_of
-from gradvitals.diagnose.words import WORDS
+from gradvitals.diagnose import RULES
+from gradvitals.diagnose.message import unread_steps
+from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.show.notice_words import NOTICE_WORDS
 from gradvitals.show.text import cut
 from gradvitals.types import SEVERITIES, Finding, Severity
 
 Level = Literal["healthy", "watch", "unhealthy"]
 
-ABOUT_ITSELF = (
-    "source_unavailable",
-    "readings_thinned",
-    "monitor_error",
-    "observe_ignored",
-    "store_error",
-    "guard_error",
-    "snapshot_error",
-    "sink_error",
-)
-"""Ids of what gradvitals says about itself (`gradvitals.notices`). They say nothing about the training."""
-
 STOPPED = "training_stopped"
 """Id of the finding that says why a run came to its end before it was done."""
-
-ORDINARY = ("noisy_gradients",)
-"""Ids of notes that nearly every healthy run has, and that ask for nothing: they take one line."""
 
 CLEAR_STEPS = 20
 """Steps without the pattern before anything counts as over and done with."""
@@ -137,7 +122,7 @@ def weigh(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[W
     - what was critical becomes a warning at once, and info once that and a tenth of the run are clear of it;
     - what came three times or more stays a warning until the run has been clear of it for longer than ever between.
     """
-    ours = [finding for finding in findings if finding.id not in ABOUT_ITSELF]
+    ours = [finding for finding in findings if finding.id not in ABOUT_MONITORING]
     by_id: dict[str, list[Finding]] = {}
     for finding in ours:
         by_id.setdefault(finding.id, []).append(finding)
@@ -152,12 +137,12 @@ def stop_of(weighed: Iterable[Weighed]) -> Weighed | None:
 
 def is_ordinary(finding: Finding) -> bool:
     """Whether it is a note that nearly every healthy run has."""
-    return finding.id in ORDINARY and finding.severity == "info"
+    return finding.id in RULES and RULES[finding.id].ordinary and finding.severity == "info"
 
 
 def about_itself(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """What gradvitals says about itself, in the order it was said."""
-    return tuple(finding for finding in findings if finding.id in ABOUT_ITSELF)
+    return tuple(finding for finding in findings if finding.id in ABOUT_MONITORING)
 
 
 def _weighed(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> Weighed:
@@ -186,7 +171,7 @@ def _order(item: Weighed) -> tuple[int, bool, bool, int, bool, int]:
     finding = item.finding
     is_end = finding.id == STOPPED and item.clear is None
     # What follows from another finding comes after it, as far as both weigh the same.
-    follows, over = bool(root_of(finding)), item.clear is not None
+    follows, over = finding.follows is not None, item.clear is not None
     return -_rank(item.weight), not is_end, follows, -_rank(finding.severity), over, finding.first_step
 
 
@@ -242,7 +227,8 @@ def name_of(finding: str) -> str:
     """What a finding of this id is called; the id itself where it has no words."""
     if finding in NOTICE_WORDS:
         return NOTICE_WORDS[finding][0].name
-    return WORDS[finding].name if finding in WORDS else finding
+    message = RULES[finding].message if finding in RULES else None
+    return finding if message is None else message.name
 
 
 def as_words(name: str) -> str:
@@ -271,7 +257,7 @@ def when(item: Weighed, *, live: bool) -> str:
 def _unread(item: Weighed) -> str:
     """What may be earlier than it was seen."""
     unread = unread_before(item.finding)
-    return f" ({before_it(unread)} not read)" if unread else ""
+    return f" ({unread_steps(unread)} not read)" if unread else ""
 
 
 def unread_before(finding: Finding) -> int:

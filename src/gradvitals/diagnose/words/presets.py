@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradvitals.diagnose.explain import Words
+from gradvitals.diagnose.message import Message
 
 SEEN = {
     "loss": "loss {loss}",
@@ -12,8 +12,8 @@ SEEN = {
 }
 
 
-def _words(name: str, pattern: str, sees: str, reference: str) -> Words:
-    return Words(
+def _words(name: str, pattern: str, sees: str, reference: str) -> Message:
+    return Message(
         name=name,
         pattern=f"{pattern} Off unless asked for.",
         title="{detector} flags step {step}: " + SEEN[sees],
@@ -21,11 +21,11 @@ def _words(name: str, pattern: str, sees: str, reference: str) -> Words:
             "outlier": "one batch unlike the others, or a learning rate at the edge; this detector does not tell which",
             "ordinary": "an ordinary swing: it judges by its own fixed figures, not by what this run usually does",
         },
-        cures={
+        fixes={
             "others": "look at what else was found near step {step}: the other rules say what and where",
             "off": "leave this detector out if it flags steps that do no harm",
         },
-        fine=f"{name} flagged no step",
+        passed=f"{name} flagged no step",
         reference=reference,
     )
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.diagnose.presets import PRESETS
 from gradvitals.lab.faults.recording import Recording
 from gradvitals.lab.faults.score import OURS, Alarm
@@ -44,7 +44,7 @@ def judge(recording: Recording) -> tuple[dict[str, list[Alarm]], Level, float]:
 
 def diagnose(recording: Recording) -> tuple[list[Alarm], Level]:
     """The findings of gradvitals, each as it was when it first had a severity of warning or above, and its verdict."""
-    diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
+    diagnosis = Diagnosis(info=RunInfo.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     told: set[tuple[str, int]] = set()
     alarms: list[Alarm] = []

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradvitals.diagnose.scale import NoiseWalk
+from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.functional.adam import adam_signal_and_noise
 from gradvitals.lab.scale.stack import Role, Shape, StackedLM, role
 from gradvitals.lab.scale.training import BETAS, Schedule, Texts, losses_of, train_stack
@@ -63,7 +63,7 @@ class TensorRow:
     noise_rms: float
     """The same after AdamW on pure noise, with the same start and schedule."""
     formula_rms: float
-    """The same by the recursion of `gradvitals.diagnose.scale`."""
+    """The same by the recursion of `gradvitals.diagnose.rules.scale`."""
     gsnr: float
     """Debiased, at the batch of a step."""
     radial_gsnr: float

@@ -195,7 +195,7 @@ def _finding(item: Weighed, rows: Mapping[str, int], *, live: bool) -> dict[str,
         "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MOST_TENSORS]],
         "seen": [short(line, TEXT) for line in evidence(finding.evidence)],
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
-        "cures": [short(text, TEXT) for text in finding.cures[:8]],
+        "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
     }
 
 
@@ -203,7 +203,7 @@ def _note(finding: Finding) -> dict[str, Any]:
     return {
         "title": short(finding.title, TEXT),
         "step": finding.first_step,
-        "cures": [short(text, TEXT) for text in finding.cures[:1]],
+        "fixes": [short(text, TEXT) for text in finding.fixes[:1]],
     }
 
 
