@@ -135,8 +135,8 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
         evidence={"seen": {"loop": error.loop, "optimizer": error.optimizer}},
         causes=("The loop calls clip_grad_norm_, and the optimizer was created with max_norm",),
         fixes=(
-            f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, decides now; `gradvitals advise` "
-            "reports which one suits the run",
+            f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, decides now; "
+            "`gradvitals advise` reports which one suits the run",
         ),
     )
 
@@ -201,7 +201,7 @@ def training_stopped(error: BaseException, step: int, rank: int | None = None) -
         title=f"Training stopped with {_first_line(error)}",
         first_step=step,
         last_step=step,
-        evidence={"error": repr(error)[:4000]},
+        evidence={"error": repr(error)[:4000], "reason": _first_line(error)},
         causes=causes,
         fixes=(*fixes, "Start it again from its last checkpoint with watch(..., resume=True): the record continues"),
         rank=rank,
@@ -217,9 +217,7 @@ def _about_error(error: BaseException) -> tuple[tuple[str, ...], tuple[str, ...]
         )
     if "CUDA error" in str(error):
         return (
-            (
-                "A kernel failed, often one started earlier; the usual cause is an index out of range in labels or tokens",
-            ),
+            ("A kernel failed, often one started earlier; usually an index out of range in labels or tokens",),
             ("Run it with CUDA_LAUNCH_BLOCKING=1: the traceback then names the call that failed",),
         )
     return (

@@ -314,7 +314,7 @@ class Finding:
 
 
 def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a finding of an older run in today's fields: fixes were `cures`, and `follows` was part of the evidence."""
+    """Returns a finding of an older run in today's fields: fixes were `cures`, and `follows` was evidence."""
     if "cures" not in data:
         return data
     upgraded = {"fixes" if name == "cures" else name: value for name, value in data.items()}

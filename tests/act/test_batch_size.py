@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 import gradvitals as gv
 from gradvitals.act.batch_size import BatchSizeScheduler, Growth
-from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.history import Average
 from gradvitals.errors import ConfigError, RunError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from gradvitals.cli import main
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.faults import fault as fault_module
 from gradvitals.lab.faults import pictures, tasks
@@ -263,7 +263,7 @@ def test_the_sides_of_a_gan_are_trained_in_turn_and_their_passes_are_known_to_be
     assert np.isnan(told[:3]).all()
     assert (told[3:] == 1).all()
     assert diagnose(recording) == ([], "healthy")
-    diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
+    diagnosis = Diagnosis(info=RunInfo.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     for step in recording.steps:
         diagnosis.read(step)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from gradvitals import functional
 from gradvitals.cli import main
-from gradvitals.diagnose.scale import NoiseWalk
+from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.errors import GradvitalsError
 from gradvitals.lab.scale import adaptation, simulation
 from gradvitals.lab.scale.adaptation import Brownian, Size, measure_adaptation

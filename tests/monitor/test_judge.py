@@ -41,7 +41,7 @@ def test_a_bad_batch_is_said_when_it_comes_and_when_it_is_over(
         train(model, optimizer, monitor, 260, bad=150)
     lines = [line for line in capsys.readouterr().err.splitlines() if "explosion" in line]
     assert "step 150" in lines[0]
-    assert "to do:" in lines[0]
+    assert "fix:" in lines[0]
     assert lines[-1].startswith("gradvitals: over since step 151")
     with gv.open_run(tmp_path / "run") as run:
         kept = {finding.id: finding for finding in run.findings()}
@@ -72,7 +72,7 @@ def test_facts() -> None:
     _, optimizer = make()
     facts = facts_of([optimizer])
     assert (facts.optimizer, facts.betas, facts.weight_decay) == ("AdamW", (0.8, 0.99), 0.1)
-    assert gv.diagnose.Facts.from_json(facts.to_json()) == facts
+    assert gv.diagnose.RunInfo.from_json(facts.to_json()) == facts
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     assert facts_of([sgd]).momentum == 0.9
 
@@ -129,7 +129,7 @@ def test_gradients_that_nobody_zeroes_are_told(tmp_path: Path) -> None:
         assert bool(stale) == (zeroed is False)
         if stale:
             assert stale[0].first_step == 1
-            assert "zero_grad" in stale[0].cures[0]
+            assert "zero_grad" in stale[0].fixes[0]
 
 
 def test_what_points_elsewhere_now_is_not_told_again(

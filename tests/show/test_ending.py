@@ -93,7 +93,7 @@ def test_a_crash_before_a_restart_is_told_though_its_steps_were_done_again(tmp_p
         [again] = restarts(run)
     assert (again.step, again.crashed) == (50, True)
     line = (
-        "It was started again once, at step 50; before: training stopped with RuntimeError: CUDA error: out of memory"
+        "It was started again once, at step 50; before: Training stopped with RuntimeError: CUDA error: out of memory"
     )
     assert line in doctor(tmp_path)
 
@@ -101,7 +101,7 @@ def test_a_crash_before_a_restart_is_told_though_its_steps_were_done_again(tmp_p
 def test_a_crash_at_the_step_it_went_on_with_is_told_too(tmp_path: Path) -> None:
     segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
     segment(tmp_path, 81, 120)
-    assert "started again once, at step 81; before: training stopped with RuntimeError: boom (step 80)" in doctor(
+    assert "started again once, at step 81; before: Training stopped with RuntimeError: boom (step 80)" in doctor(
         tmp_path
     )
 
@@ -118,7 +118,7 @@ def test_each_restart_is_listed_with_its_reason(tmp_path: Path) -> None:
     listed = said.split("Started again\n")[1].splitlines()[:3]
     assert [line.strip("- ").split(";")[0] for line in listed] == ["at step 40", "at step 80", "at step 131"]
     assert "cut off without a word" in listed[0]
-    assert "rank 3 does not answer any more" in listed[1]
+    assert "Rank 3 no longer answers" in listed[1]
     reasons = [restart["crashed"] for restart in json.loads(doctor(tmp_path, "--json"))["restarts"]]
     assert reasons == [True, True, False]
 

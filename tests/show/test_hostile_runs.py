@@ -21,7 +21,7 @@ SHOWN = {"far steps", "farthest steps", "negative steps", "no numbers", "a view"
 PARTLY = {"a large block", "billions of steps", "nested findings", "nested meta"}
 """What some commands never come to."""
 WORDS = {
-    "long findings": "41,944,403 finding bytes, and a run has up to 33,554,432",
+    "long findings": "41,944,471 finding bytes, and a run has up to 33,554,432",
     "many findings": "150,002 findings, and a run has up to 100,000",
     "nested findings": "lists and mappings; expected up to 2,097,152",
     "long meta": "meta bytes, and a run has up to",

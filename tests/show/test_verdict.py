@@ -6,7 +6,8 @@ import pytest
 
 from gradvitals import notices
 from gradvitals.errors import ObserveError
-from gradvitals.show.verdict import ABOUT_ITSELF, Verdict, about_itself, judge, when
+from gradvitals.notices import ABOUT_MONITORING
+from gradvitals.show.verdict import Verdict, about_itself, judge, when
 from gradvitals.types import Finding, Severity
 
 
@@ -110,7 +111,7 @@ def test_a_note_is_named() -> None:
     assert verdict(found("info", name="noisy_gradients")).line == "Healthy: 1,000 steps, 1 note (noisy gradients)."
     names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")
     assert verdict(*(found("info", name=name) for name in names)).line == (
-        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never, GSNR not well known, 2 more)."
+        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR not well known, 2 more)."
     )
     assert verdict(found("info", name="my_own_rule")).line == "Healthy: 1,000 steps, 1 note (my_own_rule)."
     assert verdict(found("info", last=300, name="clip_idle")).line == (
@@ -143,7 +144,7 @@ def test_what_gradvitals_says_about_itself_is_not_about_the_training() -> None:
         notices.snapshot_error("the disk is full", 10),
         notices.sink_error("TensorBoard", error, 11),
     ]
-    assert {finding.id for finding in own} == set(ABOUT_ITSELF)
+    assert {finding.id for finding in own} == set(ABOUT_MONITORING)
     judged = verdict(*own, found())
     assert [item.finding.id for item in judged.findings] == ["explosion"]
     assert verdict(*own).level == "healthy"
@@ -172,7 +173,7 @@ def test_a_run_that_died_is_not_over_for_0_steps() -> None:
     )
     assert when(alone.findings[0], live=False) == "at step 150, where the run ended"
     assert alone.findings[0].finding.causes
-    assert "CUDA_LAUNCH_BLOCKING=1" in alone.findings[0].finding.cures[0]
+    assert "CUDA_LAUNCH_BLOCKING=1" in alone.findings[0].finding.fixes[0]
     after = verdict(found("critical", 140), crash, steps=150)
     assert after.worst is not None
     assert after.worst.finding is crash

@@ -38,8 +38,8 @@ def suggest(run: Run | str | os.PathLike[str]) -> Suggestion:
     """Which tensors have the norm that noise and weight decay would give them, from a run's record.
 
     The norm that the noise of AdamW's updates alone would have by now follows from the learning rates, the weight decay
-    and the norm at the start; `gradvitals.diagnose.rules.scale` has the formula. A tensor is named where its norm has been
-    that one over the last readings, and where the run is long enough to have forgotten the norm it began with.
+    and the norm at the start; `gradvitals.diagnose.rules.scale` has the formula. A tensor is named where its norm has
+    been that one over the last readings, and where the run is long enough to have forgotten the norm it began with.
 
     Args:
         run: A run, or where it is.

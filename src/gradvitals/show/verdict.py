@@ -195,7 +195,7 @@ def _line(level: Level, weighed: Sequence[Weighed], *, steps: int, read: int, li
 
 
 def _stopped(finding: Finding) -> str:
-    error = finding.title.removeprefix("training stopped with ")
+    error = str(finding.evidence.get("reason") or finding.title.removeprefix("training stopped with "))
     on_rank = f" on rank {finding.rank}" if finding.rank is not None else ""
     return f"stopped at step {finding.first_step:,}{on_rank} by {error.rstrip('.')}"
 
