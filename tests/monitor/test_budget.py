@@ -270,7 +270,7 @@ def test_a_monitor_whose_steps_are_too_short_passes_some_over_and_says_so(
     monitor = train(tmp_path / "run", gv.Config(tensor_every=4, quiet=True, overhead_budget=0.02), 60)
     told = [finding for finding in monitor.findings if finding.id == "readings_thinned"]
     assert len(told) == 1
-    assert told[0].title.startswith("one step in 5 is read from here on, and single tensors every 4 steps")
+    assert told[0].title.startswith("One step in 5 is read from here on, and single tensors every 4 steps")
     assert (told[0].evidence["steps_before"], told[0].evidence["steps_after"]) == (1, 5)
     with gv.open_run(monitor.run_path) as run:
         steps = run.series("grad/norm")[0].tolist()
@@ -297,7 +297,7 @@ def test_a_budget_that_no_cadence_obeys_is_called_so(tmp_path: Path, monkeypatch
     fake_costs(monkeypatch, full=0.08, fixed=0.04)
     config = gv.Config(tensor_every=2, quiet=True, overhead_budget=0.01)
     told = [f for f in train(tmp_path / "run", config, 40, optimizers=2).findings if f.id == "readings_thinned"]
-    assert told[0].title.startswith("what is read at every step takes 4 % of it, over the overhead budget of 1 %")
+    assert told[0].title.startswith("What is read at every step takes 4% of it, over the overhead budget of 1%")
     assert told[0].evidence["after"] == 40
     assert told[0].fixes[0].startswith("raise overhead_budget to 0.05:")
 

@@ -90,7 +90,7 @@ def test_the_note_that_nearly_every_healthy_run_has_takes_one_line(tmp_path: Pat
     whole = lines("doctor", run, "--all")
     assert line not in whole
     assert any(line.startswith("info: Gradient noise exceeds signal") for line in whole)
-    assert any(line.startswith("  to do nothing needs to be done while the loss falls") for line in whole)
+    assert any(line.startswith("  to do Nothing needs to be done while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in run_page(opened)
 
