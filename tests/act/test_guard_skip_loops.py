@@ -318,4 +318,4 @@ def test_nobody_is_told_to_leave_out_what_was_left_out(tmp_path: Path) -> None:
     assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 50)]
     fixes = {finding.id: finding.fixes[0] for finding in monitor.findings if finding.severity != "info"}
     assert set(fixes) == {"loss_spike", "explosion"}
-    assert all("its step was left out, and training goes on" in cure for cure in fixes.values())
+    assert all("its step was skipped and training continues" in cure for cure in fixes.values())

@@ -299,7 +299,7 @@ def test_a_budget_that_no_cadence_obeys_is_called_so(tmp_path: Path, monkeypatch
     told = [f for f in train(tmp_path / "run", config, 40, optimizers=2).findings if f.id == "readings_thinned"]
     assert told[0].title.startswith("What is read at every step takes 4% of it, over the overhead budget of 1%")
     assert told[0].evidence["after"] == 40
-    assert told[0].fixes[0].startswith("raise overhead_budget to 0.05:")
+    assert told[0].fixes[0].startswith("Raise overhead_budget to 0.05:")
 
 
 def test_what_judging_takes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
