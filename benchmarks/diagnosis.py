@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command_line import Command, json_option, print_result
 from benchmarks.synthetic_run import transformer_layout
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.types import Layout, Reading
 
 WARM_UP_STEPS = 600
@@ -32,7 +32,7 @@ def time_diagnosis(num_tensors: int = 500, steps: int = 2000) -> dict[str, Any]:
         the mean step at the default cadence; and the findings of warning or above, which should be none.
     """
     layout = transformer_layout(num_tensors)
-    diagnosis = Diagnosis(facts=Facts(optimizer="AdamW", betas=(0.9, 0.999)))
+    diagnosis = Diagnosis(info=RunInfo(optimizer="AdamW", betas=(0.9, 0.999)))
     diagnosis.describe(layout)
     plain: list[float] = []
     full: list[float] = []

@@ -106,13 +106,13 @@ def records(layout: Layout, steps: int) -> Iterator[Finding | Action]:
         id="explosion", severity="critical", title="the gradient norm rose to 14× its usual size", tensors=names[2:40],
         first_step=third, last_step=third + 2, found_step=third,
         evidence={"seen": {"ratio": 14.0}, "expected": {"ratio": "under 5"}},
-        causes=("a bad batch", "the learning rate is too high"), cures=("clip gradients", "look at the batch"),
+        causes=("a bad batch", "the learning rate is too high"), fixes=("clip gradients", "look at the batch"),
     )  # fmt: skip
     yield Finding(
         id="noisy_gradients", severity="warning", title="gradients are noisier than they are large",
         first_step=steps // 2, found_step=steps // 2 + 10,
         evidence={"seen": {"gsnr": 0.08}, "expected": {"gsnr": "above 0.1"}},
-        causes=("the batch is small for this stage",), cures=("a larger batch",),
+        causes=("the batch is small for this stage",), fixes=("a larger batch",),
     )  # fmt: skip
     for at in (third, third + 1, 2 * third):
         yield Action(

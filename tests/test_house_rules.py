@@ -133,6 +133,11 @@ def test_every_metric_is_in_the_docs() -> None:
     assert [metric for metric in METRICS if f"`{metric}`" not in text] == []
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_one_idea(path: Path) -> None:
+    assert path.name not in ("utils.py", "util.py", "helpers.py", "common.py")
+
+
 def test_constraints_pin_the_tested_torch_for_any_build() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     assert "torch==2.13.0" in lines

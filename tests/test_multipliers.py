@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals import multipliers
-from gradvitals.diagnose import Facts
+from gradvitals.diagnose import RunInfo
 from gradvitals.errors import ConfigError, GradvitalsError
 from gradvitals.multipliers import Kind, Multiplier
 from gradvitals.store.writer import RunWriter
@@ -278,7 +278,7 @@ def test_a_multiplier_finds_the_scale_that_noise_keeps_from_a_matrix() -> None:
 # -- which tensors ask for one --------------------------------------------------------------------------------------
 
 
-def write_norms(path: Path, norms: np.ndarray, lr: np.ndarray, facts: Facts, every: int = 50) -> Path:
+def write_norms(path: Path, norms: np.ndarray, lr: np.ndarray, facts: RunInfo, every: int = 50) -> Path:
     """A run with these norms, one column a tensor; the last tensor is a vector."""
     shapes = [(16, 16)] * (norms.shape[1] - 1) + [(16,)]
     tensors = tuple(
@@ -294,7 +294,7 @@ def write_norms(path: Path, norms: np.ndarray, lr: np.ndarray, facts: Facts, eve
     return path
 
 
-ADAMW = Facts(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=0.5)
+ADAMW = RunInfo(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=0.5)
 
 
 def norms_of_noise(lr: np.ndarray, decay: float, start: float) -> np.ndarray:
@@ -321,12 +321,12 @@ def test_suggest_names_what_has_the_norm_of_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "steps", "words"),
     [
-        (Facts(optimizer="SGD", weight_decay=0.1), 400, "the optimizer is SGD"),
-        (Facts(optimizer="AdamW", weight_decay=0.0), 400, "weight decay 0.0"),
+        (RunInfo(optimizer="SGD", weight_decay=0.1), 400, "the optimizer is SGD"),
+        (RunInfo(optimizer="AdamW", weight_decay=0.0), 400, "weight decay 0.0"),
         (ADAMW, 60, "cannot tell yet"),
     ],
 )
-def test_suggest_says_why_it_cannot_tell(tmp_path: Path, facts: Facts, steps: int, words: str) -> None:
+def test_suggest_says_why_it_cannot_tell(tmp_path: Path, facts: RunInfo, steps: int, words: str) -> None:
     lr = np.full(steps, 5e-3)
     norms = np.stack([16 * norms_of_noise(lr, 0.5, 0.02)] * 3, axis=1)
     found = multipliers.suggest(write_norms(tmp_path / "run", norms, lr, facts))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradvitals.act import Guard
+from gradvitals.guard import Guard
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.bench import markdown_table
-from gradvitals.diagnose import Diagnosis, Facts
-from gradvitals.diagnose.ranks import HighDispersion, LowDispersion
+from gradvitals.diagnose import Diagnosis, RunInfo
+from gradvitals.diagnose.rules.ranks import HighDispersion, LowDispersion
 from gradvitals.functional.dispersion import leave_one_out_z, norm_dispersion, norm_ratios
 from gradvitals.types import Finding, Reading
 
@@ -173,7 +173,7 @@ def _power(noise: Noise, rng: np.random.Generator, world: int, scale: float, run
 
 def _judge(norms: Floats, *, stop_at_first: bool = False) -> list[Finding]:
     """What the rules find in one run, shown to them as an audit would."""
-    diagnosis = Diagnosis(rules=[HighDispersion(), LowDispersion()], facts=Facts(world_size=norms.shape[1]))
+    diagnosis = Diagnosis(rules=[HighDispersion(), LowDispersion()], info=RunInfo(world_size=norms.shape[1]))
     for audit, row in enumerate(norms):
         values = {"grad/norm": 1.0, "ranks/norm_dispersion": norm_dispersion(row)}
         ranks = {"ranks/norm": row, "ranks/norm_ratio": norm_ratios(row), "ranks/norm_z": leave_one_out_z(row)}

@@ -17,7 +17,7 @@ from benchmarks.faults.tasks import Recipe, Training, prepare
 from benchmarks.faults.zoo import Fault
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.monitor import Monitor, facts_of, watch
+from gradvitals.monitor import Monitor, run_info, watch
 from gradvitals.store import open_run
 from gradvitals.types import FloatArray, Layout, Reading, TensorInfo
 
@@ -217,4 +217,4 @@ def _train_step(training: Training, monitor: Monitor, fault: Fault, step: int, a
 def _facts(training: Training) -> dict[str, Any]:
     """What a monitor that diagnoses would have known about the run."""
     autocast = "float16" if training.recipe.autocast else None
-    return replace(facts_of([training.optimizer]), autocast=autocast).to_json()
+    return replace(run_info([training.optimizer]), autocast=autocast).to_json()

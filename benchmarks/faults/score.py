@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.faults.presets import PRESETS
 from benchmarks.faults.record import Recording
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.report import verdict
 from gradvitals.report.verdict import Level
 from gradvitals.types import Finding, FloatArray
@@ -241,7 +241,7 @@ def judge(recording: Recording) -> tuple[dict[str, list[Alarm]], Level, float]:
 
 def diagnose(recording: Recording) -> tuple[list[Alarm], Level]:
     """The findings of gradvitals, each as it was when it first had a severity of warning or above, and its verdict."""
-    diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
+    diagnosis = Diagnosis(facts=RunInfo.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     told: set[tuple[str, int]] = set()
     alarms: list[Alarm] = []

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from gradvitals.act import Guard, RollBack
+from gradvitals.guard import Guard, RollBack
 from torch import Tensor, nn
 
 from benchmarks.faults.presets import Olmo, ZClip

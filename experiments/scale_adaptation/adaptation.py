@@ -37,7 +37,7 @@ from experiments.scale_adaptation.training import (
     role,
     train_stack,
 )
-from gradvitals.diagnose.scale import NoiseWalk
+from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.functional.adam import adam_signal_and_noise
 from gradvitals.multipliers import WEIGHT_DECAY, Kind
 

@@ -27,7 +27,7 @@ from gradvitals.alerts import Alert, as_alert
 from gradvitals.collect.parameters import ParameterTable
 from gradvitals.collect.recorder import StepRecorder, missing_sources
 from gradvitals.config import Config
-from gradvitals.diagnose import Facts
+from gradvitals.diagnose import RunInfo
 from gradvitals.distributed.allreduce import RankReducer
 from gradvitals.distributed.shutdown import Shutdown, close_at_exit, is_still
 from gradvitals.distributed.topology import (
@@ -220,7 +220,7 @@ class Monitor:
         start = _start_run(table, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
         self._start, self._path, self._resume = start, start.path, start.resume
         self._run_id: str | None = None
-        self._facts = replace(facts_of(optimizers), world_size=1 if start.topology is None else start.topology.world)
+        self._info = replace(run_info(optimizers), world_size=1 if start.topology is None else start.topology.world)
         self.ranks: Topology | None = start.topology
         """The ranks that train this model; None for a single process."""
         self._reducer: RankReducer | None = None
@@ -585,7 +585,7 @@ class Monitor:
             path=self._path,
             config=config,
             meta=self._describe(),
-            facts=self._facts.to_json(),
+            facts=self._info.to_json(),
             run_id=self._run_id,
             resume=self._resume,
             first_step=first_step,
@@ -650,8 +650,8 @@ class Monitor:
         if (job := elastic_id()) is not None:
             meta["elastic_id"] = job
         if self.diagnoses:
-            self._facts = replace(self._facts, autocast=self._recorder.autocast)
-            meta["facts"] = self._facts.to_json()
+            self._info = replace(self._info, autocast=self._recorder.autocast)
+            meta["facts"] = self._info.to_json()
         return meta
 
     # -- talking to the worker ----------------------------------------------------------------------------------
@@ -826,12 +826,12 @@ def _listed(given: Any) -> Iterable[Any]:
     return [given] if isinstance(given, (str, Sink, Alert)) else given
 
 
-def facts_of(optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
+def run_info(optimizers: Sequence[torch.optim.Optimizer]) -> RunInfo:
     """What the first optimizer says about a run."""
     group = optimizers[0].param_groups[0]
     betas: Any = group.get("betas") or ()
     plain = len(betas) >= 2 and all(isinstance(beta, float) for beta in betas)
-    return Facts(
+    return RunInfo(
         optimizer=type(optimizers[0]).__name__,
         betas=(betas[0], betas[1]) if plain else None,
         momentum=_number(group.get("momentum")),

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradvitals.diagnose.averages import Average, Averages, alike
-from gradvitals.diagnose.history import Series
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.history import Average, Averages, Series, fall, same_size
 from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
-from gradvitals.measure.views import COMPILED_PREFIX, layer_of
+from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Action, Reading, Source
@@ -450,7 +448,7 @@ class WarmupDecay(_Model):
         if now.begins < self.floor:
             return []
         last = self.recent[-1] if self.recent else None
-        if last is not None and not (last["source"] == source and alike(last["batch_size"], now.batch_size)):
+        if last is not None and not (last["source"] == source and same_size(last["batch_size"], now.batch_size)):
             self._start_comparing(self.floor)  # another quantity, which cannot be compared with what is remembered
         before = next((kept for kept in reversed(self.recent) if kept["step"] < now.begins), None)
         faded = bool(self.best) and self.best["step"] < now.begins and now.high * self.drop < self.best["low"]
@@ -752,7 +750,7 @@ class BatchGrowth(_Model):
         """Why the average says nothing about the batch; empty if it does."""
         if math.isnan(average.step_size) or math.isnan(average.batch_size):
             return "the number of samples is unknown; pass it, observe(loss, batch_size=...)"
-        if not alike(average.step_size, self.batch_size):
+        if not same_size(average.step_size, self.batch_size):
             waits = "waiting for readings at that size" if self.changed_at >= 0 else "pass the samples of a whole step"
             seen = f"the loop reports {average.step_size:g} samples per step so far, and this schedule is at"
             return f"{seen} {self.batch_size}; {waits}"

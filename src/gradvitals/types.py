@@ -126,6 +126,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _is_whole,
     "int | None": lambda value: value is None or _is_whole(value),
     "str": _is_text,
+    "str | None": lambda value: value is None or _is_text(value),
     "bool": _is_bool,
     "Severity": lambda value: isinstance(value, str) and value in SEVERITIES,
     "tuple[str, ...]": _is_texts,
@@ -281,10 +282,14 @@ class Finding:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """What was seen beside what was expected."""
     causes: tuple[str, ...] = ()
-    cures: tuple[str, ...] = ()
+    """Likely causes, the likeliest first."""
+    fixes: tuple[str, ...] = ()
+    """What to do, the first thing to try first."""
     rank: int | None = None
     found_step: int | None = None
-    """The step at which it was told, which may be later than the first it concerns."""
+    """The step that reported it, which may be later than the first step it concerns."""
+    follows: str | None = None
+    """The id of the finding that it is a consequence of; None if it stands for itself."""
 
     @property
     def says_where(self) -> bool:
@@ -304,8 +309,20 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """The inverse of `to_json`; raises TypeError where a field is not what it should be."""
-        return cast(Finding, _from_json(cls, data))
+        """The inverse of `to_json`; raises TypeError if a field has the wrong type."""
+        return cast(Finding, _from_json(cls, _upgraded(data)))
+
+
+def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a finding of an older run in today's fields: fixes were `cures`, and `follows` was evidence."""
+    if "cures" not in data:
+        return data
+    upgraded = {"fixes" if name == "cures" else name: value for name, value in data.items()}
+    evidence = data.get("evidence")
+    if isinstance(evidence, Mapping) and isinstance(evidence.get("follows"), str):
+        upgraded["follows"] = evidence["follows"]
+        upgraded["evidence"] = {name: value for name, value in evidence.items() if name != "follows"}
+    return upgraded
 
 
 @dataclass(frozen=True, kw_only=True)

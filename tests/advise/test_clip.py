@@ -13,7 +13,7 @@ from runs_to_advise import advised, lognormal
 from gradvitals.advise.advice import rounded_up
 from gradvitals.advise.clip import quantile_interval
 from gradvitals.advise.record import far_above
-from gradvitals.diagnose.words import WORDS
+from gradvitals.diagnose import RULES
 from gradvitals.types import Action, Finding
 
 Z95 = 1.6449
@@ -180,7 +180,7 @@ def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[
 
 @pytest.mark.parametrize("name", ["clip_saturated", "clip_idle"])
 def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
-    [cure, *_] = WORDS[name].cures.values()
+    [cure, *_] = RULES[name].message.fixes.values()
     assert cure.endswith(
-        "once the run is over, take the limit of `gradvitals advise`, which goes by all its healthy steps"
+        "after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps"
     )

@@ -144,7 +144,7 @@ def test_that_it_is_over_is_told_where_its_beginning_was() -> None:
 
 
 def test_what_was_over_before_is_not_told_again_when_its_root_is_found() -> None:
-    pointing = {"evidence": {"follows": "lr_too_high"}}
+    pointing = {"follows": "lr_too_high"}
     alert = Kept()
     alert.finding(finding(first_step=3))
     alert.finding(finding(first_step=3, last_step=9))
@@ -186,7 +186,7 @@ HOSTILE = Message(
         severity="critical",
         title="@everyone <!channel> <@U123> look\nhere \x1b[31m *bold*",
         tensors=("<script>alert(1)</script>", "`rm -rf`", "c", "d"),
-        cures=("@here do & undo",),
+        fixes=("@here do & undo",),
         first_step=3,
         evidence={"traceback": "secret place", "seen": {"x": float("nan")}},
     ),
@@ -209,7 +209,7 @@ def test_discord_mentions_nobody() -> None:
     assert payload["allowed_mentions"] == {"parse": []}
     assert "@everyone" not in payload["content"]
     assert r"\*bold\*" in payload["content"]
-    assert len(for_discord(Message(finding=finding(cures=("x" * 9000,)), run="r"))["content"]) <= 2000
+    assert len(for_discord(Message(finding=finding(fixes=("x" * 9000,)), run="r"))["content"]) <= 2000
 
 
 def test_a_message_is_plain_lines_and_strict_json() -> None:
@@ -345,7 +345,7 @@ def test_a_run_whose_alert_fails_says_so_once_and_keeps_the_secret(
     assert len(server.bodies) >= 3  # later findings are still tried
     assert "sink_error" not in {body["finding"]["id"] for body in server.bodies}
     printed = "".join(capfd.readouterr())
-    assert "Webhook(127.0.0.1) has failed: AlertError: 127.0.0.1 answered with status 404" in printed
+    assert "Webhook(127.0.0.1) failed: AlertError: 127.0.0.1 answered with status 404" in printed
     kept = b"".join(path.read_bytes() for path in (tmp_path / "gpt").rglob("*") if path.is_file())
     assert b"Webhook(127.0.0.1)" in kept
     assert SECRET not in printed

@@ -37,7 +37,7 @@ from benchmarks.faults.score import (
 )
 from benchmarks.faults.tasks import RECIPES, Task, prepare, with_changes
 from benchmarks.faults.zoo import CONTROLS, FAULTS, FROZEN
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.errors import GradvitalsError
 from gradvitals.types import Layout, Reading
 
@@ -261,7 +261,7 @@ def test_the_sides_of_a_gan_are_trained_in_turn_and_their_passes_are_known_to_be
     assert np.isnan(told[:3]).all()
     assert (told[3:] == 1).all()
     assert diagnose(recording) == ([], "healthy")
-    diagnosis = Diagnosis(facts=Facts.from_json(recording.facts))
+    diagnosis = Diagnosis(info=RunInfo.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     for step in recording.steps:
         diagnosis.read(step)

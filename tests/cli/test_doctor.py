@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from gradvitals import notices
 from gradvitals.cli import main
-from gradvitals.diagnose import RULES, Rule, Sign, Step
-from gradvitals.report.describe import evidence
+from gradvitals.diagnose import RULES, Observation, Rule, Step
+from gradvitals.show.findings import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -36,7 +36,7 @@ SPIKE = Finding(
     found_step=302,
     evidence={"seen": {"ratio": 41.26, "lr": 0.003, "what": "the norm"}, "expected": {"ratio": 2.0}},
     causes=("one bad batch: it came and went", "the learning rate", "the start", "a cause nobody thinks of"),
-    cures=("skip the batch of step 300", "lower the learning rate from 0.003 to 0.001"),
+    fixes=("skip the batch of step 300", "lower the learning rate from 0.003 to 0.001"),
 )
 OVER = Finding(**{**SPIKE.__dict__, "last_step": 300})
 Write = Callable[..., Path]
@@ -92,10 +92,11 @@ def test_a_healthy_run_takes_two_lines(write: Write) -> None:
     data = json.loads(doctor(run, "--json").output)
     skipped = sum(len(item["ids"]) for item in data["not_judged"])
     assert result.exit_code == 0
-    assert result.output == (
-        "Healthy: 400 steps, no findings.\n"
-        f"{len(data['fine'])} checks passed, {skipped} skipped (--all to list the checks)\n"
-    )
+    assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
+    assert in_order(result.output, ["Fine: ", "looked for and not found (training loop ", "Not judged: ", "--all"])
+    assert "the loss was finite at every step" not in result.output
+    assert result.output.count("\n") <= 12
+    assert "About the monitoring" not in result.output
 
 
 def test_all_lists_each_check(write: Write) -> None:
@@ -213,7 +214,7 @@ class Slow(Rule):
     needs = ("loss",)
     min_steps = 50
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         return None
 
 
@@ -244,7 +245,7 @@ class Broken(Slow):
     id = "broken"
     min_steps = 0
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         raise ValueError("oops")
 
 
@@ -370,7 +371,7 @@ def test_lines_fit_names_are_text_and_nothing_trails(write: Write, width: int) -
         first_step=3,
         evidence={"seen": {"a\x1b[2J": "b\x1b[2J"}, "expected": {"a\x1b[2J": "c"}},
         causes=("why\x1b[2J " * 20,),
-        cures=("do\x1b[2J " * 20,),
+        fixes=("do\x1b[2J " * 20,),
     )
     run = write(hostile, SPIKE)
     for options in ((), ("-v",)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose import RULES, Diagnosis, Facts
+from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.types import Finding, Layout, Reading, Stage, TensorInfo
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ class Run:
     values: dict[str, Floats]
     tensors: dict[str, Floats]
     """One row a step."""
-    facts: Facts = field(default_factory=Facts)
+    info: RunInfo = field(default_factory=RunInfo)
     layout: Layout = field(default_factory=layout_of)
     stage: Stage = "raw"
     every: int = 10
@@ -85,7 +85,7 @@ class Run:
     def diagnosis(self, *ids: str, settings: Mapping[str, Any] | None = None) -> Diagnosis:
         """A diagnosis with some rules, or with all of them."""
         others = {name: False for name in RULES if ids and name not in ids}
-        diagnosis = Diagnosis(facts=self.facts, settings={**others, **(settings or {})})
+        diagnosis = Diagnosis(info=self.info, settings={**others, **(settings or {})})
         diagnosis.describe(self.layout)
         return diagnosis
 
@@ -102,7 +102,7 @@ class Run:
                 second.load_state_dict(json.loads(json.dumps(first.state_dict())))
             second.read(step)
         assert [str(f.to_json()) for f in second.findings] == [str(f.to_json()) for f in straight.findings]
-        assert [f for f in straight.findings if "?" in " ".join((f.title, *f.causes[:1], *f.cures[:1]))] == []
+        assert [f for f in straight.findings if "?" in " ".join((f.title, *f.causes[:1], *f.fixes[:1]))] == []
         return straight.findings
 
 
@@ -153,7 +153,7 @@ def healthy_run(
             "update/norm": moves * np.sqrt(sizes),
             "update/ratio": moves * np.sqrt(sizes) / weights,
         },
-        facts=Facts(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=0.01),
+        info=RunInfo(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=0.01),
     )
     run.add_up()
     for name in ("weight/norm", "update/norm"):

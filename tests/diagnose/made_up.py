@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose import Diagnosis, Facts, Rule
+from gradvitals.diagnose import Diagnosis, Rule, RunInfo
 from gradvitals.functional import ratio_of_means
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -130,10 +130,10 @@ def make_run(
 
 
 def diagnose(
-    run: Iterable[Sequence[Reading]], *rules: Rule, layout: Layout | None = None, facts: Facts | None = None
+    run: Iterable[Sequence[Reading]], *rules: Rule, layout: Layout | None = None, info: RunInfo | None = None
 ) -> list[Finding]:
     """What rules find in a run."""
-    diagnosis = Diagnosis(rules=rules, facts=facts)
+    diagnosis = Diagnosis(rules=rules, info=info)
     diagnosis.describe(layout or make_layout())
     for readings in run:
         diagnosis.read(readings)
@@ -168,4 +168,4 @@ def alarms(findings: Iterable[Finding]) -> list[Finding]:
 
 def words_of(finding: Finding) -> str:
     """Everything that is said of it."""
-    return "\n".join((finding.title, *finding.causes, *finding.cures))
+    return "\n".join((finding.title, *finding.causes, *finding.fixes))

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradvitals.diagnose.baseline import Baseline, FewBaselines
+from gradvitals.diagnose.baseline import Baseline
 
 
 def fed(values: np.ndarray, **settings: float) -> Baseline:
     baseline = Baseline(**settings)
     for value in values:
-        baseline.push(np.atleast_1d(value))
+        baseline.learn(np.atleast_1d(value))
     return baseline
 
 
@@ -23,7 +23,7 @@ def lognormal(count: int, sigma: float, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("sigma", [0.05, 0.2, 0.5])
 def test_level_and_spread_of_noise(sigma: float) -> None:
-    ratio, z = fed(lognormal(2000, sigma)).judge(np.array([np.exp(3 * sigma)]))
+    ratio, z = fed(lognormal(2000, sigma)).compare(np.array([np.exp(3 * sigma)]))
     assert ratio[0] == pytest.approx(np.exp(3 * sigma), rel=0.5 * sigma + 0.02)
     assert z[0] == pytest.approx(3, rel=0.35)
 
@@ -32,17 +32,17 @@ def test_an_outlier_does_not_enter_its_own_baseline() -> None:
     values = lognormal(200, 0.1)
     baseline = fed(values)
     before = baseline.usual()[0]
-    baseline.push(np.array([1e6]))
+    baseline.learn(np.array([1e6]))
     assert baseline.usual()[0] == before
-    assert baseline.judge(np.array([1e6]))[0][0] == pytest.approx(1e6 / before)
+    assert baseline.compare(np.array([1e6]))[0][0] == pytest.approx(1e6 / before)
 
 
 def test_what_is_not_a_number_is_neither_judged_nor_remembered() -> None:
     baseline = fed(lognormal(50, 0.1))
     before = baseline.usual()[0]
     for value in (np.nan, np.inf, 0.0, -1.0):
-        assert np.isnan(baseline.judge(np.array([value]))[1][0])
-        baseline.push(np.array([value]))
+        assert np.isnan(baseline.compare(np.array([value]))[1][0])
+        baseline.learn(np.array([value]))
     assert baseline.usual()[0] == before
 
 
@@ -53,15 +53,15 @@ def test_a_new_level_is_learnt_after_a_while() -> None:
 
 def test_it_says_nothing_before_it_has_seen_two() -> None:
     baseline = fed(np.array([1.0]))
-    assert np.isnan(baseline.judge(np.array([100.0]))[0][0])
+    assert np.isnan(baseline.compare(np.array([100.0]))[0][0])
 
 
 def test_new_tensors_come_after_the_others() -> None:
     baseline = Baseline()
     for _ in range(10):
-        baseline.push(np.array([1.0]))
+        baseline.learn(np.array([1.0]))
     for _ in range(10):
-        baseline.push(np.array([1.0, 5.0]))
+        baseline.learn(np.array([1.0, 5.0]))
     assert baseline.usual() == pytest.approx([1.0, 5.0])
     assert baseline.count.tolist() == [20, 10]
 
@@ -70,16 +70,17 @@ def test_new_tensors_come_after_the_others() -> None:
 def test_the_scale_of_a_series_does_not_matter(scale: float) -> None:
     values = lognormal(30, 0.3)
     plain, scaled = fed(values), fed(scale * values)
-    assert scaled.judge(np.array([3 * scale]))[1][0] == pytest.approx(plain.judge(np.array([3.0]))[1][0], rel=1e-6)
+    assert scaled.compare(np.array([3 * scale]))[1][0] == pytest.approx(plain.compare(np.array([3.0]))[1][0], rel=1e-6)
 
 
 @given(st.lists(st.one_of(st.floats(1e-6, 1e6), st.just(float("nan")), st.just(0.0)), max_size=80), st.integers(0, 40))
-def test_plain_numbers_say_the_same_to_the_last_bit(values: list[float], shift: int) -> None:
-    """Two series at once, one of them the other's from another place on."""
-    arrays, few = Baseline(), FewBaselines()
+def test_one_series_in_plain_floats_gives_the_same_to_the_last_bit(values: list[float], shift: int) -> None:
+    """Two series at once, the second one shifted."""
+    arrays, few = Baseline(), Baseline()
     pairs = list(zip(values, [*values[shift:], *values[:shift]], strict=True))
     for pair in pairs:
-        for one, other in zip(arrays.judge(np.array(pair)), few.judge(pair), strict=True):
-            np.testing.assert_array_equal(one, other)
-        arrays.push(np.array(pair))
-        few.push(pair)
+        singles = [few.compare_one(value, index) for index, value in enumerate(pair)]
+        np.testing.assert_array_equal(np.transpose(arrays.compare(np.array(pair))), singles)
+        arrays.learn(np.array(pair))
+        for index, value in enumerate(pair):
+            few.learn_one(value, index)

@@ -10,7 +10,7 @@ import pytest
 from made_up import Run, alarms, diagnose, diagnose_with_breaks, make_run, same_findings, words_of
 
 from gradvitals.diagnose import Rule
-from gradvitals.diagnose.batch import (
+from gradvitals.diagnose.rules.batch import (
     BatchTooLarge,
     BatchTooSmall,
     EstimatorUnreliable,
@@ -18,8 +18,8 @@ from gradvitals.diagnose.batch import (
     IdenticalMicrobatches,
     MixedPasses,
 )
-from gradvitals.diagnose.schedule import DecayDue
-from gradvitals.diagnose.signal import NearZeroInitialGsnr
+from gradvitals.diagnose.rules.schedule import DecayDue
+from gradvitals.diagnose.rules.signal import NearZeroInitialGsnr
 from gradvitals.types import Reading
 
 RULES: tuple[type[Rule], ...] = (
@@ -55,8 +55,8 @@ def test_a_batch_far_over_the_noise_scale() -> None:
     seen = finding.evidence["seen"]
     assert seen["noise_scale"] == pytest.approx(6.0, rel=0.1)
     assert 8 < seen["ratio"] < 64 / 6.0
-    assert "a batch of 64" in finding.title
-    assert f"about {seen['proposed']} samples" in finding.cures[0]
+    assert "A batch of 64" in finding.title
+    assert f"About {seen['proposed']} samples" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -115,7 +115,7 @@ def test_a_tiny_batch_that_makes_the_loss_swing(size: float, severity: str) -> N
     [finding] = diagnose(run, BatchTooSmall())
     assert (finding.severity, finding.found_step) == (severity, 50)
     assert finding.evidence["seen"]["swing"] == pytest.approx(0.2, rel=0.3)
-    assert f"a batch of {size:.0f} is small" in finding.title
+    assert f"A batch of {size:.0f} is small" in finding.title
     assert "?" not in words_of(finding)
 
 
@@ -138,7 +138,7 @@ def test_an_interval_over_a_decade() -> None:
     [finding] = diagnose(run, EstimatorUnreliable())
     assert finding.severity == "info"
     assert "4 micro-batches" in finding.causes[0]
-    assert finding.cures[0].startswith("split the same batch")
+    assert finding.fixes[0].startswith("Split the same batch")
     assert "?" not in words_of(finding)
 
 
@@ -152,8 +152,8 @@ def test_a_young_interval_is_not_unreliable() -> None:
 def test_micro_batches_without_noise_between_them() -> None:
     [finding] = diagnose(make_run(gsnr=lambda step: math.inf), IdenticalMicrobatches())
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 2)
-    assert "all 4 micro-batches" in finding.title
-    assert "64 samples a step have the worth of 16" in finding.cures[0]
+    assert "All 4 micro-batches" in finding.title
+    assert "64 samples per step are worth 16" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -184,8 +184,8 @@ def scaled(parts: int, **options: object) -> Run:
 def test_a_variance_reduced_optimizer_with_two_parts_is_noted() -> None:
     [finding] = diagnose(scaled(2), FewParts())
     assert (finding.severity, finding.first_step) == ("info", 0)
-    assert "how well 2 parts of a batch agree" in finding.title
-    assert "the same batch of 64 into 6 or more" in finding.cures[0]
+    assert "the agreement of 2 micro-batches" in finding.title
+    assert "the same batch of 64 into 6 or more" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 

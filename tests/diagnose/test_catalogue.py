@@ -12,10 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.diagnose import RULES, Diagnosis, Rule, Sign, Step
-from gradvitals.diagnose.explain import explain
-from gradvitals.diagnose.words import WORDS
-from gradvitals.report import catalog
+from gradvitals.diagnose import FAMILIES, RULES, Diagnosis, Observation, Rule, Step
+from gradvitals.diagnose.message import explain
+from gradvitals.show import catalogue
 from gradvitals.types import METRICS, SOURCES, Reading
 
 PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")
@@ -29,13 +28,15 @@ def doctor(*args: str) -> str:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_rule_has_all_its_words(name: str) -> None:
-    words = WORDS[name]
-    for part in (words.name, words.pattern, words.title, words.fine):
-        assert part.strip(), words
-    assert words.causes
-    assert words.cures
-    texts = (words.title, *words.causes.values(), *words.cures.values())
+def test_every_rule_has_all_its_texts(name: str) -> None:
+    message = RULES[name].message
+    assert message is not None
+    for part in (message.name, message.pattern, message.title, message.passed):
+        assert part.strip(), message
+    assert message.causes
+    assert message.fixes
+    texts = (message.title, *message.causes.values(), *message.fixes.values())
+    assert set(message.only_if_chosen) <= {*message.causes, *message.fixes}
     assert not [text for text in texts if text != text.strip() or "!" in text or text.endswith(".")]
 
 
@@ -54,8 +55,9 @@ def test_every_setting_says_what_it_is(name: str) -> None:
     assert [setting.name for setting in catalog.entry(name).settings if not setting.text] == []
 
 
-def test_words_are_only_of_rules_that_there_are() -> None:
-    assert set(WORDS) - set(RULES) == set()
+@pytest.mark.parametrize("name", OURS)
+def test_every_rule_has_a_family(name: str) -> None:
+    assert RULES[name].family in FAMILIES
 
 
 def test_the_page_holds_exactly_what_the_command_prints() -> None:
@@ -69,7 +71,7 @@ def test_the_page_holds_exactly_what_the_command_prints() -> None:
 def test_the_page_names_every_rule_and_every_setting(name: str) -> None:
     _, _, section = PAGE.partition(f"#### `{name}`: ")
     section = section.split("####")[0]
-    assert WORDS[name].name in section
+    assert RULES[name].message.name in section
     assert all(f"| `{f.name}` | `{f.default!r}` |" in section for f in fields(RULES[name]) if f.init)  # type: ignore[arg-type]
 
 
@@ -98,7 +100,7 @@ class Base(Rule):
     shared: int = 3
     """From the base."""
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         return None
 
 
@@ -120,9 +122,9 @@ class Described(Base):
     memory: float = field(default=0.0, init=False)
     """Not a setting."""
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         severity = "critical" if step.number else "info"
-        return Sign(severity=severity, seen={})  # type: ignore[arg-type]
+        return Observation(severity=severity, seen={})  # type: ignore[arg-type]
 
 
 def test_an_entry_is_read_off_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_an_entry_is_read_off_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_prints_one_rule_in_full() -> None:
     text = doctor("--explain", "loss_nonfinite")
-    words = WORDS["loss_nonfinite"]
+    words = RULES["loss_nonfinite"].message
     assert text.startswith(f"{words.name}  [loss_nonfinite]\n")
     assert all(part in text for part in ("Likely causes", "Fixes", "Severity: critical"))
     assert re.search(r"\{\w+\}", text) is None
@@ -167,6 +169,6 @@ def test_a_rule_that_there_is_not() -> None:
 
 
 def test_a_batch_whose_size_nobody_told_is_said_to_be_unknown() -> None:
-    sign = Sign(severity="info", seen={"batch_size": math.nan, "gsnr": 0.1, "below_one": 0.5})
-    title = explain(WORDS["noisy_gradients"], sign, 3).title
+    sign = Observation(severity="info", seen={"batch_size": math.nan, "gsnr": 0.1, "below_one": 0.5})
+    title = explain(RULES["noisy_gradients"].message, sign, 3).title
     assert "at a batch of unknown size" in title

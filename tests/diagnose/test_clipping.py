@@ -21,7 +21,7 @@ def test_a_limit_under_every_norm() -> None:
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "info", 200)
     proposed = finding.evidence["seen"]["proposed"]
     assert proposed == pytest.approx(np.quantile(run.values["grad/norm"][:200], 0.9), rel=0.1)
-    assert f"clip to {proposed:g}" in finding.cures[0]
+    assert f"Clip to {proposed:g}" in finding.fixes[0]
 
 
 def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
@@ -33,7 +33,7 @@ def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
 def test_a_limit_that_is_never_reached() -> None:
     finding = only(clipped(1000.0).findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_idle", "info", 500)
-    assert "clip to" in finding.cures[0]
+    assert "Clip to" in finding.fixes[0]
 
 
 @pytest.mark.parametrize("limit", [0.15, 0.3, 1.0, np.inf, 0.0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gradvitals.diagnose import RULES, Diagnosis, Rule, Sign, Step, register
+from gradvitals.diagnose import RULES, Diagnosis, Observation, Rule, Step, register
 from gradvitals.errors import ConfigError
 from gradvitals.types import Finding, Reading
 
@@ -24,13 +24,15 @@ class LossOver(Rule):
     limit: float = 10.0
     times: int = field(default=0, init=False)
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         loss = step.value("loss")
         if not loss > self.limit:
             return None
         self.times += 1
         severity = "critical" if loss > 10 * self.limit else "warning"
-        return Sign(severity=severity, seen={"loss": loss, "times": self.times}, title="the loss is over its limit")
+        return Observation(
+            severity=severity, seen={"loss": loss, "times": self.times}, title="the loss is over its limit"
+        )
 
 
 def read(diagnosis: Diagnosis, losses: Iterable[float], first: int = 0) -> list[Finding]:
@@ -76,9 +78,9 @@ def test_numbers_that_a_rule_repeats_are_not_told_as_those_of_a_later_step() -> 
         id = "at_its_worst"
         worst: float = field(default=0.0, init=False)
 
-        def look(self, step: Step) -> Sign | None:
+        def check(self, step: Step) -> Observation | None:
             self.worst = max(self.worst, step.value("loss"))
-            return Sign(severity="warning", seen={"loss": self.worst})
+            return Observation(severity="warning", seen={"loss": self.worst})
 
     diagnosis = Diagnosis(rules=[AtItsWorst()])
     read(diagnosis, [50, 60, 500, *[1] * 400])
@@ -90,8 +92,8 @@ def test_several_places_are_gathered() -> None:
     class Places(Rule):
         id = "places"
 
-        def look(self, step: Step) -> Sign | None:
-            return Sign(severity="warning", seen={}, tensors=(("a",), ("b",), ("a", "c"))[step.number])
+        def check(self, step: Step) -> Observation | None:
+            return Observation(severity="warning", seen={}, tensors=(("a",), ("b",), ("a", "c"))[step.number])
 
     diagnosis = Diagnosis(rules=[Places()])
     read(diagnosis, [1, 1, 1])
@@ -104,9 +106,9 @@ def test_an_inactive_sign_adds_to_a_finding_but_does_not_make_or_prolong_one() -
         id = "after"
         closes_after = 2
 
-        def look(self, step: Step) -> Sign | None:
+        def check(self, step: Step) -> Observation | None:
             active = step.number == 3
-            return Sign(severity="warning", seen={"step": step.number}, title=f"at {step.number}", active=active)
+            return Observation(severity="warning", seen={"step": step.number}, title=f"at {step.number}", active=active)
 
     diagnosis = Diagnosis(rules=[After()])
     read(diagnosis, [1] * 3)
@@ -135,7 +137,7 @@ def test_a_rule_that_fails_is_left_out_and_told() -> None:
     class Broken(Rule):
         id = "broken"
 
-        def look(self, step: Step) -> Sign | None:
+        def check(self, step: Step) -> Observation | None:
             raise ZeroDivisionError("of its own")
 
     failed = []
@@ -157,10 +159,14 @@ def test_a_rule_of_ones_own_is_registered_and_set() -> None:
 
 
 def test_mistakes_in_settings_are_named() -> None:
-    with pytest.raises(ConfigError, match="there is no rule 'explosoin'"):
+    with pytest.raises(ConfigError, match="there is no rule 'explosoin'; did you mean 'explosion'"):
         Diagnosis(settings={"explosoin": {}})
-    with pytest.raises(ConfigError, match="'loss_nonfinite' are"):
+    with pytest.raises(ConfigError, match="'loss_nonfinite' has no setting 'treshold'"):
         Diagnosis(settings={"loss_nonfinite": {"treshold": 3}})
+    with pytest.raises(ConfigError, match="'explosion' has no setting 'rato'; did you mean 'ratio'"):
+        Diagnosis(settings={"explosion": {"rato": 3}})
+    with pytest.raises(ConfigError, match="ratio of rule 'explosion' is '3'; expected a number"):
+        Diagnosis(settings={"explosion": {"ratio": "3"}})
 
     class NotADataclass(Rule):
         id = "plain"

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings
 
-from gradvitals.diagnose import Facts, Rule
-from gradvitals.diagnose.adam_memory import forgotten_at
-from gradvitals.diagnose.batch import EstimatorUnreliable
-from gradvitals.diagnose.history import History
-from gradvitals.diagnose.schedule import DecayDue
-from gradvitals.diagnose.signal import HighEffortLowProgress, SuddenGsnrDrop
+from gradvitals.diagnose import Rule, RunInfo
+from gradvitals.diagnose.history import History, forgotten_at
+from gradvitals.diagnose.rules.batch import EstimatorUnreliable
+from gradvitals.diagnose.rules.schedule import DecayDue
+from gradvitals.diagnose.rules.signal import HighEffortLowProgress, SuddenGsnrDrop
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Layout, Reading, Source
 
@@ -144,11 +143,11 @@ def test_when_a_gradient_is_forgotten() -> None:
 def test_nothing_is_judged_by_averages_that_hold_a_huge_gradient(rule: type[Rule]) -> None:
     """False up to step 6,534; the first average of twenty readings without it is that of step 7,500."""
     run = with_spike(broken())
-    assert diagnose(until(run, 7500), rule(), facts=Facts(betas=BETAS)) == []
+    assert diagnose(until(run, 7500), rule(), info=RunInfo(betas=BETAS)) == []
     left_out = with_values(run, SPIKE, {"step/left_out": 1.0})
-    assert len(diagnose(until(left_out, 7500), rule(), facts=Facts(betas=BETAS))) == 1
+    assert len(diagnose(until(left_out, 7500), rule(), info=RunInfo(betas=BETAS))) == 1
     # With so short a memory it is forgotten within a hundred steps.
-    assert len(diagnose(until(run, 7500), rule(), facts=Facts(betas=(0.9, 0.9)))) == 1
+    assert len(diagnose(until(run, 7500), rule(), info=RunInfo(betas=(0.9, 0.9)))) == 1
 
 
 def test_adams_reading_is_there_again_when_a_huge_gradient_is_forgotten() -> None:
@@ -157,7 +156,7 @@ def test_adams_reading_is_there_again_when_a_huge_gradient_is_forgotten() -> Non
 
     def adam(number: int, **values: float) -> Reading | None:
         general, own = Reading(step=number, time=0.0, values=values), Reading(step=number, time=0.0, source="adam")
-        return Step(readings=[general, own], layout=Layout(), facts=Facts(betas=BETAS), history=history).adam
+        return Step(readings=[general, own], layout=Layout(), info=RunInfo(betas=BETAS), history=history).adam
 
     assert adam(2999) is not None
     assert adam(3000, **{"grad/spike_ratio": 100.0}) is None  # whichever rule asks first
@@ -172,7 +171,7 @@ def test_micro_batches_know_nothing_of_adam() -> None:
 
 
 def test_a_drop_that_lasts_is_found_when_they_have_forgotten() -> None:
-    [finding] = diagnose(with_spike(broken()), SuddenGsnrDrop(), facts=Facts(betas=BETAS))
+    [finding] = diagnose(with_spike(broken()), SuddenGsnrDrop(), info=RunInfo(betas=BETAS))
     assert (finding.first_step, finding.found_step) == (7500, 7600)
 
 
@@ -180,7 +179,7 @@ def test_what_was_so_before_is_not_gone_on_from() -> None:
     """Badly known from the first to the last step: when they have forgotten, that is counted anew."""
     run = [reading(step, -0.01, 0.01) for step in range(0, 12000, 50)]
     run = with_values(run, CHANGE, {"grad/spike_ratio": 100.0})
-    before, after = diagnose(run, EstimatorUnreliable(), facts=Facts(betas=BETAS))
+    before, after = diagnose(run, EstimatorUnreliable(), info=RunInfo(betas=BETAS))
     assert (before.last_step, after.first_step) == (CHANGE - 50, 7500)
 
 

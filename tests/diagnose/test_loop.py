@@ -27,7 +27,7 @@ def test_gradients_that_are_never_zeroed_are_critical_once_the_loss_rises_and_ar
     assert (rising.id, rising.severity) == ("loss_rising", "critical")
     assert stale.first_step < rising.first_step  # of two as severe, what began first is told first
     assert "not zeroed" in rising.causes[0]
-    assert "zero_grad()" in rising.cures[0]
+    assert "zero_grad()" in rising.fixes[0]
 
 
 def test_swings_of_gradients_that_are_never_zeroed_are_not_laid_to_the_batch() -> None:
@@ -96,8 +96,8 @@ def test_batches_with_a_broken_loss_that_the_loop_gave_up_are_a_warning() -> Non
     finding = only(throwing_away([40, 60], np.inf).findings("batches_given_up"))
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 40, 40)
     assert "loss was inf" in finding.causes[0]
-    assert "counter of batches is ahead" in finding.cures[0]
-    assert not any("meant" in cure for cure in finding.cures)
+    assert "counter of batches is ahead" in finding.fixes[0]
+    assert not any("meant" in cure for cure in finding.fixes)
 
 
 def test_batches_with_a_broken_gradient_are_a_warning_though_their_loss_was_finite() -> None:
@@ -106,7 +106,7 @@ def test_batches_with_a_broken_gradient_are_a_warning_though_their_loss_was_fini
     run.values["batches/given_up_norm"][[40, 60]] = [np.inf, 3.0]
     finding = only(run.findings("batches_given_up"))
     assert (finding.severity, finding.first_step) == ("warning", 40)
-    assert "norm of their gradient was inf" in finding.causes[0]
+    assert "gradient norm was inf" in finding.causes[0]
     assert finding.evidence["seen"]["norm"] == np.inf
     assert "loss" not in finding.evidence["seen"]
 
@@ -114,7 +114,7 @@ def test_batches_with_a_broken_gradient_are_a_warning_though_their_loss_was_fini
 def test_batches_that_the_loop_gave_up_for_reasons_of_its_own_are_noted() -> None:
     finding = only(throwing_away([40]).findings("batches_given_up"))
     assert finding.severity == "info"
-    assert not any("NaN" in words for words in (*finding.causes, *finding.cures))
+    assert not any("NaN" in words for words in (*finding.causes, *finding.fixes))
 
 
 def test_a_batch_given_up_early_is_told_once_a_game_would_be_known() -> None:

@@ -8,8 +8,8 @@ from by_hand import Run, healthy_run, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradvitals.diagnose import Facts
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose import RunInfo
+from gradvitals.diagnose.history import fall
 
 ALL = ("loss_nonfinite", "loss_spike", "loss_rising", "loss_plateau")
 
@@ -24,7 +24,7 @@ def test_the_first_loss_that_is_not_finite(value: float) -> None:
     finding = only(run.findings("loss_nonfinite"))
     assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 150, 150)
     assert "forward pass overflows" in finding.causes[0]
-    assert "step 150" in finding.cures[0]
+    assert "step 150" in finding.fixes[0]
 
 
 def test_weights_that_broke_earlier_are_to_blame() -> None:
@@ -33,7 +33,7 @@ def test_weights_that_broke_earlier_are_to_blame() -> None:
     run.values["loss"][141:] = np.nan
     finding = only(run.findings("loss_nonfinite"))
     assert "since step 140" in finding.causes[0]
-    assert "before step 140" in finding.cures[0]
+    assert "before step 140" in finding.fixes[0]
 
 
 def test_a_skipped_step_does_not_break_weights() -> None:
@@ -50,7 +50,7 @@ def test_a_run_that_diverges_until_numbers_end() -> None:
     run.values["loss"][150:] = np.nan
     finding = only(run.findings("loss_nonfinite"))
     assert "diverged" in finding.causes[0]
-    assert "lower the learning rate" in finding.cures[0]
+    assert "lower the learning rate" in finding.fixes[0]
 
 
 # -- loss_spike -------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_a_spike_after_a_large_update_is_not_the_batchs_doing() -> None:
     run = healthy_run()
     run.values["loss"][250] = 2.2
     run.values["update/rms"][249] *= 20
-    assert "step 249 moved the weights" in only(run.findings("loss_spike")).causes[0]
+    assert "Step 249 moved the weights" in only(run.findings("loss_spike")).causes[0]
 
 
 def test_losses_below_zero_are_judged_too() -> None:
@@ -113,8 +113,8 @@ def test_one_gradient_far_larger_than_the_others_is_to_blame() -> None:
     run.values["loss"][250:] += 1.2
     run.values["grad/norm"][249] *= 300
     finding = only(run.findings("loss_rising"))
-    assert finding.causes[0].startswith("the gradient of step 249 was ")
-    assert "before step 249" in finding.cures[0]
+    assert finding.causes[0].startswith("The gradient of step 249 was ")
+    assert "before step 249" in finding.fixes[0]
     for metric, value in (("clip/max_norm", 1.0), ("step/skipped", 1.0), ("step/left_out", 1.0)):
         held = healthy_run()
         held.values |= {"loss": run.values["loss"], "grad/norm": run.values["grad/norm"]}
@@ -159,12 +159,12 @@ def flat_run(steps: int = 200, level: float = 2.3, first: float = 2.5) -> Run:
 def test_a_loss_that_never_falls() -> None:
     finding = only(flat_run().findings("loss_plateau"))
     assert (finding.severity, finding.found_step) == ("warning", 80)
-    assert "may not belong together" in finding.causes[0]
+    assert "may not match" in finding.causes[0]
 
 
 def test_what_is_told_of_a_plateau_is_how_far_the_loss_fell_since_the_start() -> None:
     finding = only(flat_run(first=2.5).findings("loss_plateau"))
-    assert "stands still, little below where it began" in finding.title
+    assert "is flat, little below its start" in finding.title
     assert finding.evidence["seen"]["fell"] == pytest.approx(0.11, abs=0.03)
     finding = only(flat_run(first=2.3).findings("loss_plateau"))
     assert "has hardly fallen since the start" in finding.title
@@ -186,13 +186,13 @@ def test_a_learning_rate_too_small_is_named_and_a_larger_one_proposed() -> None:
     run.values["lr"] *= 1e-4
     finding = only(run.findings("loss_plateau"))
     assert "so small" in finding.causes[0]
-    assert "raise the learning rate" in finding.cures[0]
+    assert "Raise the learning rate" in finding.fixes[0]
 
 
 def test_weight_decay_is_named_where_it_takes_the_weights() -> None:
     run = flat_run()
-    run.facts = Facts(weight_decay=100.0)
-    assert "weight decay" in only(run.findings("loss_plateau")).causes[0]
+    run.info = RunInfo(weight_decay=100.0)
+    assert "Weight decay" in only(run.findings("loss_plateau")).causes[0]
 
 
 def test_nothing_is_said_in_a_warmup() -> None:
@@ -221,7 +221,7 @@ def test_a_late_plateau_is_advice() -> None:
     finding = only(run.findings("loss_plateau"))
     assert finding.severity == "info"
     assert 1000 < finding.found_step < 1600
-    assert "no longer falls" in finding.title
+    assert "has not fallen since" in finding.title
 
 
 # -- what they rest on ------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from made_up import Run, due, make_layout, same_findings, words_of
 
-from benchmarks.faults.record import record
-from benchmarks.faults.tasks import RECIPES, Recipe, with_changes
-from benchmarks.faults.zoo import OTHER_OPTIMIZER
-from gradvitals.diagnose import Diagnosis, Facts
-from gradvitals.diagnose.schedule import LrTooHigh
+from gradvitals.diagnose import Diagnosis, RunInfo
+from gradvitals.diagnose.rules.schedule import LrTooHigh
+from gradvitals.lab.faults.controls import OTHER_OPTIMIZER
+from gradvitals.lab.faults.record import record
+from gradvitals.lab.faults.tasks import RECIPES, Recipe, with_changes
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
-ADAM = Facts(optimizer="AdamW", betas=(0.9, 0.999))
+ADAM = RunInfo(optimizer="AdamW", betas=(0.9, 0.999))
 LOWEST = -0.1 / 1.9
 """What Adam's averages give where there is no signal at all and gradients cancel."""
 FIRST_RATIO = 0.6
@@ -61,13 +61,13 @@ def thrown(
     return run
 
 
-def found(run: Run, facts: Facts = ADAM, layout: Layout | None = None, breaks: tuple[int, ...] = ()) -> list[Finding]:
-    diagnosis = Diagnosis(rules=[LrTooHigh()], facts=facts)
+def found(run: Run, info: RunInfo = ADAM, layout: Layout | None = None, breaks: tuple[int, ...] = ()) -> list[Finding]:
+    diagnosis = Diagnosis(rules=[LrTooHigh()], info=info)
     diagnosis.describe(layout or make_layout())
     for readings in run:
         if readings[0].step in breaks:
             saved = json.loads(json.dumps(diagnosis.state_dict()))
-            diagnosis = Diagnosis(rules=[LrTooHigh()], facts=facts)
+            diagnosis = Diagnosis(rules=[LrTooHigh()], info=info)
             diagnosis.describe(layout or make_layout())
             diagnosis.load_state_dict(saved)
         diagnosis.read(readings)
@@ -78,11 +78,11 @@ def test_weights_that_grew_and_a_model_that_learns_nothing() -> None:
     [finding] = found(thrown())
     assert (finding.severity, finding.first_step, finding.found_step, finding.last_step) == ("warning", 0, 60, None)
     assert finding.title == (
-        "the learning rate of 0.1 is too high: the first 50 steps made the weights 4 times as large as they began, and "
-        "after 60 the loss is still 3.2, where it began with 4"
+        "The learning rate of 0.1 is too high: the first 50 steps made the weights 4× as large, and after 60 steps the "
+        "loss is still 3.2 (it started at 4)"
     )
     # One step was 0.6 / 0.8 of what the weights began with, at 0.1: a step of 0.015 of them takes 0.002.
-    assert finding.cures[0] == "start again and lower the learning rate from 0.1 to about 0.002"
+    assert finding.fixes[0] == "Start again and lower the learning rate from 0.1 to about 0.002"
     assert "median GSNR of -0.0516" in finding.causes[0]
     assert "?" not in words_of(finding)
     assert same_findings(found(thrown(), breaks=(1, 9, 50, 60, 61, 200)), [finding])
@@ -110,10 +110,10 @@ def test_it_is_over_when_there_is_a_signal_and_the_loss_follows_it() -> None:
 
 
 def test_without_adams_averages_only_a_loss_that_has_not_moved_tells() -> None:
-    sgd = Facts(optimizer="SGD", momentum=0.9)
+    sgd = RunInfo(optimizer="SGD", momentum=0.9)
     [finding] = found(thrown(adam=False, loss=lambda step: jumped(step, 3.9)), sgd)
     assert finding.found_step == 60
-    assert "one step changed the weights by 0.6 of their size" in finding.causes[0]
+    assert "One step changed the weights by 60% of their norm" in finding.causes[0]
     assert found(thrown(adam=False), sgd) == []
 
 
@@ -157,7 +157,7 @@ def test_real_runs(recipe: Recipe, factor: float, is_found: bool) -> None:
         recipe, schedule="constant", lr=factor * recipe.lr, micro_batches=1, micro_batch_size=64, stop=80
     )
     recording = record("run", plain, seed=0, tensor_every=50)
-    findings = found(recording.steps, Facts.from_json(recording.facts), recording.layout)  # type: ignore[arg-type]
+    findings = found(recording.steps, RunInfo.from_json(recording.facts), recording.layout)  # type: ignore[arg-type]
     assert [finding.id for finding in findings] == ["lr_too_high"] * is_found
     if is_found:
         proposed = findings[0].evidence["seen"]["lr_proposed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from by_hand import Run, healthy_run, layout_of, only
 
-from gradvitals.diagnose import Facts
+from gradvitals.diagnose import RunInfo
 
 
 def small(factor: float, dtype: str = "float16") -> Run:
@@ -21,7 +21,7 @@ def test_gradients_near_the_smallest_number_of_float16() -> None:
     assert finding.found_step < 10
     assert len(finding.tensors) == 8
     assert "no loss scale" in finding.causes[0]
-    assert "bfloat16" in finding.cures[0]
+    assert "bfloat16" in finding.fixes[0]
 
 
 def test_the_same_numbers_are_fine_in_other_types() -> None:
@@ -32,7 +32,7 @@ def test_the_same_numbers_are_fine_in_other_types() -> None:
 
 def test_autocast_counts_as_float16() -> None:
     run = small(1e-6, "float32")
-    run.facts = Facts(autocast="float16")
+    run.info = RunInfo(autocast="float16")
     assert only(run.findings("precision_underflow")).severity == "warning"
 
 

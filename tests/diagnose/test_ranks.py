@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from made_up import Run, diagnose, diagnose_with_breaks, make_layout, same_findings, words_of
 
-from gradvitals.diagnose import Facts, Rule
-from gradvitals.diagnose.ranks import HighDispersion, LowDispersion, ReplicaMismatch, RngMismatch
+from gradvitals.diagnose import Rule, RunInfo
+from gradvitals.diagnose.rules.ranks import HighDispersion, LowDispersion, ReplicaMismatch, RngMismatch
 from gradvitals.functional.dispersion import leave_one_out_z, norm_dispersion, norm_ratios
 from gradvitals.types import Reading
 
-EIGHT = Facts(world_size=8)
+EIGHT = RunInfo(world_size=8)
 
 
 def local_norms(step: int, rng: np.random.Generator, *, workers: int = 8, shards: int = 8) -> np.ndarray:
@@ -47,10 +47,10 @@ def test_workers_with_data_of_their_own_are_fine(seed: int) -> None:
 
 @pytest.mark.parametrize("in_general", [True, False])
 def test_the_same_shard_on_all_workers(in_general: bool) -> None:
-    [finding] = diagnose(checks(of_shards(1), in_general=in_general), LowDispersion(), HighDispersion(), facts=EIGHT)
+    [finding] = diagnose(checks(of_shards(1), in_general=in_general), LowDispersion(), HighDispersion(), info=EIGHT)
     assert (finding.id, finding.severity, finding.first_step) == ("low_dispersion", "warning", 0)
     assert finding.found_step == 100
-    assert "all 8 workers" in finding.title
+    assert "All 8 ranks" in finding.title
     assert "?" not in words_of(finding)
 
 
@@ -63,15 +63,15 @@ def test_norms_of_zero_are_not_a_sign_of_the_same_data() -> None:
 def test_a_worker_that_goes_astray_is_found_against_what_was_usual() -> None:
     series = of_shards(8, count=40)
     series[30:] = [0.5] * 10
-    [finding] = diagnose(checks(series), HighDispersion(), facts=EIGHT)
+    [finding] = diagnose(checks(series), HighDispersion(), info=EIGHT)
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 3000, 3300)
-    assert "one worker has changed" in finding.causes[0]
+    assert "One rank has changed" in finding.causes[0]
     assert finding.evidence["expected"]["dispersion"] == pytest.approx(0.09, abs=0.03)
     assert "?" not in words_of(finding)
 
 
 def test_workers_far_apart_from_the_start() -> None:
-    [finding] = diagnose(checks([1.4] * 5), HighDispersion(), facts=EIGHT)
+    [finding] = diagnose(checks([1.4] * 5), HighDispersion(), info=EIGHT)
     assert (finding.first_step, finding.found_step) == (0, 300)
 
 
@@ -93,9 +93,9 @@ def test_copies_that_differ_are_critical_at_once_and_named() -> None:
         tensors={"ranks/checksum_mismatch": of_tensors},
     )
     run = [[Reading(step=step, time=0.0, values={"ranks/checksum_mismatch": 0.0})] for step in range(7)]
-    [finding] = diagnose([*run, [Reading(step=7, time=0.0), differ]], ReplicaMismatch(), layout=layout, facts=EIGHT)
+    [finding] = diagnose([*run, [Reading(step=7, time=0.0), differ]], ReplicaMismatch(), layout=layout, info=EIGHT)
     assert (finding.severity, finding.first_step, finding.tensors) == ("critical", 7, ("blocks.4.weight",))
-    assert "before step 7" in finding.cures[0]
+    assert "before step 7" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -130,7 +130,7 @@ def norms_of(world: int, *, count: int = 60, spread: float = 0.1, seed: int = 0)
 @pytest.mark.parametrize("spread", [0.01, 0.1, 0.5])
 def test_healthy_ranks_are_not_named(world: int, spread: float) -> None:
     run = audits(norms_of(world, spread=spread, seed=world))
-    assert diagnose(run, HighDispersion(), LowDispersion(), facts=Facts(world_size=world)) == []
+    assert diagnose(run, HighDispersion(), LowDispersion(), info=RunInfo(world_size=world)) == []
 
 
 @pytest.mark.parametrize("world", [3, 4, 8, 64, 1000])
@@ -138,7 +138,7 @@ def test_healthy_ranks_are_not_named(world: int, spread: float) -> None:
 def test_a_rank_that_is_off_is_named(world: int, factor: float) -> None:
     norms = norms_of(world)
     norms[20:, 2] *= factor
-    findings = diagnose(audits(norms), HighDispersion(), facts=Facts(world_size=world))
+    findings = diagnose(audits(norms), HighDispersion(), info=RunInfo(world_size=world))
     assert [finding.id for finding in findings] == ["high_dispersion"]
     [finding] = findings
     assert (finding.rank, finding.severity) == (2, "warning")
@@ -146,8 +146,8 @@ def test_a_rank_that_is_off_is_named(world: int, factor: float) -> None:
     assert finding.found_step is not None
     assert finding.found_step <= 2700
     assert "rank 2" in finding.title
-    assert "rank 2" in finding.causes[0]
-    assert "rank 2" in finding.cures[0]
+    assert "Rank 2" in finding.causes[0]
+    assert "rank 2" in finding.fixes[0]
     assert "?" not in words_of(finding)
     assert not [cause for cause in finding.causes if "two" in cause]
 
@@ -174,11 +174,11 @@ def test_of_two_workers_both_are_told_and_none_is_blamed(per_worker: int) -> Non
     for [reading] in run:
         for name, array in list(reading.ranks.items()):
             reading.ranks[name] = np.repeat(array, per_worker)  # type: ignore[index]
-    [finding] = diagnose(run, HighDispersion(), facts=Facts(world_size=2 * per_worker))
+    [finding] = diagnose(run, HighDispersion(), info=RunInfo(world_size=2 * per_worker))
     assert finding.rank is None
     assert ("rank 0" if per_worker == 1 else "ranks 0 and 1") in finding.title
     assert ("rank 1" if per_worker == 1 else "ranks 2 and 3") in finding.title
-    assert "it cannot be told which" in finding.causes[0]
+    assert "do not show which" in finding.causes[0]
     assert "?" not in words_of(finding)
 
 
@@ -203,9 +203,9 @@ def test_two_ranks_with_the_same_data_are_named() -> None:
     twins = [np.full(8, -1.0)] * 10 + [np.array([-1, -1, 5, -1, -1, 2, -1, -1.0])] * 10
     [finding] = diagnose(audits(norms_of(8, count=20), twin=twins), LowDispersion(), HighDispersion())
     assert (finding.id, finding.rank, finding.first_step, finding.found_step) == ("low_dispersion", 5, 1000, 1100)
-    assert finding.title.startswith("ranks 2 and 5 have the same data")
-    assert "rank 5 was given the shard of rank 2" in finding.causes[0]
-    assert "ranks 2 and 5" in finding.cures[0]
+    assert finding.title.startswith("Ranks 2 and 5 have the same data")
+    assert "Rank 5 was given the shard of rank 2" in finding.causes[0]
+    assert "ranks 2 and 5" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -223,7 +223,7 @@ def test_chance_pairs_are_not_told() -> None:
 def test_all_ranks_with_the_same_samples() -> None:
     twins = [np.array([1.0, 0, 0, 0])] * 4
     [finding] = diagnose(audits(norms_of(4, count=4), twin=twins), LowDispersion())
-    assert (finding.rank, finding.title.split(":")[0]) == (None, "all 4 workers have the same data")
+    assert (finding.rank, finding.title.split(":")[0]) == (None, "All 4 ranks have the same data")
     assert "no DistributedSampler" in finding.causes[0]
     assert "?" not in words_of(finding)
 
@@ -231,9 +231,9 @@ def test_all_ranks_with_the_same_samples() -> None:
 def test_two_workers_can_have_nearly_the_same_norm_by_chance() -> None:
     norms = np.ones((20, 2))
     norms[:, 1] += 3e-5
-    assert diagnose(audits(norms), LowDispersion(), facts=Facts(world_size=2)) == []
-    [finding] = diagnose(audits(np.ones((20, 2))), LowDispersion(), facts=Facts(world_size=2))
-    assert finding.title.startswith("both workers have the same data")
+    assert diagnose(audits(norms), LowDispersion(), info=RunInfo(world_size=2)) == []
+    [finding] = diagnose(audits(np.ones((20, 2))), LowDispersion(), info=RunInfo(world_size=2))
+    assert finding.title.startswith("Both ranks have the same data")
 
 
 def mismatch(replica: list[float], tensor: int = 4, step: int = 300) -> Run:
@@ -257,8 +257,8 @@ def test_the_rank_whose_copy_differs_is_named() -> None:
     [finding] = diagnose(mismatch([0, 0, 0, 1]), ReplicaMismatch())
     assert (finding.rank, finding.tensors, finding.severity) == (3, ("blocks.4.weight",), "critical")
     assert "differ between rank 3 and the others: blocks.4.weight" in finding.title
-    assert any("last found equal at step 200" in cure for cure in finding.cures)
-    assert any("hardware of rank 3" in cure for cure in finding.cures)
+    assert any("last found equal at step 200" in cure for cure in finding.fixes)
+    assert any("hardware of rank 3" in cure for cure in finding.fixes)
     assert "?" not in words_of(finding)
 
 
@@ -289,7 +289,7 @@ def test_a_rank_out_of_step(code: float, what: str) -> None:
     [finding] = diagnose(out_of_step(codes), RngMismatch())
     assert (finding.id, finding.rank, finding.severity) == ("rng_mismatch", 2, "warning")
     assert (finding.first_step, finding.found_step) == (500, 700)
-    assert f"the {what} of rank 2" in finding.title
+    assert f"The {what} of rank 2" in finding.title
     assert "rank 2" in finding.causes[0]
     assert "?" not in words_of(finding)
 

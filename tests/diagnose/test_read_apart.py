@@ -12,9 +12,9 @@ import pytest
 from by_hand import Run, healthy_run, layout_of, only
 from made_up import diagnose, make_run
 
-from gradvitals.diagnose import Facts
+from gradvitals.diagnose import RunInfo
 from gradvitals.diagnose.history import LENGTH, History
-from gradvitals.diagnose.signal import HighEffortLowProgress
+from gradvitals.diagnose.rules.signal import HighEffortLowProgress
 from gradvitals.diagnose.step import Step
 from gradvitals.types import Finding, Layout, Reading
 
@@ -49,7 +49,7 @@ def step_after(numbers: list[int], number: int) -> Step:
     history = History()
     for earlier in numbers:
         history.push_number(earlier)
-    return Step(readings=[Reading(step=number, time=0.0)], layout=Layout(), facts=Facts(), history=history)
+    return Step(readings=[Reading(step=number, time=0.0)], layout=Layout(), info=RunInfo(), history=history)
 
 
 def test_the_step_of_an_earlier_reading() -> None:
@@ -172,7 +172,7 @@ def test_what_is_told_of_the_last_readings_is_told_since_the_first_of_them(apart
     run.values["loss"] = np.append(run.values["loss"][:100], np.full(1200, run.values["loss"][100]))
     plateau = only(found(run, apart, "loss_plateau"))
     assert plateau.first_step == plateau.found_step - 1000 * apart
-    assert f"since step {plateau.first_step}" in plateau.title
+    assert f"since step {plateau.first_step:,}" in plateau.title
     run = healthy_run(600)
     run.values["clip/max_norm"] = np.full(600, 0.01)
     assert only(found(run, apart, "clip_saturated")).first_step == 0  # of 200 readings, which were all there were

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from by_hand import SHAPES, Floats, Run, healthy_run, only
 
-from gradvitals.diagnose import Facts
-from gradvitals.diagnose.scale import NoiseWalk
+from gradvitals.diagnose import RunInfo
+from gradvitals.diagnose.rules.scale import NoiseWalk
 
 SIZES = np.array([float(np.prod(shape)) for shape in SHAPES])
 MATRICES = [0, 2, 4, 6]
@@ -27,7 +27,7 @@ def made_run(steps: int = 700, lr: float = 8e-3) -> Run:
     """A healthy run of AdamW at one learning rate, whose weights all follow noise."""
     run = healthy_run(steps)
     run.values["lr"] = np.full(steps, lr)
-    run.facts = Facts(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=DECAY)
+    run.info = RunInfo(optimizer="AdamW", betas=(0.9, 0.999), weight_decay=DECAY)
     run.tensors["weight/norm"] = noise_norms(run.values["lr"])
     return run
 
@@ -45,7 +45,7 @@ def test_norms_of_noise_are_found_and_named() -> None:
     assert set(finding.tensors) == {"layers.0.weight", "layers.2.weight"}  # matrices only
     assert finding.evidence["seen"]["matrices"] == 4
     assert finding.evidence["seen"]["ratio"] == pytest.approx(1.0, abs=0.01)
-    assert "multipliers" in finding.cures[0]
+    assert "multipliers" in finding.fixes[0]
     assert finding.last_step is None
 
 
@@ -60,18 +60,18 @@ def test_a_norm_that_only_passes_by_is_not_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "info",
     [
-        Facts(),
-        Facts(optimizer="SGD", momentum=0.9, weight_decay=DECAY),
-        Facts(optimizer="Adam", weight_decay=DECAY),
-        Facts(optimizer="AdamW", weight_decay=0.0),
-        Facts(optimizer="AdamW", weight_decay=None),
+        RunInfo(),
+        RunInfo(optimizer="SGD", momentum=0.9, weight_decay=DECAY),
+        RunInfo(optimizer="Adam", weight_decay=DECAY),
+        RunInfo(optimizer="AdamW", weight_decay=0.0),
+        RunInfo(optimizer="AdamW", weight_decay=None),
     ],
 )
-def test_it_judges_only_where_the_formula_holds(facts: Facts) -> None:
+def test_it_judges_only_where_the_formula_holds(info: RunInfo) -> None:
     run = made_run()
-    run.facts = facts
+    run.info = info
     assert run.findings("trapped_scale") == []
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from made_up import Run, diagnose, diagnose_with_breaks, make_run, same_findings, words_of
 
-from gradvitals.diagnose.schedule import DecayDue, LrTooHigh, WarmupNeeded
+from gradvitals.diagnose.rules.schedule import DecayDue, LrTooHigh, WarmupNeeded
 
 SMALL_BATCH = (
     *(7.04, 11.2, 9.46, 16.0, 15.5, 19.0, 25.4, 7.15, 20.8, 25.4),
@@ -30,8 +30,8 @@ def test_a_loss_that_rises_in_the_first_steps() -> None:
     assert (finding.severity, finding.first_step) == ("warning", 0)
     assert finding.found_step is not None
     assert 3 <= finding.found_step <= 8
-    assert "the loss went from" in finding.title
-    assert "0.01" in finding.cures[0]
+    assert "the loss rose from" in finding.title
+    assert "0.01" in finding.fixes[0]
     assert finding.evidence["seen"]["lr_first"] == 0.01
     assert "?" not in words_of(finding)
 
@@ -39,7 +39,7 @@ def test_a_loss_that_rises_in_the_first_steps() -> None:
 def test_where_the_loss_multiplies_a_warmup_is_not_what_helps() -> None:
     run = cold(loss=lambda step: 2.3 + 800 * math.exp(-((step - 8) ** 2) / 8))
     [finding] = diagnose(run, WarmupNeeded())
-    assert "a learning rate of 0.001 or less" in finding.cures[0]
+    assert "a learning rate of 0.001 or less" in finding.fixes[0]
     assert "warmup over about" not in words_of(finding)
 
 
@@ -47,7 +47,7 @@ def test_first_gradients_far_over_all_that_follow() -> None:
     run = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)
     [finding] = diagnose(run, WarmupNeeded())
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 20)
-    assert finding.title.endswith("times the usual, and the loss stays at 2.98")
+    assert finding.title.endswith("× the median, and the loss stays at 2.98")
 
 
 def test_a_run_that_clips_is_told_about_its_limit() -> None:
@@ -55,15 +55,15 @@ def test_a_run_that_clips_is_told_about_its_limit() -> None:
         return 30.0 if step < 2 else 1.0
 
     [without] = diagnose(cold(norm=shock, loss=lambda step: 3.0), WarmupNeeded())
-    assert any(cure.startswith("clip gradients to a norm of 1.0") for cure in without.cures)
+    assert any(cure.startswith("Clip gradients to a norm of 1.0") for cure in without.fixes)
     clipping = cold(norm=shock, loss=lambda step: 3.0)
     for step in clipping:
         step[0].values["clip/max_norm"] = 5.0  # type: ignore[index]
     [finding] = diagnose(clipping, WarmupNeeded())
-    assert "warmup over about" in finding.cures[0]
-    assert finding.cures[1].startswith("clip to 4 instead of 5:")
-    assert "the limit in use cut 10 % of the last ones" in finding.cures[1]
-    assert not any(cure.startswith("clip gradients") for cure in finding.cures)
+    assert "warmup over about" in finding.fixes[0]
+    assert finding.fixes[1].startswith("Clip to 4 instead of 5:")
+    assert "the present limit clipped 10% of the last ones" in finding.fixes[1]
+    assert not any(cure.startswith("Clip gradients") for cure in finding.fixes)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_no_signal_left_and_a_level_loss_at_a_constant_rate() -> None:
     assert finding.severity == "info"
     assert finding.found_step is not None
     assert finding.found_step > 200
-    assert "from 0.01 to about 0.00333" in finding.cures[0]
+    assert "from 0.01 to about 0.00333" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -158,9 +158,9 @@ def test_a_net_that_the_first_steps_destroyed() -> None:
     [finding] = diagnose(destroyed(), LrTooHigh())
     assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 0, None)
     assert finding.found_step == 3
-    assert finding.title.startswith("the learning rate of 0.01 is too high: within 20 steps the loss went from 2.3")
+    assert finding.title.startswith("The learning rate of 0.01 is too high: within 20 steps the loss rose from 2.3")
     assert finding.evidence["seen"]["loss"] == pytest.approx(2.3 * 5.0**6, rel=0.1)  # the highest there was
-    assert "from 0.01 to about 6.00e-05" in finding.cures[0]
+    assert "from 0.01 to about 6.00e-05" in finding.fixes[0]
     assert "?" not in words_of(finding)
     whole = diagnose_with_breaks(destroyed(), LrTooHigh, (2, 5, 19, 20, 30, 200))
     assert same_findings(whole, [finding])

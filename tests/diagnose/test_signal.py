@@ -18,9 +18,10 @@ from made_up import (
     words_of,
 )
 
-from gradvitals.diagnose import RULES, Rule, batch, schedule, signal
-from gradvitals.diagnose.averages import Averages
-from gradvitals.diagnose.signal import (
+from gradvitals.diagnose import RULES, Rule
+from gradvitals.diagnose.history import Averages
+from gradvitals.diagnose.rules import batch, schedule, signal
+from gradvitals.diagnose.rules.signal import (
     DeepLayerCollapse,
     HighEffortLowProgress,
     NearZeroInitialGsnr,
@@ -96,20 +97,20 @@ def test_no_signal_and_a_loss_that_stays() -> None:
     assert 60 <= finding.found_step <= 200
     assert finding.evidence["seen"]["low"] <= 0 < finding.evidence["seen"]["high"] < 1
     assert "?" not in words_of(finding)
-    assert finding.causes[0].startswith("inputs and targets")
+    assert finding.causes[0].startswith("Inputs and targets")
 
 
 def test_a_cold_start_is_named_as_the_cause() -> None:
     run = make_run(gsnr=lambda step: 0.0, spread=0.1, lr=lambda step: 0.003, **FLAT)
     [finding] = diagnose(run, NearZeroInitialGsnr())
     assert "from the first step" in finding.causes[0]
-    assert "warmup" in finding.cures[1]
+    assert "warmup" in finding.fixes[1]
 
 
 def test_a_cold_start_is_told_with_the_rate_it_began_with_whatever_it_is_now() -> None:
     run = make_run(gsnr=lambda step: 0.0, spread=0.1, lr=lambda step: 0.003 * math.exp(-step / 100), **FLAT)
     [finding] = diagnose(run, NearZeroInitialGsnr())
-    assert "the learning rate was 0.003 from the first step" in finding.causes[0]
+    assert "The learning rate was 0.003 from the first step" in finding.causes[0]
     assert finding.evidence["seen"]["lr"] < 0.002
 
 
@@ -147,7 +148,7 @@ def test_a_signal_that_fades_with_depth(towards: str, first: str) -> None:
     run = make_run(gsnr=lambda step: levels if towards == "input" else levels[::-1], spread=0.02)
     [finding] = diagnose(run, DeepLayerCollapse(), layout=make_layout(BLOCKS))
     assert finding.tensors[0] == first
-    assert f"towards the {towards}" in finding.title
+    assert f"toward the {towards}" in finding.title
     assert "?" not in words_of(finding)
 
 
@@ -297,7 +298,7 @@ def test_noise_over_signal_is_info_and_said_to_be_ordinary() -> None:
     levels = np.full(6, 0.05)
     [finding] = diagnose(with_shares(make_run(gsnr=lambda step: levels, spread=0.02), 0.93), NoisyGradients())
     assert finding.severity == "info"
-    assert "93 % of coordinates" in finding.title
+    assert "93% of coordinates" in finding.title
     assert "ordinary" in finding.causes[0]
     seen = finding.evidence["seen"]
     assert seen["whole"] == pytest.approx(4 * 0.05, rel=0.3)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from by_hand import Run, healthy_run, only
 
-from gradvitals.diagnose.explain import before_it
-from gradvitals.report.verdict import judge, replay, unread_before
+from gradvitals.diagnose.message import unread_steps
+from gradvitals.show.again import diagnose_again
+from gradvitals.show.checkup import _finite_until
+from gradvitals.show.verdict import judge, unread_before, when
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Finding, Reading
 
@@ -42,8 +44,8 @@ def test_a_gradient_that_is_nowhere_finite_may_come_from_a_step_that_was_not_rea
     assert finding.first_step == apart * BROKEN
     assert finding.evidence["unread"] == apart - 1
     assert "first in" not in finding.title
-    assert finding.causes[0].startswith(f"{before_it(apart - 1)} not read")
-    assert f"before step {apart * (BROKEN - 1) + 1:,}," in finding.cures[0]
+    assert finding.causes[0].startswith(f"{unread_steps(apart - 1).capitalize()} not read")
+    assert f"before step {apart * (BROKEN - 1) + 1:,} and" in finding.fixes[0]
 
 
 def test_where_every_step_is_read_it_is_said_where_it_began() -> None:
@@ -62,7 +64,7 @@ def test_where_some_tensors_are_finite_the_step_itself_has_broken_the_others() -
 def test_a_loss_that_nobody_told_is_not_spoken_of() -> None:
     finding = found(broken(loss=False), 1, "nonfinite")
     assert "loss" not in finding.evidence["seen"]
-    assert finding.causes[0].startswith("no gradient is finite: backward fails")
+    assert finding.causes[0].startswith("No gradient is finite: backward fails")
     assert "and the loss is" in found(broken(), 1, "nonfinite").causes[0]
 
 
@@ -70,9 +72,11 @@ def test_a_loss_that_is_not_finite_after_steps_that_were_not_read() -> None:
     run = healthy_run()
     run.values["loss"][BROKEN:] = np.nan
     finding = found(run, 20, "loss_nonfinite")
-    assert finding.causes[0].startswith("the 19 steps before it were not read, and may have left weights")
-    assert finding.cures[0].startswith(f"go back to before step {20 * (BROKEN - 1) + 1:,}, and check the batch")
-    assert "check the batch of step 150" in found(run, 1, "loss_nonfinite").cures[0]
+    assert finding.causes[0].startswith("The 19 steps before it were not read and may have left weights")
+    assert finding.fixes[0].startswith(
+        f"Restore a checkpoint from before step {20 * (BROKEN - 1) + 1:,} and check the batch"
+    )
+    assert "Check the batch of step 150" in found(run, 1, "loss_nonfinite").fixes[0]
 
 
 def test_what_is_fine_is_fine_up_to_the_last_step_that_was_read() -> None:

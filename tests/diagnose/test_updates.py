@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from by_hand import Run, healthy_run, layout_of, only
 
-from gradvitals.diagnose import Facts
+from gradvitals.diagnose import RunInfo
 
 ALL = ("dead_tensor", "unchanged_weights", "update_ratio", "update_spike")
 
@@ -30,10 +30,10 @@ def test_a_tensor_that_never_has_a_gradient(value: float, cause: str) -> None:
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 19)
     assert finding.tensors == ("layers.2.weight", "layers.2.bias")
     assert cause in finding.causes[0]
-    assert "layers.2.weight" in finding.cures[0]
+    assert "layers.2.weight" in finding.fixes[0]
 
 
-@pytest.mark.parametrize(("value", "cause"), [(np.nan, "until step 150"), (0.0, "all units behind")])
+@pytest.mark.parametrize(("value", "cause"), [(np.nan, "until step 150"), (0.0, "All units behind")])
 def test_a_tensor_that_loses_its_gradient_is_found_sooner(value: float, cause: str) -> None:
     run = without_gradient(healthy_run(200), slice(150, 200), [4], value)
     finding = only(run.findings("dead_tensor"))
@@ -125,9 +125,9 @@ def test_an_update_that_is_large_everywhere_is_the_learning_rates_doing() -> Non
     run.tensors["update/ratio"][100:] = 0.4
     finding = only(run.findings("update_ratio"))
     assert "learning rate" in finding.causes[0]
-    assert "lower the learning rate" in finding.cures[0]
-    run.facts = Facts(weight_decay=1000.0)
-    assert "weight decay" in only(run.findings("update_ratio")).causes[0]
+    assert "Lower the learning rate" in finding.fixes[0]
+    run.info = RunInfo(weight_decay=1000.0)
+    assert "Weight decay" in only(run.findings("update_ratio")).causes[0]
 
 
 def test_most_updates_too_large_at_the_start_and_why() -> None:
@@ -155,7 +155,7 @@ def test_a_learning_rate_too_small_from_the_start() -> None:
     finding = only(run.findings("update_ratio"))
     assert finding.found_step <= 60
     assert "too low" in finding.causes[0]
-    assert "raise the learning rate" in finding.cures[0]
+    assert "Raise the learning rate" in finding.fixes[0]
 
 
 def test_small_steps_are_fine_where_the_loss_falls() -> None:
@@ -195,15 +195,15 @@ def test_what_a_gradient_left_in_momentum_is_laid_to_that_gradient() -> None:
     run = pushed(healthy_run(), slice(251, 253), 50.0)
     run.scale_gradient(250, 100.0)
     finding = only(run.findings("update_spike"))
-    assert finding.causes[0].startswith("the gradient of step 250 was far too large")
-    assert "step 250" in finding.cures[0]
+    assert finding.causes[0].startswith("The gradient of step 250 was far too large")
+    assert "step 250" in finding.fixes[0]
 
 
 def test_a_large_update_on_an_ordinary_gradient_is_momentums_doing() -> None:
     finding = only(pushed(healthy_run(), slice(250, 252), 50.0).findings("update_spike"))
     assert (finding.severity, finding.first_step, finding.last_step, finding.tensors) == ("warning", 250, 251, ())
     assert "momentum" in finding.causes[0]
-    assert "before step 251" in finding.cures[0] or "before step 250" in finding.cures[0]
+    assert "before step 251" in finding.fixes[0] or "before step 250" in finding.fixes[0]
 
 
 def test_a_large_update_of_one_tensor() -> None:
@@ -223,7 +223,7 @@ def test_a_learning_rate_that_jumps_is_named() -> None:
     run.values["lr"][250:] *= 30
     finding = only(run.findings("update_spike"))
     assert finding.first_step == 250
-    assert "the learning rate rose" in finding.causes[0]
+    assert "The learning rate rose" in finding.causes[0]
 
 
 def test_a_warm_restart_is_meant() -> None:
@@ -277,7 +277,7 @@ def test_a_learning_rate_that_was_lowered_is_not_told_to_be_too_low() -> None:
     run.values["lr"] = lr
     assert run.findings("update_ratio") == []
     run.values["lr"] = np.full(300, 1e-3)
-    assert "raise the learning rate" in run.findings("update_ratio")[0].cures[0]
+    assert "Raise the learning rate" in run.findings("update_ratio")[0].fixes[0]
 
 
 def test_a_learning_rate_is_not_too_low_where_the_gradient_is_gone() -> None:

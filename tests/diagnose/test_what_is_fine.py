@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import gradvitals as gv
-from gradvitals.diagnose import RULES
-from gradvitals.report.report import CONTRADICTS
+from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 
@@ -39,8 +37,3 @@ def test_where_tensors_are_frozen_not_every_tensor_has_a_gradient(tmp_path: Path
     found = Finding(id="frozen_weights", severity="info", title="2 of 10 tensors are frozen", first_step=0)
     assert "dead_tensor" in fine(tmp_path / "calm")
     assert "dead_tensor" not in fine(tmp_path / "frozen", found)
-
-
-@pytest.mark.parametrize("name", CONTRADICTS)
-def test_only_rules_are_named(name: str) -> None:
-    assert {name, *CONTRADICTS[name]} <= set(RULES)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gradvitals as gv
-from gradvitals.diagnose.averages import Average
+from gradvitals.diagnose.history import Average
 from gradvitals.types import Action, Reading
 
 

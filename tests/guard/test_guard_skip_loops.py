@@ -307,6 +307,6 @@ def test_nobody_is_reported_to_leave_out_what_was_skipped(tmp_path: Path) -> Non
             monitor.observe(loss)
             optimizer.step()
     assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 50)]
-    cures = {finding.id: finding.cures[0] for finding in monitor.findings if finding.severity != "info"}
-    assert set(cures) == {"loss_spike", "explosion"}
-    assert all("its step was left out, and training goes on" in cure for cure in cures.values())
+    fixes = {finding.id: finding.fixes[0] for finding in monitor.findings if finding.severity != "info"}
+    assert set(fixes) == {"loss_spike", "explosion"}
+    assert all("its step was skipped and training continues" in cure for cure in fixes.values())

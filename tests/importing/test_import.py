@@ -143,7 +143,7 @@ def test_a_healthy_history_is_healthy_and_what_it_cannot_show_is_said(tmp_path: 
 def test_words_name_no_number_that_nobody_knows(tmp_path: Path) -> None:
     rows = [{"step": row["step"], "loss": row["loss"]} for row in diverging()]
     for finding in import_run(write_jsonl(rows, tmp_path), tmp_path / "run").findings:
-        assert not [text for text in (*finding.causes, *finding.cures) if " nan" in text], finding
+        assert not [text for text in (*finding.causes, *finding.fixes) if " nan" in text], finding
 
 
 # -- columns -----------------------------------------------------------------------------------------------------

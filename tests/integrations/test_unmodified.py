@@ -161,7 +161,7 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
     assert found.series("grad/norm")[0].tolist() == list(range(21))
     stops = [finding for finding in found.findings() if finding.id in ("training_stopped", "ranks_lost")]
     assert [(stop.id, stop.rank, stop.first_step, stop.title) for stop in stops] == [
-        ("training_stopped", rank, 21, "training stopped with ValueError: bad sample")
+        ("training_stopped", rank, 21, "Training stopped with ValueError: bad sample")
     ]
     line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample. 21 steps, "
     assert f"gradvitals: {line}" in done.err

@@ -36,9 +36,9 @@ def endings(path: Path) -> list[tuple[str, str]]:
         ("pass", []),
         (
             "raise RuntimeError('out of luck\\nand more')",
-            [("critical", "training stopped with RuntimeError: out of luck")],
+            [("critical", "Training stopped with RuntimeError: out of luck")],
         ),
-        ("raise KeyboardInterrupt", [("info", "training was stopped by hand")]),
+        ("raise KeyboardInterrupt", [("info", "Training was stopped by hand")]),
     ],
 )
 def test_a_program_that_ends(tmp_path: Path, ending: str, expected: list[tuple[str, str]]) -> None:
@@ -59,4 +59,4 @@ def test_a_with_block_that_is_left_by_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no more data"):
         train()
-    assert endings(tmp_path / "run") == [("critical", "training stopped with ValueError: no more data")]
+    assert endings(tmp_path / "run") == [("critical", "Training stopped with ValueError: no more data")]

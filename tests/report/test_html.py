@@ -34,7 +34,7 @@ FINDING = Finding(
     found_step=32,
     evidence={"seen": {"ratio": 41.26, "lr": 0.003}, "expected": {"ratio": 2.0}},
     causes=("one bad batch: it came and went", "the learning rate"),
-    cures=("skip the batch of step 30", "lower the learning rate"),
+    fixes=("skip the batch of step 30", "lower the learning rate"),
 )
 
 

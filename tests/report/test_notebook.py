@@ -40,7 +40,7 @@ def write(path: Path, title: str, *, ranks: int = 2, steps: int = 60) -> Path:
         for step in range(steps):
             values = {"loss": np.nan if step > 50 else 2.0, "grad/norm": 1.25}
             writer.write(Reading(step=step, time=0.0, values=values))
-        writer.write(Finding(id="x", severity="critical", title=title, first_step=51, cures=("lower the rate",)))
+        writer.write(Finding(id="x", severity="critical", title=title, first_step=51, fixes=("lower the rate",)))
     return path
 
 

@@ -42,7 +42,7 @@ def test_every_notice_is_explained_with_its_severities(name: str) -> None:
     found = entry(name)
     assert set(found.severities) == IDS[name]
     assert found.causes
-    assert found.cures
+    assert found.fixes
     result = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["doctor", "--explain", name])
     assert result.exit_code == 0
     for part in (found.name, f"[{name}]", "Likely causes", "Fixes", "Severity: "):

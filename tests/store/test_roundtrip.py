@@ -94,7 +94,7 @@ def test_a_finding_written_again_is_updated(tmp_path):
     finding = Finding(id="spike", severity="warning", title="Spike", tensors=("a", "b"), first_step=3)
     ended = Finding(
         id="spike", severity="critical", title="Spike", tensors=("a", "b", "c"), first_step=3, last_step=9,
-        evidence={"seen": 1.5}, causes=("a bad batch",), cures=("clip",),
+        evidence={"seen": 1.5}, causes=("a bad batch",), fixes=("clip",),
     )  # fmt: skip
     other = Finding(id="spike", severity="warning", title="Spike", tensors=("a",), first_step=4)
     action = Action(kind="lr", step=4, finding="spike", taken=True, before={"lr": 1}, after={"lr": 0.5}, reason="why")

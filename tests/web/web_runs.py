@@ -58,7 +58,7 @@ def hostile_run(path: Path) -> None:
                 first_step=10,
                 evidence={"seen": {HOSTILE: HOSTILE}, "expected": {HOSTILE: HOSTILE}},
                 causes=(HOSTILE,),
-                cures=(long,),
+                fixes=(long,),
             )
         )
         writer.commit()

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell
-from gradvitals.advise.record import Record, apart
-from gradvitals.diagnose.averages import Average
-from gradvitals.diagnose.explain import number
+from gradvitals.advise.record import AT_ONE_POINT, Record, apart
+from gradvitals.diagnose.history import Average
+from gradvitals.format import number
 
 TOPIC = "batch_size"
 NAMES = ("noise_scale", "low", "high", "batch_size", "proposed", "steps_factor", "samples_factor")

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell, rounded_up
 from gradvitals.advise.record import Floats, Record, Series
-from gradvitals.diagnose.explain import number
+from gradvitals.format import number
 
 TOPIC = "max_grad_norm"
 NAMES = ("max_norm", "low", "high", "would_clip", "schedule", "drift", "clips_at", "clips")

@@ -9,9 +9,8 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell
 from gradvitals.advise.record import Floats, Record, Series
-from gradvitals.diagnose.averages import Average
-from gradvitals.diagnose.explain import number
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.history import Average, fall
+from gradvitals.format import number
 
 TOPIC = "decay"
 NAMES = ("step", "lr", "to_lr", "level_since", "gsnr_dropped", "decays_from")

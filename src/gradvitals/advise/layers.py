@@ -12,7 +12,7 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, Figure, cannot_tell
 from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
-from gradvitals.diagnose.explain import number
+from gradvitals.format import number
 from gradvitals.store.frames import Kind
 
 TOPIC = "layers"

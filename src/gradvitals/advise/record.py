@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose import Facts
-from gradvitals.diagnose.averages import Average, Averages, alike
+from gradvitals.diagnose import RULES, RunInfo
+from gradvitals.diagnose.history import Average, Averages, same_size
 from gradvitals.errors import RunError
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Finding, Reading, Source
@@ -21,19 +21,7 @@ Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-TROUBLE = (
-    "stale_gradients",
-    "loss_nonfinite",
-    "loss_spike",
-    "loss_rising",
-    "nonfinite",
-    "explosion",
-    "oscillation",
-    "update_spike",
-    "high_effort_low_progress",
-    "warmup_needed",
-    "replica_mismatch",
-)
+TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
 """Findings whose steps show gradients as they should not be; told as a warning or worse, they are left out."""
 
 MENDED = ("clip", "skip", "reset_momentum", "roll_back")
@@ -91,7 +79,7 @@ class Record:
         self.last_step = last
         meta = run.meta
         facts = meta.get("facts")
-        self.facts = Facts.from_json(facts) if isinstance(facts, dict) else Facts()
+        self.facts = RunInfo.from_json(facts) if isinstance(facts, dict) else RunInfo()
         config = meta.get("config")
         kept = config.get("gsnr_window") if isinstance(config, dict) else None
         self.window = kept if isinstance(kept, int) and kept >= 2 else 20
@@ -167,7 +155,7 @@ class Record:
         found = list(_averages(self.run, source, self.window))
         same = 0
         for i, (a, b) in enumerate(pairwise(found), 1):
-            if not (alike(a.batch_size, b.batch_size) and alike(a.step_size, b.step_size)):
+            if not (same_size(a.batch_size, b.batch_size) and same_size(a.step_size, b.step_size)):
                 same = i
         return tuple(found[same:])
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell, rounded_up
 from gradvitals.advise.record import Floats, Record, Series
-from gradvitals.diagnose.explain import number
-from gradvitals.diagnose.loss import fall
+from gradvitals.diagnose.history import fall
+from gradvitals.format import number
 from gradvitals.types import Finding
 
 TOPIC = "warmup"

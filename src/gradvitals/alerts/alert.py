@@ -76,7 +76,7 @@ class Alert:
             return
         key = (finding.id, finding.rank, finding.first_step, finding.found_step)
         if finding.last_step is not None:
-            if key in self._over or (key not in self._told and "follows" in finding.evidence):
+            if key in self._over or (key not in self._told and finding.follows is not None):
                 return  # it was over before: what it follows from has been found since
             self._over.add(key)
         over = finding.last_step is not None and key in self._told

@@ -41,7 +41,7 @@ class Message:
             where = f" in {names}" if names else ""
             rank = f" on rank {finding.rank}" if finding.rank is not None else ""
             lines.append(f"since step {finding.first_step}{where}{rank} ({finding.id})")
-            lines += [f"to do: {cure}" for cure in finding.cures[:1]]
+            lines += [f"to do: {cure}" for cure in finding.fixes[:1]]
         if self.held_back:
             lines.append(f"{self.held_back} more were not sent, because there were too many")
         return "\n".join(plain(line) for line in lines)[:LONGEST]

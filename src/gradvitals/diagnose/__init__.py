@@ -1,41 +1,23 @@
-"""From readings to findings: what is wrong, where, since when, why probably, what to do. No torch."""
+"""From readings to findings: what is wrong, where, since when, the likely cause, the fix. No torch."""
 
-# Importing a family registers its rules; this is the order in which findings of one step are told.
-from gradvitals.diagnose import (
-    batch,
-    clipping,
-    gradients,
-    loop,
-    loss,
-    nonfinite,
-    precision,
-    ranks,
-    scale,
-    schedule,
-    signal,
-    swings,
-    updates,
-)
+from gradvitals.diagnose import rules
 from gradvitals.diagnose.engine import Diagnosis
-from gradvitals.diagnose.explain import Words
-from gradvitals.diagnose.facts import Facts
-from gradvitals.diagnose.rule import RULES, Rule, Sign, build_rules, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.message import Message, Observation
+from gradvitals.diagnose.rule import FAMILIES, RULES, Rule, SkipReason, build_rules, check_settings, register
+from gradvitals.diagnose.step import RunInfo, Step
 
-FAMILIES = (
-    loop,
-    loss,
-    nonfinite,
-    gradients,
-    swings,
-    updates,
-    signal,
-    batch,
-    scale,
-    schedule,
-    clipping,
-    precision,
-    ranks,
-)
-
-__all__ = ["FAMILIES", "RULES", "Diagnosis", "Facts", "Rule", "Sign", "Step", "Words", "build_rules", "register"]
+__all__ = [
+    "FAMILIES",
+    "RULES",
+    "Diagnosis",
+    "Message",
+    "Observation",
+    "Rule",
+    "RunInfo",
+    "SkipReason",
+    "Step",
+    "build_rules",
+    "check_settings",
+    "register",
+    "rules",
+]

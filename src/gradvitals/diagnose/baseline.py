@@ -1,9 +1,8 @@
-"""What is usual for a number: its level and its spread in the run so far, without the outliers it should reveal."""
+"""The baseline of a number: its level and spread in the run so far, without the outliers that it should reveal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,79 +11,73 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MEAN_ABS_TO_STD = math.sqrt(math.pi / 2)
-"""Standard deviation over mean absolute deviation, of a normal distribution."""
+"""Standard deviation over mean absolute deviation, for a normal distribution."""
 
 SMALLEST_SPREAD = 0.02
-"""A series that has hardly moved so far may still move: its spread counts as at least this, in units of log."""
+"""Smallest spread, in units of log: a series that has hardly moved so far may still move."""
 
 
 @dataclass
 class Baseline:
-    """Level and spread of many positive series at once, in log space, as moving averages.
+    """Moving averages of the level and the spread of positive series, in log space.
 
-    A value far outside is judged but not remembered, as is one that is not finite or not positive. Where a series stays
-    outside for `patience` values in a row it has a new level, and learns it from then on.
+    An outlier is compared but not learned, nor is a value that is not finite or not positive. A series that stays
+    outside for more than `patience` values in a row has a new level and learns it from then on.
+
+    `compare` and `learn` take one value per series. `compare_one` and `learn_one` do the same for a single series in
+    plain floats, to the last bit: starting a numpy operation takes longer than the arithmetic of one number.
 
     Example:
-        >>> usual = Baseline(window=50)
+        >>> baseline = Baseline(window=50)
         >>> for norm in (1.0, 1.1, 0.9, 1.0):
-        ...     usual.push(np.array([norm]))
-        >>> ratio, z = usual.judge(np.array([2.0]))
+        ...     baseline.learn(np.array([norm]))
+        >>> ratio, z = baseline.compare(np.array([2.0]))
         >>> float(ratio[0].round(2)), bool(z[0] > 3)
         (2.01, True)
     """
 
     window: int = 50
-    """Values that the moving average of the spread reaches back over."""
+    """Values that the moving average of the spread covers."""
     level_window: int = 20
-    """The same of the level. Shorter, as a level that lags behind a falling series makes the spread look large."""
+    """Values that the average of the level covers. Fewer, because a level that lags behind a falling series makes the
+    spread look large."""
     outlier_z: float = 5.0
     patience: int = 8
     count: Floats = field(default_factory=lambda: np.zeros(0))
-    """Values remembered, of each series."""
+    """Values learned, per series."""
     level: Floats = field(default_factory=lambda: np.zeros(0))
     spread: Floats = field(default_factory=lambda: np.zeros(0))
     """Mean absolute deviation of the logarithm from its level."""
     outside: Floats = field(default_factory=lambda: np.zeros(0))
-    """Values outside in a row."""
+    """Outliers in a row."""
 
     def __post_init__(self) -> None:
-        self._judged: tuple[Floats, NDArray[np.bool_], Floats, Floats] | None = None
-        """Values, which are usable, how far their logarithms are away, z-scores: what is judged is pushed next."""
+        # A rule compares values before the engine learns the same ones: keep what was computed.
+        self._compared: tuple[Floats, NDArray[np.bool_], Floats, Floats] | None = None
 
-    def align(self, size: int) -> None:
-        """Have at least this many series; new ones come after the others."""
+    def resize(self, size: int) -> None:
+        """Make room for this many series; new ones come last."""
         more = size - len(self.count)
         if more > 0:
             for name in ("count", "level", "spread", "outside"):
                 setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
 
     def usual(self) -> Floats:
-        """The level of every series: nan before anything was remembered."""
+        """Returns the level of every series; NaN before its first value."""
         return np.where(self.count > 0, np.exp(self.level), np.nan)
 
-    def judge(self, values: Floats) -> tuple[Floats, Floats]:
-        """How far new values are from what is usual: as a ratio, and in standard deviations of the logarithm.
+    def compare(self, values: Floats) -> tuple[Floats, Floats]:
+        """Returns new values over their level, and their distance in standard deviations of the logarithm.
 
-        Both are nan where a value is not finite or not positive, or where fewer than two were remembered.
+        Both are NaN if a value is not finite or not positive, or after fewer than two values.
         """
-        _, _, away, z = self._judge(values)
-        return np.exp(np.where(z == z, away, np.nan)), z
+        _, _, distance, z = self._distances(values)
+        return np.exp(np.where(z == z, distance, np.nan)), z
 
-    def _judge(self, values: Floats) -> tuple[Floats, NDArray[np.bool_], Floats, Floats]:
-        if self._judged is not None and self._judged[0] is values:
-            return self._judged
-        self.align(len(values))
-        usable = (values > 0) & (values < math.inf)
-        away = np.log(np.where(usable, values, 1.0)) - self.level
-        z = np.where(usable & (self.count >= 2), away / self._std(), np.nan)
-        self._judged = (values, usable, away, z)
-        return self._judged
-
-    def push(self, values: Floats) -> None:
-        """Remember new values, except those far outside."""
-        _, take, away, z = self._judge(values)
-        self._judged = None
+    def learn(self, values: Floats) -> None:
+        """Update levels and spreads with new values, except outliers."""
+        _, take, distance, z = self._distances(values)
+        self._compared = None
         outlier = (np.abs(z) > self.outlier_z) & (self.count >= 5)
         if outlier.any() or self.outside.any():
             self.outside = np.where(outlier, self.outside + 1, np.where(take, 0.0, self.outside))
@@ -92,71 +85,56 @@ class Baseline:
             take = take & (~outlier | settled)
             self.count = np.where(settled, np.minimum(self.count, 1.0), self.count)
         self.count = self.count + take
-        away = np.where(take, away, 0.0)
+        distance = np.where(take, distance, 0.0)
         count = np.maximum(self.count, 1)
         rate = np.where(take & (self.count > 1), 1 / np.minimum(count, self.window), 0.0)
-        self.spread = self.spread + rate * (np.abs(away) - self.spread)
-        self.level = self.level + away / np.minimum(count, self.level_window)
+        self.spread = self.spread + rate * (np.abs(distance) - self.spread)
+        self.level = self.level + distance / np.minimum(count, self.level_window)
 
-    def _std(self) -> Floats:
-        # Of few values the spread is poorly known, and more likely too small than too large.
+    def compare_one(self, value: float, index: int = 0) -> tuple[float, float]:
+        """Returns ratio and z-score of the next value of one series."""
+        if index >= len(self.count):
+            self.resize(index + 1)
+        if not 0 < value < math.inf or self.count.item(index) < 2:
+            return math.nan, math.nan
+        distance = float(np.log(value)) - self.level.item(index)
+        return float(np.exp(distance)), distance / self._std_one(index)
+
+    def learn_one(self, value: float, index: int = 0) -> None:
+        """Update one series with its next value, unless it is an outlier."""
+        if index >= len(self.count):
+            self.resize(index + 1)
+        if not 0 < value < math.inf:
+            return
+        # numpy's logarithm: the last digit of `math.log` may differ.
+        distance, count = float(np.log(value)) - self.level.item(index), self.count.item(index)
+        if count >= 5 and abs(distance / self._std_one(index)) > self.outlier_z:
+            self.outside[index] += 1
+            if self.outside.item(index) <= self.patience:
+                return
+            count = min(count, 1.0)
+        else:
+            self.outside[index] = 0.0
+        count += 1
+        self.count[index] = count
+        if count > 1:
+            self.spread[index] += 1 / min(count, self.window) * (abs(distance) - self.spread.item(index))
+        self.level[index] += distance / min(count, self.level_window)
+
+    def _distances(self, values: Floats) -> tuple[Floats, NDArray[np.bool_], Floats, Floats]:
+        """The values, which of them are usable, the distance of their logarithms from the level, z-scores."""
+        if self._compared is not None and self._compared[0] is values:
+            return self._compared
+        self.resize(len(values))
+        usable = (values > 0) & (values < math.inf)
+        distance = np.log(np.where(usable, values, 1.0)) - self.level
+        # The spread of few values is poorly known, and more likely too small than too large.
         doubt = 1 + 3 / np.maximum(self.count, 1)
-        return np.maximum(self.spread, SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+        std = np.maximum(self.spread, SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+        z = np.where(usable & (self.count >= 2), distance / std, np.nan)
+        self._compared = (values, usable, distance, z)
+        return self._compared
 
-
-@dataclass
-class FewBaselines:
-    """A `Baseline` of one or two series, in plain numbers: numpy takes longer to begin than these take to reckon.
-
-    Example:
-        >>> usual = FewBaselines()
-        >>> for norm in (1.0, 1.1, 0.9, 1.0):
-        ...     usual.push([norm])
-        >>> round(usual.judge([2.0])[0][0], 2)
-        2.01
-    """
-
-    window: int = 50
-    level_window: int = 20
-    outlier_z: float = 5.0
-    patience: int = 8
-    count: list[float] = field(default_factory=list)
-    level: list[float] = field(default_factory=list)
-    spread: list[float] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)
-
-    def judge(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """As `Baseline.judge`."""
-        away = self._away(values)
-        known = [number == number and self.count[i] >= 2 for i, number in enumerate(away)]
-        ratios = [float(np.exp(number)) if known[i] else math.nan for i, number in enumerate(away)]
-        return ratios, [number / self._std(i) if known[i] else math.nan for i, number in enumerate(away)]
-
-    def push(self, values: Sequence[float]) -> None:
-        """As `Baseline.push`."""
-        for i, away in enumerate(self._away(values)):
-            if away != away:
-                continue
-            if self.count[i] >= 5 and abs(away / self._std(i)) > self.outlier_z:
-                self.outside[i] += 1
-                if self.outside[i] <= self.patience:
-                    continue
-                self.count[i] = min(self.count[i], 1.0)
-            else:
-                self.outside[i] = 0.0
-            self.count[i] += 1
-            if self.count[i] > 1:
-                self.spread[i] += 1 / min(self.count[i], self.window) * (abs(away) - self.spread[i])
-            self.level[i] += away / min(self.count[i], self.level_window)
-
-    def _away(self, values: Sequence[float]) -> list[float]:
-        """How far the logarithm of each value is from its level; nan where it has none."""
-        for numbers in (self.count, self.level, self.spread, self.outside):
-            numbers.extend([0.0] * (len(values) - len(numbers)))
-        # numpy's logarithm, as its last digit may differ from that of `math`.
-        logs = [float(np.log(value)) if 0 < value < math.inf else math.nan for value in values]
-        return [log - level for log, level in zip(logs, self.level, strict=True)]
-
-    def _std(self, i: int) -> float:
-        doubt = 1 + 3 / max(self.count[i], 1)
-        return max(self.spread[i], SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+    def _std_one(self, index: int) -> float:
+        doubt = 1 + 3 / max(self.count.item(index), 1)
+        return max(self.spread.item(index), SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt

@@ -1,90 +1,115 @@
-"""What a rule is, what it says when it sees its pattern, and where rules are registered."""
+"""What a rule is, and where rules are registered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
+from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.step import Step
 from gradvitals.errors import ConfigError
-from gradvitals.types import Severity
 
-if TYPE_CHECKING:
-    from gradvitals.diagnose.explain import Words
+FAMILIES = (
+    "training loop",
+    "loss",
+    "gradients",
+    "updates",
+    "signal",
+    "batch",
+    "scale",
+    "schedule",
+    "clipping",
+    "precision",
+    "ranks",
+    "presets",
+)
+"""The families of gradvitals' own rules, in the order of the documentation."""
+
+OTHERS = "others"
+"""The family of rules that are not gradvitals' own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sign:
-    """A rule sees its pattern at this step, and on what grounds."""
+class SkipReason(Enum):
+    """Why a check was skipped."""
 
-    severity: Severity
-    seen: Mapping[str, Any]
-    """The numbers that made it fire; the words of the finding are filled in with them."""
-    expected: Mapping[str, Any] = field(default_factory=dict)
-    """What they would be in a healthy run, under the same names."""
-    tensors: tuple[str, ...] = ()
-    """Where it is, the worst first; none for the whole model."""
-    rank: int | None = None
-    """Which rank of a distributed run has it, where one has; a finding keeps the one it opened with."""
-    since: int | None = None
-    """The step the pattern began at; None for this one."""
-    causes: tuple[str, ...] = ()
-    """Keys of the causes that the data speaks for, the likeliest first; the others follow as the words have them."""
-    cures: tuple[str, ...] = ()
-    """Keys of the cures that suit them, the best first; likewise."""
-    title: str = ""
-    """For rules without words in `gradvitals.diagnose.words`."""
-    active: bool = True
-    """Whether the pattern is there now. Where it is not, the sign only tells more about an open finding."""
+    OFF = "turned off in the settings"
+    FAILED = "the rule raised an error"
+    ALTERNATING = "the model alternates with another one"
+    NOT_FINITE = "no step was finite"
+    TOO_EARLY = "the run is too short"
+    NOT_IN_RUN = "the run has no such thing, and needs none"
+    NOT_MEASURED = "a metric was not measured"
+    UNCERTAIN = "the estimate is too uncertain"
 
 
 class Rule:
-    """One pattern. Subclasses are dataclasses: settings are fields, what it remembers is fields with ``init=False``.
+    """One pattern and everything about it.
+
+    Subclasses are dataclasses. Settings are fields; what a rule remembers is fields with ``init=False``; everything
+    else about it is a class attribute.
 
     Example:
+        >>> from dataclasses import dataclass
         >>> @dataclass
         ... class LossOver(Rule):
         ...     id = "loss_over"
         ...     limit: float = 10.0
         ...
-        ...     def look(self, step):
+        ...     def check(self, step):
         ...         loss = step.value("loss")
         ...         if loss > self.limit:
-        ...             seen, expected = {"loss": loss}, {"loss": self.limit}
-        ...             return Sign(severity="warning", seen=seen, expected=expected, title="the loss is too high")
+        ...             return Observation(severity="warning", seen={"loss": loss}, title="The loss is too high")
     """
 
     id: ClassVar[str]
+    family: ClassVar[str] = OTHERS
+    message: ClassVar[Message | None] = None
+    """Its texts. A rule without a message gives its observations a title."""
+
     needs: ClassVar[tuple[str, ...]] = ("grad/norm",)
-    """Metrics without which it cannot judge."""
-    words: ClassVar[Words | None] = None
-    """What is said about it; the rules of gradvitals have theirs in `gradvitals.diagnose.words`."""
-    judges_after: ClassVar[int] = 20
-    """Steps of a run before its silence means that all is well."""
+    """Metrics that it cannot check without."""
+    needs_known: ClassVar[Literal["", "gsnr", "noise_scale"]] = ""
+    """The estimate that must be known well before its silence counts as passed."""
+    reads: ClassVar[Literal["values", "tensors", "full"]] = "values"
+    """Which steps it checks: all, those with values of single tensors, or those of a full reading."""
     min_steps: ClassVar[int] = 0
-    """Steps at the start of a run that it is not shown."""
-    every_step: ClassVar[bool] = True
-    """Whether it looks at what every step has. If not, it is only shown steps that were read in full."""
+    """Steps at the start of a run that it does not check."""
+    judges_after: ClassVar[int] = 20
+    """Steps of a run after which its silence counts as passed."""
     closes_after: ClassVar[int] = 50
-    """Steps without a sign after which its finding is closed."""
+    """Steps without an observation after which its finding is resolved."""
     expects_fall: ClassVar[bool] = False
-    """Whether it takes for granted that training brings one loss down: it does not look at one side of a game."""
+    """Whether it assumes that training lowers one loss. It does not check a model that alternates with another one."""
     default: ClassVar[bool] = True
     """Whether every Diagnosis has it, or only one whose settings name it."""
 
-    def look(self, step: Step) -> Sign | None:
-        """What this step shows of the pattern; None where there is nothing to say."""
+    follows: ClassVar[tuple[str, ...]] = ()
+    """Ids of findings that it is a consequence of, if found while they last: the deepest root first."""
+    follows_if_later: ClassVar[bool] = False
+    """Whether it must also have started after the root: a layer that never had a gradient has another reason."""
+    masks: ClassVar[tuple[str, ...]] = ()
+    """Rules that are not reported as passed beside this finding: "no loss stood out" is not true of a loss that rose
+    a thousandfold, even if its own rule did not fire."""
+    taints_steps: ClassVar[bool] = False
+    """Whether the steps of a warning show gradients that advice must not be based on."""
+    ordinary: ClassVar[bool] = False
+    """Whether nearly every healthy run has this note, which asks for nothing."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Returns what this step shows of the pattern; None if it shows nothing."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, as plain values."""
+        """Returns what it remembers, as plain values."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(self) if not f.init}  # type: ignore[arg-type]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what it remembered. Unknown names are left aside."""
+        """Restore what it remembered. Ignores unknown names."""
         for f in fields(self):  # type: ignore[arg-type]
             if not f.init and f.name in state:
                 setattr(self, f.name, restored(state[f.name], getattr(self, f.name)))
@@ -93,11 +118,11 @@ class Rule:
 R = TypeVar("R", bound=type[Rule])
 
 RULES: dict[str, type[Rule]] = {}
-"""Every rule by its id. A Diagnosis takes one of each that is on by default or named in its settings."""
+"""Every rule by its id. A Diagnosis has one of each that is on by default or named in its settings."""
 
 
 def register(rule: R) -> R:
-    """Have a rule in every Diagnosis from now on, or at hand if it is off by default. For use above ``@dataclass``."""
+    """Add a rule to every later Diagnosis, if it is on by default. Put it above ``@dataclass``."""
     if "__dataclass_fields__" not in vars(rule):
         raise ConfigError(f"{rule.__name__} is not a dataclass; put @dataclass under @register")
     known = RULES.get(rule.id)
@@ -107,34 +132,53 @@ def register(rule: R) -> R:
     return rule
 
 
-def build_rules(settings: Mapping[str, Any]) -> list[Rule]:
-    """One of each registered rule.
+def setting_names(rule: type[Rule]) -> list[str]:
+    """Returns the names of a rule's settings."""
+    return [f.name for f in fields(rule) if f.init]  # type: ignore[arg-type]
 
-    Args:
-        settings: By rule id: False leaves it out, True takes one that is off by default, a mapping takes it and sets
-            its fields, e.g. ``{"explosion": {"ratio": 3}}``.
-    """
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise a ConfigError that suggests what was meant if a rule or a setting does not exist, or has a wrong value."""
     for name, chosen in settings.items():
         if name not in RULES:
-            raise ConfigError(f"there is no rule {name!r}; expected one of {', '.join(sorted(RULES))}")
-        known = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
-        if not isinstance(chosen, bool) and not (isinstance(chosen, Mapping) and known >= set(chosen)):
-            expected = f"True, False, or a mapping with any of {', '.join(sorted(known)) or 'no settings at all'}"
-            raise ConfigError(f"the settings of rule {name!r} are {chosen!r}; expected {expected}")
-        for f in fields(RULES[name]):  # type: ignore[arg-type]
-            value = chosen.get(f.name, f.default) if isinstance(chosen, Mapping) else f.default
-            if isinstance(f.default, (int, float)) and not isinstance(value, (int, float)):
-                raise ConfigError(f"{f.name} of rule {name!r} is {value!r}; expected a number such as {f.default!r}")
-    built = []
-    for name, rule in RULES.items():
-        chosen = settings.get(name, rule.default)
-        if chosen is not False:
-            built.append(rule(**({} if chosen is True else chosen)))
-    return built
+            close = _suggestion(name, RULES)
+            raise ConfigError(f"there is no rule {name!r}{close}; `gradvitals doctor --rules` lists all rules")
+        if isinstance(chosen, bool):
+            continue
+        known = setting_names(RULES[name])
+        listed = f"True, False, or a mapping with any of {', '.join(known)}" if known else "True or False"
+        if not isinstance(chosen, Mapping):
+            raise ConfigError(f"the settings of rule {name!r} are {chosen!r}; expected {listed}")
+        for key, value in chosen.items():
+            if key not in known:
+                close = _suggestion(str(key), known)
+                raise ConfigError(f"rule {name!r} has no setting {key!r}{close}; expected {listed}")
+            default = getattr(RULES[name], key, None)
+            if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
+                raise ConfigError(f"{key} of rule {name!r} is {value!r}; expected a number such as {default!r}")
+
+
+def _suggestion(given: str, known: Any) -> str:
+    close = get_close_matches(given, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def build_rules(settings: Mapping[str, Any]) -> list[Rule]:
+    """Returns one of each registered rule, family by family: findings of one step are reported in this order.
+
+    Args:
+        settings: By rule id: False turns it off, True turns on one that is off by default, a mapping turns it on and
+            sets its fields, e.g. ``{"explosion": {"ratio": 3}}``.
+    """
+    check_settings(settings)
+    order = {family: place for place, family in enumerate((*FAMILIES, OTHERS))}
+    names = sorted(RULES, key=lambda name: order.get(RULES[name].family, len(order)))
+    chosen = {name: settings.get(name, RULES[name].default) for name in names}
+    return [RULES[name](**({} if how is True else how)) for name, how in chosen.items() if how is not False]
 
 
 def plain(value: Any) -> Any:
-    """State as numbers, strings, lists and dicts, which any checkpoint can hold."""
+    """Returns state as numbers, strings, lists and dicts, which any checkpoint can hold."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
@@ -147,7 +191,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(saved: Any, like: Any) -> Any:
-    """The inverse of `plain`, given a value of the kind that was saved."""
+    """The inverse of `plain`, given a value of the type that was saved."""
     if isinstance(like, np.ndarray):
         return np.array(saved, dtype=like.dtype)
     if is_dataclass(like) and not isinstance(like, type):

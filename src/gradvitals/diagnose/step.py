@@ -1,198 +1,285 @@
-"""Step: everything a rule may look at when it judges one optimizer step."""
+"""Step: everything a rule may look at when it checks one optimizer step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.adam_memory import HUGE, forgotten_at
-from gradvitals.diagnose.averages import Average, Averages
-from gradvitals.diagnose.facts import Facts
-from gradvitals.diagnose.history import History
-from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source
-
-Floats = NDArray[np.float64]
+from gradvitals.diagnose.history import FIRST, HUGE, Average, Averages, Floats, History, forgotten_at, median
+from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source, json_ready
 
 NEGLIGIBLE = 1e-6
-"""A tensor's gradient under this share of the largest tensor's is rounding, not a gradient."""
+"""A tensor's gradient below this share of the largest tensor's is rounding error."""
 
-NAMED = 50
-"""Tensors a finding names at most."""
+MAX_NAMED = 50
+"""Tensors that a finding names, at most."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What is known about a run besides its readings. Unknown fields keep their default."""
+
+    optimizer: str = ""
+    """Class name of the first optimizer, e.g. ``AdamW``."""
+    betas: tuple[float, float] | None = None
+    """Of an Adam-like optimizer."""
+    momentum: float | None = None
+    weight_decay: float | None = None
+    eps: float | None = None
+    autocast: str | None = None
+    """The dtype of autocast, e.g. ``float16``; None if it is off or unknown."""
+    world_size: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as plain JSON values."""
+        data: dict[str, Any] = json_ready(asdict(self))
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunInfo:
+        """The inverse of `to_json`; skips fields that this version does not know."""
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        if known.get("betas") is not None:
+            known["betas"] = tuple(known["betas"])
+        return cls(**known)
+
+
 class Step:
-    """One step's readings, beside the run they are part of."""
+    """One step's readings, with the run they are part of.
 
-    readings: Sequence[Reading]
-    """All of this step: the general one (no source) and one for each GSNR source that was read."""
-    layout: Layout
-    facts: Facts
-    history: History
-    """The past: this step is not in it yet."""
-    frozen: Sequence[int] = ()
-    """Tensors that are not to be trained, by their index."""
-    general: Reading = field(init=False)
-    """Loss, norms, weights and updates."""
-    number: int = field(init=False)
-    """The optimizer step, counted from 0."""
-    losses: dict[float, Floats] = field(init=False, default_factory=dict)
-    """What `losses_since` has found, by where it begins: several rules ask for the same."""
+    Attributes:
+        readings: All of this step: the general one (no source) and one for each GSNR source that was read.
+        layout: What the rows of per-tensor arrays stand for.
+        info: What kind of run it is.
+        history: The past, without this step.
+        frozen: Indices of tensors that are not trained.
+        general: The reading with loss, norms, weights and updates.
+        number: The optimizer step, counted from 0.
+    """
 
-    def __post_init__(self) -> None:
-        self._by_source = {reading.source: reading for reading in self.readings}
-        first = self.readings[0]
-        self.general = self._by_source.get(None) or Reading(step=first.step, time=first.time)
+    def __init__(
+        self, readings: Sequence[Reading], layout: Layout, info: RunInfo, history: History, frozen: Sequence[int] = ()
+    ) -> None:
+        self.readings, self.layout, self.info, self.history, self.frozen = readings, layout, info, history, frozen
+        first = readings[0]
+        self._is_single = len(readings) == 1 and first.source is None
+        if self._is_single:
+            self._by_source: dict[Source | None, Reading] = {None: first}
+            self.general = first
+        else:
+            self._by_source = {reading.source: reading for reading in readings}
+            self.general = self._by_source.get(None) or Reading(step=first.step, time=first.time)
         self.number = self.general.step
+        self.values = self.general.values
+        self._losses_since: dict[float, Floats] = {}
 
-    @property
-    def was_made(self) -> bool:
-        """Whether the optimizer made its step: neither a GradScaler nor a Guard left it out."""
+    # -- this step ---------------------------------------------------------------------------------------------------
+
+    def value(self, metric: str) -> float:
+        """Returns a global value of this step; NaN if it was not read."""
+        return self.values.get(metric, math.nan)
+
+    def tensors(self, metric: str) -> FloatArray | None:
+        """Returns one number per tensor, in the order of `layout.tensors`; None if it was not read at this step."""
+        return self.general.tensors.get(metric)
+
+    def reading(self, source: Source) -> Reading | None:
+        """Returns the reading of one GSNR source, if this step has one."""
+        return self._by_source.get(source)
+
+    @cached_property
+    def was_taken(self) -> bool:
+        """Whether the optimizer stepped: neither a GradScaler nor a Guard skipped it."""
         return self.value("step/skipped") != 1 and self.value("step/left_out") != 1
 
     @property
     def is_full(self) -> bool:
-        """Whether more was read than what every step has."""
-        return len(self.readings) > 1 or "weight/norm" in self.general.values
+        """Whether this is a full reading, with more than every step has."""
+        return len(self.readings) > 1 or "weight/norm" in self.values
+
+    @property
+    def alternating(self) -> bool:
+        """Whether the model alternates with another one, as in a GAN, so that its loss need not fall."""
+        return self.values.get("step/in_turn") == 1
+
+    def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:
+        """Returns the names of tensors by their indices."""
+        return tuple(self.layout.tensors[int(index)].name for index in chosen)
+
+    # -- earlier steps -----------------------------------------------------------------------------------------------
 
     @property
     def unread(self) -> int:
-        """Steps just before this one that were passed over."""
+        """Steps just before this one that were not read."""
         steps = self.history.numbers
         return max(self.number - steps[-1] - 1, 0) if steps else 0
 
     def ago(self, readings: int, every: int = 1) -> int:
-        """The step of the reading so many before this one, of those whose step is a multiple of `every`.
+        """Returns the step so many readings before this one, counting steps that are a multiple of `every`.
 
-        Beyond what is remembered, they are taken to have followed on each other without a gap.
+        Assumes that readings older than the history had no gaps.
         """
         steps = self.history.numbers
         steps = steps if every == 1 else [step for step in steps if step % every == 0]
         found = min(readings, len(steps))
         return (steps[-found] if found else self.number) - every * (readings - found)
 
-    def value(self, metric: str) -> float:
-        """A global value of this step; nan where it was not read."""
-        return self.general.values.get(metric, math.nan)
-
-    def tensors(self, metric: str) -> FloatArray | None:
-        """One number a tensor, in the order of `layout.tensors`; None where it was not read at this step."""
-        return self.general.tensors.get(metric)
-
-    def reading(self, source: Source) -> Reading | None:
-        """The reading of one GSNR source, where this step has one."""
-        return self._by_source.get(source)
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether the model is one side of a game, whose loss need not fall."""
-        return self.value("step/in_turn") == 1
-
     @cached_property
-    def parts(self) -> Reading | None:
-        """The reading of samples that were taken with the same weights, micro-batches or workers.
+    def first_losses(self) -> list[float]:
+        """The first finite losses of the run, at most ten, this step's included."""
+        losses, loss = self.history.first_losses, self.value("loss")
+        return [*losses, loss] if len(losses) < FIRST and math.isfinite(loss) else losses
 
-        None where there is none, or where they are not samples of one thing, so that it tells nothing: their gradients
-        point against each other, or the model is one side of a game, whose passes are of real and of generated samples.
+    def losses_since(self, start: float) -> Floats:
+        """Returns the losses from a step up to this one, with outliers moved to the edge of the others."""
+        if start not in self._losses_since:
+            now = self.value("loss")
+            losses = np.append(self.history["loss"].since(start)[1], now if math.isfinite(now) else [])
+            if len(losses):
+                middle = median(losses)
+                reach = 6 * median(np.abs(losses - middle))
+                losses = np.minimum(np.maximum(losses, middle - reach), middle + reach)
+            self._losses_since[start] = losses
+        return self._losses_since[start]
+
+    def largest_update(self, back: int = 20) -> tuple[float, int]:
+        """Returns the largest update of the last `back` steps over the median of those before, and its step."""
+        updates = self.history["update/rms"]
+        moves = updates.last(back + 50)
+        if len(moves) <= back or not np.median(moves[:-back]) > 0:
+            return math.nan, self.number
+        recent = moves[-back:] / np.median(moves[:-back])
+        return float(recent.max()), int(updates.steps[-back:][recent.argmax()])
+
+    def single_spike(self, before: int, back: int = 40) -> tuple[float, int]:
+        """Returns the one gradient before a step that was far larger than the others, over the median, and its step.
+
+        Returns (0, 0) if there is none that can have moved the weights: it was clipped, or its step was skipped.
         """
-        reading = self.reading("microbatch") or self.reading("ranks")
-        if reading is None:
-            return None
-        parts = self.history.parts
-        parts.see(reading, self.in_turn)
-        if (parts.mixed or self.in_turn) and self.history.averages.at_one_point:
-            self.history.averages = Averages()  # of the next best source
-        return None if parts.mixed or parts.below > 1 or self.in_turn else reading
+        steps, norms = self.history["grad/norm"].since(before - back - 50)
+        steps, norms = steps[steps < before], norms[steps < before]
+        if len(norms) <= back or not np.median(norms[:-back]) > 0:
+            return 0.0, 0
+        recent = norms[-back:] / np.median(norms[:-back])
+        at, number = int(recent.argmax()), int(steps[-back:][recent.argmax()])
+        skipped = any(self.history[name].at(number) == 1 for name in ("step/skipped", "step/left_out"))
+        clipped = self.history["clip/max_norm"].at(number) < norms[-back:][at]
+        alone = np.delete(recent, at).max() < recent[at] / 3
+        return (float(recent[at]), number) if alone and not clipped and not skipped else (0.0, 0)
+
+    def lr_increase(self, back: int = 20) -> float:
+        """Returns the learning rate over its median before the last `back` steps; NaN if unknown."""
+        rates = self.history["lr"].last(back + 50)[:-back]
+        return self.value("lr") / float(np.median(rates)) if len(rates) and np.median(rates) > 0 else math.nan
+
+    # -- against the baselines ---------------------------------------------------------------------------------------
 
     @cached_property
-    def gsnr(self) -> Reading | None:
-        """The reading of the most trustworthy GSNR source of this step that has a global value."""
-        for source in SOURCES:
-            reading = self.parts if source in ("microbatch", "ranks") else self.reading(source)
-            if reading is not None and math.isfinite(reading.values.get("gsnr", math.nan)):
-                return reading
-        return None
-
-    @property
-    def adam_true_from(self) -> int:
-        """The first step at which no huge gradient is in Adam's averages. In the history as soon as it is asked for."""
-        history = self.history
-        if self.value("grad/spike_ratio") >= HUGE:
-            forgotten = forgotten_at(self.number, self.general.values, self.facts.betas)
-            history.adam_true_from = max(history.adam_true_from, forgotten)
-        return history.adam_true_from
-
-    @property
-    def adam(self) -> Reading | None:
-        """The reading of Adam's moments, where this step has one and no huge gradient is in them.
-
-        That is so for what is of this step alone; its GSNR is of the readings before it, too: see `average`.
-        """
-        return self.reading("adam") if self.number >= self.adam_true_from else None
+    def norm_deviation(self) -> tuple[float, float]:
+        """The global norm against its baseline: ratio and z-score."""
+        return self.history.norm.compare_one(self.value("grad/norm"))
 
     @cached_property
-    def average(self) -> Average | None:
-        """The GSNR of the whole model, where this step has news of it. In the history as soon as it is asked for.
-
-        That of Adam's moments is none as long as a huge gradient is in them.
-        """
-        true_from = self.adam_true_from
-        if self.gsnr is None:
-            return None
-        return self.history.averages.take(self.gsnr, self.general, true_from if self.gsnr.source == "adam" else 0)
-
-    @cached_property
-    def norm_judged(self) -> tuple[float, float]:
-        """The global norm against what is usual: ratio and z-score."""
-        ratio, z = self.history.norm.judge([self.value("grad/norm")])
-        return ratio[0], z[0]
-
-    @cached_property
-    def norms_judged(self) -> tuple[Floats, Floats] | None:
-        """Every tensor's norm against what is usual for it."""
+    def tensor_norm_deviations(self) -> tuple[Floats, Floats] | None:
+        """Every tensor's norm against its baseline."""
         norms = self.tensors("grad/norm")
-        return None if norms is None else self.history.norms.judge(np.asarray(norms))
+        return None if norms is None else self.history.norms.compare(np.asarray(norms))
+
+    @cached_property
+    def update_deviations(self) -> tuple[Floats, Floats] | None:
+        """The update of the whole model, then of every tensor, against its baseline."""
+        updates = self.updates
+        return None if updates is None else self.history.updates.compare(updates)
+
+    @cached_property
+    def updates(self) -> Floats | None:
+        """`update/rms` of the whole model, then of every tensor; None if it was not read."""
+        rms = self.tensors("update/rms")
+        return None if rms is None else np.append(self.value("update/rms"), rms)
 
     @cached_property
     def negligible(self) -> NDArray[np.bool_]:
-        """Tensors whose gradient is only what rounding leaves of a zero, as of a bias in front of a batch norm."""
+        """Tensors whose gradient is rounding error, such as a bias in front of a batch norm."""
         norms = self.tensors("grad/norm")
         if norms is None:
             return np.zeros(0, dtype=bool)
         known = np.where(np.isfinite(norms), norms, 0.0)
         return np.asarray((known > 0) & (known < NEGLIGIBLE * known.max(initial=0.0)))
 
-    @cached_property
-    def updates_judged(self) -> tuple[Floats, Floats] | None:
-        """The change of the whole model, then of every tensor, against what is usual."""
-        changes = self.changes
-        return None if changes is None else self.history.updates.judge(changes)
+    # -- GSNR --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def changes(self) -> Floats | None:
-        """`update/rms` of every tensor, the whole model first; None where it was not read."""
-        rms = self.tensors("update/rms")
-        return None if rms is None else np.append(self.value("update/rms"), rms)
+    def samples(self) -> Reading | None:
+        """The reading of samples taken at the same weights: micro-batches or ranks.
 
-    def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:
-        """Names of tensors by their index."""
-        return tuple(self.layout.tensors[int(index)].name for index in chosen)
+        None if there is none, or if they are not samples of one distribution: their gradients oppose each other, or the
+        model alternates with another one, so that its passes are of real and generated samples.
+        """
+        reading = self.reading("microbatch") or self.reading("ranks")
+        if reading is None:
+            return None
+        passes = self.history.passes
+        passes.add(reading, self.alternating)
+        if (passes.mixed or self.alternating) and self.history.averages.same_weights:
+            self.history.averages = Averages()  # of the next best source
+        return None if passes.mixed or passes.below > 1 or self.alternating else reading
+
+    @cached_property
+    def gsnr(self) -> Reading | None:
+        """The reading of the most trustworthy GSNR source of this step that has a global value."""
+        for source in SOURCES:
+            reading = self.samples if source in ("microbatch", "ranks") else self.reading(source)
+            if reading is not None and math.isfinite(reading.values.get("gsnr", math.nan)):
+                return reading
+        return None
+
+    @property
+    def adam_valid_from(self) -> int:
+        """The first step at which Adam's moments hold no huge gradient. Asking puts this step into the history."""
+        history = self.history
+        if self.value("grad/spike_ratio") >= HUGE:
+            forgotten = forgotten_at(self.number, self.values, self.info.betas)
+            history.adam_valid_from = max(history.adam_valid_from, forgotten)
+        return history.adam_valid_from
+
+    @property
+    def adam(self) -> Reading | None:
+        """The reading of Adam's moments, if this step has one and they hold no huge gradient.
+
+        Valid for what is of this step alone; its GSNR also averages earlier readings, see `average`.
+        """
+        return self.reading("adam") if self.number >= self.adam_valid_from else None
+
+    @cached_property
+    def average(self) -> Average | None:
+        """The averaged GSNR of the whole model, if this step adds to it. Asking puts this step into the history.
+
+        None for the GSNR of Adam's moments while they hold a huge gradient.
+        """
+        valid_from = self.adam_valid_from
+        if self._is_single or self.gsnr is None:
+            return None
+        return self.history.averages.take(self.gsnr, self.general, valid_from if self.gsnr.source == "adam" else 0)
+
+    # -- remembering -------------------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Put this step into the history, once every rule has looked at it."""
+        """Put this step into the history, after every rule has checked it."""
         history, _ = self.history, self.average
+        history.first_losses = self.first_losses
         for reading in self.readings:
             prefix = "" if reading.source is None else f"{reading.source}:"
             history.push_values(reading.step, reading.values, prefix)
-        history.norm.push([self.value("grad/norm")])
+        history.norm.learn_one(self.value("grad/norm"))
         norms = self.tensors("grad/norm")
         if norms is not None:
-            history.norms.push(np.asarray(norms))
-        if self.changes is not None:
-            history.updates.push(self.changes)
+            history.norms.learn(np.asarray(norms))
+        if self.updates is not None:
+            history.updates.learn(self.updates)
         history.push_number(self.number)

@@ -20,7 +20,7 @@ from gradvitals.distributed.shards import local
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
 from gradvitals.guard.monitor_link import Ranks, StepInputs
 from gradvitals.guard.policy import LARGEST_NORM, Clip, Skip, StepBaseline
-from gradvitals.measure.moments import stepping
+from gradvitals.collect.moments import stepping
 from gradvitals.schedules import lr_factors
 
 LAG = 8

@@ -28,7 +28,8 @@ from gradvitals.guard.actions import (
     step_numbers,
     supports_found_inf,
 )
-from gradvitals.guard.monitor_link import MonitorLink, StepInputs
+from gradvitals.collect.recorder import StepInputs
+from gradvitals.guard.monitor_link import MonitorLink
 from gradvitals.guard.policy import (
     FINDING_OF,
     LARGEST_NORM,
@@ -51,7 +52,7 @@ from gradvitals.guard.snapshot import SnapshotManager, resolve
 from gradvitals.guard.training_state import TrainingState
 from gradvitals.monitor import Monitor
 from gradvitals.schedules import lr_factors
-from gradvitals.show.actions import GUARD_KINDS, summarise
+from gradvitals.report.describe import GUARD_KINDS, summarise
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding
 
@@ -292,7 +293,7 @@ class Guard:
 
     def summary(self) -> str:
         """What the Guard did, in a few lines."""
-        return summarise(self.actions)
+        return summarize_actions(self.actions)
 
     def resume(self) -> int:
         """Continue from the newest snapshot in `folder`, if there is one. Call it before the first step.

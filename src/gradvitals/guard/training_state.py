@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gradvitals.distributed.shards import local
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
-from gradvitals.measure.moments import stepping
+from gradvitals.collect.moments import stepping
 
 NO_PARAMETER = "(no parameter)"
 """Stands in for the parameter's name in optimizer state that belongs to none."""

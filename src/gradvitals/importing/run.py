@@ -76,7 +76,7 @@ def import_run(
     words = tuple(notes.words())
     origin = {"from": str(found.path), "kind": found.kind, "columns": chosen, "notes": list(words)}
     diagnosis = Diagnosis()
-    with RunWriter(where, meta={"imported": origin, "facts": diagnosis.facts.to_json()}) as writer:
+    with RunWriter(where, meta={"imported": origin, "facts": diagnosis.info.to_json()}) as writer:
         for reading in readings:
             writer.write(reading)
             diagnosis.read([reading])

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradvitals.diagnose import Facts
-from gradvitals.diagnose.scale import TrappedScale, beta1_of, decay_of, is_plain_matrix
+from gradvitals.diagnose import RunInfo
+from gradvitals.diagnose.rules.scale import TrappedScale, beta1_of, decay_of, is_plain_matrix
 from gradvitals.store.reader import Run, open_run
 
 
@@ -38,8 +38,8 @@ def suggest(run: Run | str | os.PathLike[str]) -> Suggestion:
     """Which tensors have the norm that noise and weight decay would give them, from a run's record.
 
     The norm that the noise of AdamW's updates alone would have by now follows from the learning rates, the weight decay
-    and the norm at the start; `gradvitals.diagnose.scale` has the formula. A tensor is named where its norm has been
-    that one over the last readings, and where the run is long enough to have forgotten the norm it began with.
+    and the norm at the start; `gradvitals.diagnose.rules.scale` has the formula. A tensor is named where its norm has
+    been that one over the last readings, and where the run is long enough to have forgotten the norm it began with.
 
     Args:
         run: A run, or where it is.
@@ -54,7 +54,7 @@ def suggest(run: Run | str | os.PathLike[str]) -> Suggestion:
 
 
 def _suggestion(run: Run) -> Suggestion:
-    facts = Facts.from_json(run.meta.get("facts") or {})
+    facts = RunInfo.from_json(run.meta.get("facts") or {})
     decay = decay_of(facts)
     if math.isnan(decay):
         given = f"{facts.optimizer or 'not known'}, its weight decay {facts.weight_decay}"

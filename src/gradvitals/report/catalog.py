@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from gradvitals.diagnose import FAMILIES, RULES, Rule
-from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import GradvitalsError
 from gradvitals.types import SEVERITIES, Severity
 
@@ -47,7 +46,7 @@ class Entry:
     """When it fires."""
     causes: tuple[str, ...] = ()
     """Likely causes, the commonest first."""
-    cures: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
     """What to do, the first thing to try first."""
     severities: tuple[Severity, ...] = ()
     """Those that the rule's source names."""
@@ -85,7 +84,7 @@ class Entry:
             "closes_after": self.closes_after,
             "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings},
             "causes": list(self.causes),
-            "cures": list(self.cures),
+            "fixes": list(self.fixes),
             "fine": self.passed,
             "reference": self.reference,
         }
@@ -97,10 +96,10 @@ def _notice(
     pattern: str,
     *,
     causes: tuple[str, ...],
-    cures: tuple[str, ...],
+    fixes: tuple[str, ...],
     severities: tuple[Severity, ...],
 ) -> Entry:
-    return Entry(id=id, family=NOTICE, name=name, pattern=pattern, causes=causes, cures=cures, severities=severities)
+    return Entry(id=id, family=NOTICE, name=name, pattern=pattern, causes=causes, fixes=fixes, severities=severities)
 
 
 _NOTICES = (
@@ -110,7 +109,7 @@ _NOTICES = (
         "The training loop ended with an exception, or was stopped by hand. Recorded when a `with` block ends or the "
         "program exits.",
         causes=("the error in its title; by hand means Ctrl-C or sys.exit",),
-        cures=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
+        fixes=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
         severities=("info", "critical"),
     ),
     _notice(
@@ -122,7 +121,7 @@ _NOTICES = (
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
             "the files were copied while the run was active, or the disk is full and nothing more can be written",
         ),
-        cures=(
+        fixes=(
             "look at the end of its output, and in the log of the system or the scheduler for what killed it",
             "restart it from its last checkpoint with watch(..., resume=True): the record continues",
         ),
@@ -133,7 +132,7 @@ _NOTICES = (
         "Ranks lost",
         "Other ranks stopped responding, so their readings are missing from here on.",
         causes=("a process died or hangs", "the network between hosts is down", "ranks make different steps"),
-        cures=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
+        fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
         severities=("critical",),
     ),
     _notice(
@@ -144,7 +143,7 @@ _NOTICES = (
             "no micro-batches, one process, or an optimizer without Adam-like moments",
             "overhead_budget with several ranks: all must read the same steps",
         ),
-        cures=("nothing, if another source is available; else see docs/measuring.md for what each source needs",),
+        fixes=("nothing, if another source is available; else see docs/measuring.md for what each source needs",),
         severities=("info",),
     ),
     _notice(
@@ -153,7 +152,7 @@ _NOTICES = (
         "Monitoring took a larger share of the step than Config.overhead_budget allows (3% by default on a CPU), so "
         "tensors are read less often, or not every step is read.",
         causes=("the model has many small tensors, or its steps are very short",),
-        cures=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
+        fixes=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
         severities=("info",),
     ),
     _notice(
@@ -161,7 +160,7 @@ _NOTICES = (
         "Internal error",
         "A part of gradvitals, or a rule, raised an error and is disabled from here on. Training continues.",
         causes=("a bug in gradvitals or in a rule of your own", "a model or an optimizer it does not know"),
-        cures=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
+        fixes=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
         severities=("warning",),
     ),
     _notice(
@@ -170,7 +169,7 @@ _NOTICES = (
         "Monitor.observe received something other than a tensor or a number. That call is ignored, training continues, "
         "and later calls count.",
         causes=("a string, a list or the whole output of a model was passed instead of its loss",),
-        cures=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
+        fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
         severities=("warning",),
     ),
     _notice(
@@ -178,7 +177,7 @@ _NOTICES = (
         "No steps",
         "The loop continues but skips every batch, so the optimizer makes no more steps.",
         causes=("the loop skips non-finite batches, and every batch is: the weights have become NaN or Inf",),
-        cures=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
+        fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
         severities=("critical",),
     ),
     _notice(
@@ -186,7 +185,7 @@ _NOTICES = (
         "Clipped twice",
         "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit wins.",
         causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
-        cures=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
+        fixes=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
         severities=("info",),
     ),
     _notice(
@@ -194,7 +193,7 @@ _NOTICES = (
         "Run cannot be written",
         "Readings could not be written. Training continues, and gradvitals keeps trying to write.",
         causes=("the disk is full, the folder is not writable, or the file was damaged",),
-        cures=("free space, or pass another folder as run=...",),
+        fixes=("free space, or pass another folder as run=...",),
         severities=("warning",),
     ),
     _notice(
@@ -206,7 +205,7 @@ _NOTICES = (
             "the network or the service is down, a disk is full, or settings are wrong",
             "it takes longer than a step",
         ),
-        cures=("look at the error in its title; a sink gets nothing more in this run, later alerts are still tried",),
+        fixes=("look at the error in its title; a sink gets nothing more in this run, later alerts are still tried",),
         severities=("info", "warning"),
     ),
     _notice(
@@ -218,7 +217,7 @@ _NOTICES = (
             "the diagnosis was far behind: the disk is very slow, or its thread has stopped",
             "gradients are computed inside optimizer.step(closure)",
         ),
-        cures=("look for a store_error beside it", "call backward before optimizer.step(), without a closure"),
+        fixes=("look for a store_error beside it", "call backward before optimizer.step(), without a closure"),
         severities=("warning",),
     ),
     _notice(
@@ -226,7 +225,7 @@ _NOTICES = (
         "Snapshot not saved",
         "A snapshot of the Guard could not be written; it keeps trying with later ones.",
         causes=("the folder is gone, full or not writable",),
-        cures=("free space, or give the Guard another folder",),
+        fixes=("free space, or give the Guard another folder",),
         severities=("warning",),
     ),
 )
@@ -236,7 +235,7 @@ NOTICES: dict[str, Entry] = {entry.id: entry for entry in _NOTICES}
 
 def entries() -> list[Entry]:
     """Returns every registered rule, family by family."""
-    order = [_family_name(module.__name__) for module in FAMILIES] + [OTHERS]
+    order = [*FAMILIES, OTHERS]
     return sorted((entry(name) for name in RULES), key=lambda found: order.index(found.family))
 
 
@@ -257,16 +256,17 @@ def entry(name: str) -> Entry:
             f"there is no rule {name!r}{meant}; `gradvitals doctor --rules` lists all rules; other findings: "
             f"{', '.join(NOTICES)}"
         )
-    rule, words = RULES[name], WORDS.get(name)
+    rule = RULES[name]
+    words = rule.message
     return Entry(
         id=name,
-        family=_family(rule),
+        family=rule.family,
         name=words.name if words else name,
         pattern=_named_placeholders(words.pattern if words else inspect.getdoc(rule) or ""),
         causes=tuple(map(_named_placeholders, words.causes.values())) if words else (),
-        cures=tuple(map(_named_placeholders, words.cures.values())) if words else (),
+        fixes=tuple(map(_named_placeholders, words.fixes.values())) if words else (),
         severities=_severities(rule),
-        passed=words.fine if words else "",
+        passed=words.passed if words else "",
         reference=words.reference if words else "",
         needs=rule.needs,
         min_steps=rule.min_steps,
@@ -280,12 +280,14 @@ def name_of(finding_id: str) -> str:
     """Returns the name of a kind of finding; the id itself if it has none."""
     if finding_id in NOTICES:
         return NOTICES[finding_id].name
-    return WORDS[finding_id].name if finding_id in WORDS else finding_id
+    message = RULES[finding_id].message if finding_id in RULES else None
+    return finding_id if message is None else message.name
 
 
 def passed_text(rule: str) -> str:
     """Returns what holds if the check of a rule passed."""
-    return (WORDS[rule].fine if rule in WORDS else "") or f"no sign of: {name_of(rule)}"
+    message = RULES[rule].message
+    return (message.passed if message else "") or f"no sign of: {name_of(rule)}"
 
 
 def markdown() -> str:
@@ -297,7 +299,7 @@ def markdown() -> str:
             continue
         if item.family != family:
             family = item.family
-            parts.append(f"### {family}\n")
+            parts.append(f"### {family.capitalize()}\n")
         parts += _entry_lines(item)
     return "\n".join(parts)
 
@@ -315,7 +317,7 @@ def _entry_lines(item: Entry) -> Iterator[str]:
     yield "Likely causes:\n"
     yield from _list(item.causes)
     yield "Fixes:\n"
-    yield from _list(item.cures)
+    yield from _list(item.fixes)
     if item.reference:
         yield _wrapped(f"Reference: {item.reference}")
 
@@ -347,15 +349,6 @@ def _metric(needed: str) -> str:
 def _listed(words: Iterable[str], last: str) -> str:
     *head, tail = words
     return f"{', '.join(head)} {last} {tail}" if head else tail
-
-
-def _family(rule: type[Rule]) -> str:
-    is_ours = rule.__module__ in {module.__name__ for module in FAMILIES}
-    return _family_name(rule.__module__) if is_ours else OTHERS
-
-
-def _family_name(module: str) -> str:
-    return module.rpartition(".")[2].capitalize()
 
 
 # -- read from the source of a rule ------------------------------------------------------------------------------

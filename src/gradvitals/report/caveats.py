@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from gradvitals.advise import Advice
 from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.record import Record
-from gradvitals.diagnose.adam_memory import BETAS, HUGE, steps_kept
-from gradvitals.diagnose.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
+from gradvitals.diagnose import RULES
+from gradvitals.diagnose.history import BETAS, HUGE, steps_kept
+from gradvitals.diagnose.rules.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
 from gradvitals.report.format import number
 from gradvitals.report.verdict import RankedFinding
 from gradvitals.store.reader import Run
-from gradvitals.types import FloatArray
+from gradvitals.types import SOURCES, FloatArray
 
 NEGATIVE = "a GSNR cannot be below 0: read a negative one as 0, no measurable signal"
 # Adam's second moment reaches back further than its first, and both treat the gradients of steps as independent.
@@ -36,14 +37,8 @@ ADAM_UNKNOWN = "the latest GSNR from Adam's moments is not known within a factor
 ADAM_ZERO = "the latest GSNR from Adam's moments cannot be distinguished from 0"
 ADAM_FALSE = "the GSNR from Adam's moments is wrong for now, because of one huge gradient"
 
-GSNR_RULES = (
-    "estimator_unreliable",
-    "sudden_gsnr_drop",
-    "high_effort_low_progress",
-    "noisy_gradients",
-    "decay_due",
-)
-NOISE_RULES = ("batch_too_small", "batch_too_large", *GSNR_RULES)
+GSNR_RULES = tuple(name for name, rule in RULES.items() if rule.needs_known == "gsnr")
+NOISE_RULES = tuple(name for name, rule in RULES.items() if rule.needs_known)
 """Rules that are silent both if all is well and if the noise is not known."""
 
 GSNR_WINDOW = 20
@@ -158,7 +153,7 @@ def _unsure_batch(advice: Advice) -> dict[str, str]:
 
 
 def _unsure_gsnr(record: Record) -> dict[str, str]:
-    decade = EstimatorUnreliable.decade
+    decade = EstimatorUnreliable.DECADE
     if record.gsnr_source == "adam":  # more steps need not make Adam's interval narrower
         lows, highs = record.series("gsnr_low", "adam"), record.series("gsnr_high", "adam")
         if not len(lows) or not len(highs):
@@ -170,7 +165,7 @@ def _unsure_gsnr(record: Record) -> dict[str, str]:
     if not record.averages:
         return {}
     last = record.averages[-1]
-    known = last.count >= EstimatorUnreliable.readings and last.low > 0 and last.high <= decade * last.low
+    known = last.count >= EstimatorUnreliable.READINGS and last.low > 0 and last.high <= decade * last.low
     return {} if known else {"estimator_unreliable": GSNR_UNKNOWN}
 
 

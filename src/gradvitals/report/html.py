@@ -151,7 +151,7 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     if seen:
         facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
-    causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.cures)
+    causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.fixes)
     severity = finding.severity if finding.severity in SEVERITIES else "info"
     head = tag(
         "summary",

@@ -120,7 +120,7 @@ def _finding_list(verdict: Verdict) -> Html | None:
 def _finding(item: RankedFinding, *, live: bool) -> Html:
     finding = item.finding
     label = finding.severity if item.is_open else f"{finding.severity}, resolved"
-    fix = tag("div", f"Fix: {cut(finding.cures[0], TITLE)}", style=DIM) if finding.cures and item.is_open else None
+    fix = tag("div", f"Fix: {cut(finding.fixes[0], TITLE)}", style=DIM) if finding.fixes and item.is_open else None
     text = f"{cut(finding.title, TITLE)} ({item.when(live=live)})"
     color = COLORS.get(finding.severity, COLORS["info"])
     return tag("li", tag("b", label, style=f"color:{color}"), " ", text, fix, style="margin:2px 0")

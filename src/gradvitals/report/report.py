@@ -60,32 +60,11 @@ MISSING_RANKS = {
 }
 """Why a comparison may be missing in a run of several ranks."""
 HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes per step"
-ONLY_EXAMPLES = (
-    "only single examples of norm layers have it, which no rule uses: it needs two or more backward passes per step"
-)
 NO_PASSES = "no noise scale: it needs two or more backward passes per step, or several ranks"
 NEVER_A_GSNR = "these readings do not determine a GSNR"
 
 NONFINITE = ("nonfinite", "loss_nonfinite")
 """While one of these is open, other rules have nothing to look at."""
-
-CONTRADICTS = {
-    "lr_too_high": ("loss_rising", "loss_spike", "loss_plateau", "explosion", "update_spike", "warmup_needed"),
-    "warmup_needed": ("loss_rising", "loss_spike", "lr_too_high", "explosion", "update_spike"),
-    "loss_rising": ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress"),
-    "loss_nonfinite": ("loss_rising", "loss_spike", "loss_plateau"),
-    "nonfinite": ("explosion", "unstable_norm"),
-    "stale_gradients": ("explosion", "oscillation"),
-    "loss_plateau": ("high_effort_low_progress", "decay_due"),
-    "update_ratio": ("update_spike", "lr_too_high", "warmup_needed"),
-    "vanishing": ("dead_tensor",),
-    "dead_tensor": ("vanishing",),
-    "frozen_weights": ("dead_tensor", "unchanged_weights"),
-    "mixed_passes": ("batch_too_small", "batch_too_large", "estimator_unreliable", "deep_layer_collapse"),
-    "trained_in_turn": ("mixed_passes", "deep_layer_collapse"),
-}
-"""By finding: the checks that are not listed as passed beside it, though their rules saw nothing. Readers take checks
-together: if the loss rose a thousandfold, "no loss spike" only means that one rule was silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,12 +259,12 @@ class _Availability:
         kinds = [kind for kind in KINDS if kind in of]
         # GSNR and noise scale count if the whole model has them; those of single tensors decide little.
         kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
-        sources = [source for source in self._run.sources(metric, kind) if source != "examples"]
-        if not sources and self._run.sources(metric, kind):
-            return ONLY_EXAMPLES
+        recorded = self._run.sources(metric, kind)
+        sources = [source for source in recorded if source in SOURCES]
+        retired = bool(recorded) and not sources  # measured by an older version; no rule uses it
         if "ranks" in sources:  # samples at one set of weights, as micro-batches are
             of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
-        if metric not in self._run.metrics(kind):
+        if retired or metric not in self._run.metrics(kind):
             if self._several_ranks and metric in MISSING_RANKS:
                 return MISSING_RANKS[metric]
             if kind == "heads" and self._run.layout.heads:
@@ -307,7 +286,7 @@ class _Availability:
 
 def _checks(available: _Availability, verdict: Verdict, settings: Mapping[str, Any], failed: frozenset[str]) -> Checks:
     found = {finding.id for finding in verdict.findings}
-    contradicted = {name for finding in found for name in CONTRADICTS.get(finding, ())}
+    contradicted = {name for finding in found if finding in RULES for name in RULES[finding].masks}
     passed: list[PassedCheck] = []
     reasons: dict[str, list[str]] = {}
     for name, rule in RULES.items():

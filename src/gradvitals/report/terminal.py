@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from gradvitals.advise import Advice, Advised, Confidence, Figure
-from gradvitals.diagnose.roots import root_of
 from gradvitals.report.catalog import Entry, name_of
 from gradvitals.report.describe import TITLE, evidence, latest_actions, summarize_actions, where
 from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, capitalized, clean, cut, duration, number, plural, sparkline
@@ -109,7 +108,7 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     if worst is not None and verdict.level != "healthy":
         yield from _diagnosis(worst, live=verdict.live)
         others = verdict.ranked[1:]
-        caused = [item for item in others if root_of(item.finding) == worst.finding.id]
+        caused = [item for item in others if item.finding.follows == worst.finding.id]
         if caused:
             yield Paragraph("  Also caused by this: ", clean(_counted_names(caused)), "bold")
         rest = [item for item in others if item not in caused and item.weight != "info"]
@@ -137,7 +136,7 @@ def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     finding = item.finding
     parts = [
         ("Likely cause", finding.causes[:1]),
-        ("Fix", finding.cures[:1]),
+        ("Fix", finding.fixes[:1]),
         ("Where", [where(finding)] if finding.tensors and not finding.says_where else []),
         ("Evidence", ["; ".join(evidence(finding.evidence))]),
     ]
@@ -211,7 +210,7 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
         ("When", [item.when(live=live) + later]),
         ("Evidence", list(evidence(finding.evidence))),
         ("Likely cause", finding.causes[:limit]),
-        ("Fix", finding.cures[:limit]),
+        ("Fix", finding.fixes[:limit]),
     ]
     lines = []
     for label, texts in parts:
@@ -228,7 +227,7 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
     if item.is_routine:
         return _routine(item)
     place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
-    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {cure}" for cure in finding.cures[:1])]
+    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix}" for fix in finding.fixes[:1])]
     return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
 
 
@@ -251,7 +250,7 @@ def monitoring_section(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     if findings:
         yield Text("Monitoring", style="bold")
     for finding in findings:
-        fix = f"; fix: {finding.cures[0]}" if finding.cures else ""
+        fix = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
         yield Paragraph(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){fix}"))
 
 
@@ -285,7 +284,7 @@ def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
     yield Text.assemble((clean(entry.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
     yield Paragraph("", clean(entry.pattern))
     yield Paragraph("", entry.conditions.replace("`", ""))
-    for title, texts in (("Likely causes", entry.causes), ("Fixes", entry.cures)):
+    for title, texts in (("Likely causes", entry.causes), ("Fixes", entry.fixes)):
         if texts:
             yield from (Text(), Text(title, style="bold"))
             yield from (Paragraph(f"  {i}. ", clean(text)) for i, text in enumerate(texts, 1))

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from gradvitals.advise.record import steps_spanned
-from gradvitals.diagnose import RULES, Diagnosis, Facts
-from gradvitals.diagnose.explain import before_it
-from gradvitals.diagnose.roots import root_of
+from gradvitals.diagnose import RULES, Diagnosis, RunInfo
+from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
 from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, plural
@@ -95,7 +94,7 @@ class RankedFinding:
     def when(self, *, live: bool) -> str:
         """Returns the steps of the finding, and whether it is resolved."""
         first, last = self.finding.first_step, self.finding.last_step
-        unread = f" ({before_it(self.unread_before)} not read)" if self.unread_before else ""
+        unread = f" ({unread_steps(self.unread_before)} not read)" if self.unread_before else ""
         if self.finding.id == STOPPED and self.is_open:
             return f"at step {first:,}, where the run ended"
         if last is None:
@@ -154,7 +153,7 @@ class Verdict:
     @property
     def fix(self) -> str | None:
         """The first thing to do about it; None if the run is healthy."""
-        return self._first("cures")
+        return self._first("fixes")
 
     @property
     def num_open(self) -> int:
@@ -287,7 +286,7 @@ def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
     return (
         -_rank(item.weight),
         not is_end,
-        bool(root_of(finding)),
+        finding.follows is not None,
         -_rank(finding.severity),
         not item.is_open,
         (finding.first_step),
@@ -397,7 +396,7 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
     failed: set[str] = set()
     meta = run.meta
     diagnosis = Diagnosis(
-        facts=Facts.from_json(meta.get("facts") or {}),
+        info=RunInfo.from_json(meta.get("facts") or {}),
         settings=_known_settings(recorded_settings(meta)),
         on_error=lambda rule, error: failed.add(rule),
     )
@@ -537,7 +536,7 @@ def _cut_off(run: Run, last_step: int) -> Finding:
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
             "the files were copied while the run was active, or it can no longer write to them",
         ),
-        cures=(
+        fixes=(
             "look at the end of its output, and in the log of the system or the scheduler for what killed it",
             "restart it from its last checkpoint with watch(..., resume=True): the record continues",
         ),

@@ -42,7 +42,7 @@ class TensorBoard(Sink):
     def finding(self, finding: Finding) -> None:
         """The finding in words, at the step that it is news of."""
         over = "" if finding.last_step is None else f"Over after step {finding.last_step}: "
-        cures = "".join(f"\n- {cure}" for cure in finding.cures)
+        cures = "".join(f"\n- {cure}" for cure in finding.fixes)
         step = finding.last_step if finding.last_step is not None else finding.found_step or finding.first_step
         self._text(f"findings/{finding.id}", f"{over}{finding}\n{cures}", step)
 

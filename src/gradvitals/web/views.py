@@ -230,13 +230,13 @@ def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dic
         "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
         "seen": [short(line, TEXT) for line in evidence(finding.evidence)],
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
-        "cures": [short(text, TEXT) for text in finding.cures[:8]],
+        "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
     }
 
 
 def _self_report(finding: Finding) -> dict[str, Any]:
-    cures = [short(text, TEXT) for text in finding.cures[:1]]
-    return {"title": short(finding.title, TEXT), "step": finding.first_step, "cures": cures}
+    fixes = [short(text, TEXT) for text in finding.fixes[:1]]
+    return {"title": short(finding.title, TEXT), "step": finding.first_step, "fixes": fixes}
 
 
 def _action(action: Action) -> dict[str, Any]:

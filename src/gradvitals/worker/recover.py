@@ -78,10 +78,11 @@ def recover(path: Path) -> bool:
     journal = Journal.open(folder / JOURNAL)
     records = list(journal.read())
     if records:
-        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in note["config"].items()}
+        settings: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in note["config"].items()}
+        settings["quiet"] = True
         setup = Setup(
             path=path,
-            config=Config(**{**settings, "quiet": True}),
+            config=Config(**settings),
             meta=note["meta"],
             facts=note["facts"],
             run_id=note["run_id"],

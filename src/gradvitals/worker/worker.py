@@ -15,7 +15,7 @@ from typing import Any
 
 from gradvitals import notices
 from gradvitals.config import Config
-from gradvitals.diagnose import Diagnosis, Facts
+from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
 from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading, Severity, Source
@@ -73,12 +73,12 @@ def print_line(line: str, quiet: bool = False) -> None:
 class LiveDiagnosis:
     """Shows the readings of a live run to the rules, and prints findings when they open, get worse and resolve."""
 
-    def __init__(self, facts: Facts, config: Config, on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(self, info: RunInfo, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self._quiet = config.quiet
         self._printed: dict[tuple[Any, ...], Severity] = {}
         self.opened: list[tuple[int, Finding]] = []
         """Findings that opened or got worse, each with the step that showed it."""
-        self.diagnosis = Diagnosis(facts=facts, settings=config.rules, on_error=on_error)
+        self.diagnosis = Diagnosis(info=info, settings=config.rules, on_error=on_error)
 
     def read(self, readings: Sequence[Reading], layout: Layout) -> list[Finding]:
         """Diagnose one step; returns the findings that are new or have changed."""
@@ -97,7 +97,7 @@ class LiveDiagnosis:
         elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
-            fix = f"; fix: {finding.cures[0]}" if finding.cures else ""
+            fix = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
             print_line(f"{finding}{fix}", self._quiet)
 
     def start_over(self) -> list[Finding]:
@@ -146,8 +146,8 @@ class Worker:
         self._table = Table(Context())
         self._layout: Layout | None = None
         self._interpreter = Aggregator(self._config, self._on_error)
-        facts = Facts.from_json(setup.facts)
-        self.diagnosis = LiveDiagnosis(facts, self._config, self._on_rule_error) if setup.diagnoses else None
+        info = RunInfo.from_json(setup.facts)
+        self.diagnosis = LiveDiagnosis(info, self._config, self._on_rule_error) if setup.diagnoses else None
         self._failed = False
         self._notices: list[Finding] = []
         self._latest: dict[Source | None, dict[str, float]] = {}
@@ -199,7 +199,7 @@ class Worker:
         """From here on numbers stand for this."""
         self._table = Table(context)
         if context.autocast is not None and self.diagnosis is not None:
-            self.diagnosis.diagnosis.facts = replace(self.diagnosis.diagnosis.facts, autocast=context.autocast)
+            self.diagnosis.diagnosis.info = replace(self.diagnosis.diagnosis.info, autocast=context.autocast)
 
     def _finish(self, step: StepSums) -> None:
         self._step = max(self._step, step.step)

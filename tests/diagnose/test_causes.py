@@ -1,4 +1,4 @@
-"""Findings that follow from another point to it, whichever came first."""
+"""Findings that are consequences of another point to it, whichever came first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from made_up import make_layout
 
 from gradvitals.diagnose import RULES, Diagnosis
-from gradvitals.diagnose.roots import FOLLOWS, root_of, traced
-from gradvitals.report.verdict import judge
+from gradvitals.diagnose.causes import link_to_roots
+from gradvitals.show.verdict import judge
 from gradvitals.types import Finding, Reading
 
 
@@ -20,42 +20,42 @@ def finding(name: str, first: int, last: int | None = None, found: int | None = 
         last_step=last,
         found_step=found,
         causes=("own",),
-        cures=(cure,),
+        fixes=(cure,),
     )
 
 
 def test_the_lesser_ones_take_the_roots_cure() -> None:
     findings = [finding("update_ratio", 1, 4, found=4), finding("oscillation", 80), finding("lr_too_high", 0)]
-    changed = traced(findings, findings[2:], {})
-    assert [(one.id, root_of(one)) for one in findings] == [
+    changed = link_to_roots(findings, findings[2:], {})
+    assert [(one.id, one.follows) for one in findings] == [
         ("update_ratio", "lr_too_high"),
         ("oscillation", "lr_too_high"),
-        ("lr_too_high", ""),
+        ("lr_too_high", None),
     ]
-    assert findings[0].causes == ("this follows from lr_too_high: lr_too_high", "own")
-    assert findings[1].cures == ("as for lr_too_high: own",)
+    assert findings[0].causes == ("Consequence of lr_too_high: lr_too_high", "own")
+    assert findings[1].fixes == ("Fix lr_too_high first: own",)
     assert changed == findings  # all of them are told anew
-    assert traced(findings, [], {}) == []  # and once is enough
+    assert link_to_roots(findings, [], {}) == []  # and once is enough
 
 
 def test_a_batch_with_nan_has_one_cure() -> None:
     findings = [finding("loss_nonfinite", 150, cure="check the batch"), finding("nonfinite", 150)]
-    traced(findings, findings, {})
-    assert [root_of(one) for one in findings] == ["", "loss_nonfinite"]
-    assert findings[1].cures == ("as for loss_nonfinite: check the batch",)
+    link_to_roots(findings, findings, {})
+    assert [one.follows for one in findings] == [None, "loss_nonfinite"]
+    assert findings[1].fixes == ("Fix loss_nonfinite first: check the batch",)
 
 
 def test_a_backward_pass_that_failed_explains_the_losses_after_it() -> None:
     findings = [finding("nonfinite", 149, cure="look at the root"), finding("loss_nonfinite", 150)]
-    traced(findings, findings, {})
-    assert [root_of(one) for one in findings] == ["", "nonfinite"]
-    assert findings[1].cures == ("as for nonfinite: look at the root",)
+    link_to_roots(findings, findings, {})
+    assert [one.follows for one in findings] == [None, "nonfinite"]
+    assert findings[1].fixes == ("Fix nonfinite first: look at the root",)
 
 
 def test_the_deepest_root_is_named() -> None:
     findings = [finding("lr_too_high", 0, found=60), finding("stale_gradients", 1), finding("explosion", 30)]
-    traced(findings, findings, {})
-    assert [root_of(one) for one in findings] == ["stale_gradients", "", "stale_gradients"]
+    link_to_roots(findings, findings, {})
+    assert [one.follows for one in findings] == ["stale_gradients", None, "stale_gradients"]
 
 
 def test_what_has_a_reason_of_its_own_stays_as_it_is() -> None:
@@ -66,18 +66,19 @@ def test_what_has_a_reason_of_its_own_stays_as_it_is() -> None:
         finding("frozen_weights", 0),
     ]
     before = list(findings)
-    assert traced(findings, findings[1:2], {}) == [before[1]]
+    assert link_to_roots(findings, findings[1:2], {}) == [before[1]]
     assert findings == before
 
 
 def test_a_root_that_is_silent_explains_nothing_new() -> None:
     findings = [finding("lr_too_high", 0), finding("loss_spike", 60), finding("explosion", 110)]
-    traced(findings, findings, {"lr_too_high": 80})  # not closed yet, but not seen since
-    assert [root_of(one) for one in findings] == ["", "lr_too_high", ""]
+    link_to_roots(findings, findings, {"lr_too_high": 80})  # not closed yet, but not seen since
+    assert [one.follows for one in findings] == [None, "lr_too_high", None]
 
 
 def test_every_id_is_that_of_a_rule() -> None:
-    assert {*FOLLOWS, *(name for names in FOLLOWS.values() for name in names)} <= set(RULES)
+    for rule in RULES.values():
+        assert {*rule.follows, *rule.masks} <= set(RULES)
 
 
 def never_zeroed(steps: int = 120) -> list[list[Reading]]:
@@ -106,8 +107,8 @@ def test_a_run_whose_gradients_are_never_zeroed_has_one_cure() -> None:
     told = [one for readings in never_zeroed() for one in diagnosis.read(readings)]
     found = {one.id: one for one in diagnosis.findings if one.severity != "info"}
     assert {"stale_gradients", "loss_rising", "warmup_needed"} <= set(found)
-    assert {root_of(found[name]) for name in found if name != "stale_gradients"} == {"stale_gradients"}
-    assert all("learning rate" not in cure for one in found.values() for cure in one.cures)
+    assert {found[name].follows for name in found if name != "stale_gradients"} == {"stale_gradients"}
+    assert all("learning rate" not in cure for one in found.values() for cure in one.fixes)
     assert {one.id: one for one in told}["warmup_needed"] == found["warmup_needed"]  # as it is kept
     verdict = judge(diagnosis.findings, last_step=119, steps=120)
     assert verdict.worst is not None

@@ -1,0 +1,29 @@
+"""The rules, one module per family. Importing this package registers them."""
+
+from gradvitals.diagnose.rules import (
+    batch,
+    clipping,
+    gradients,
+    loop,
+    loss,
+    precision,
+    ranks,
+    scale,
+    schedule,
+    signal,
+    updates,
+)
+
+__all__ = [
+    "batch",
+    "clipping",
+    "gradients",
+    "loop",
+    "loss",
+    "precision",
+    "ranks",
+    "scale",
+    "schedule",
+    "signal",
+    "updates",
+]

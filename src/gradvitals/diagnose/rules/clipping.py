@@ -1,0 +1,159 @@
+"""Rules that compare the norm that the training loop clips to with the norms it has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose.message import Message, Observation
+from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.step import Step
+
+CLIPPED_ALREADY = {
+    "limit_bites": (
+        "Gradients are already clipped to {clips_at}, at {clipped:%} of the last steps: lower the learning rate of "
+        "{lr} rather than the limit"
+    ),
+    "limit_high": (
+        "Clip to {max_norm} instead of {clips_at}: 90% of this run's steps are below it, and the present limit clipped "
+        "{clipped:%} of the last ones"
+    ),
+}
+"""Fixes that replace the advice to clip if the loop clips already."""
+
+WHEN_DONE = "; after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps"
+"""A limit from recent steps is provisional: norms change during a run."""
+
+
+def proposed_limit(step: Step) -> float:
+    """Returns a norm to clip to that leaves 90% of the run's recent steps alone; NaN before the first one."""
+    norms = step.history["grad/norm"].last(200)
+    return _two_digits(float(np.quantile(norms, 0.9))) if len(norms) else math.nan
+
+
+def clipping_fix(step: Step) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the limit of a loop that clips beside recent norms, and the fix that suits it; nothing if none does."""
+    limit, norms = step.value("clip/max_norm"), step.history["grad/norm"].last(200)
+    if not 0 < limit < np.inf or not len(norms):
+        return {}, ()
+    share = float(np.mean(norms > limit))
+    seen = {"clips_at": limit, "clipped": share, "max_norm": proposed_limit(step)}
+    return seen, ("limit_bites",) if share > 0.1 else ("limit_high",)
+
+
+@dataclass
+class _Clipping(Rule):
+    """What both rules share."""
+
+    family = "clipping"
+    needs = ("grad/norm", "clip/max_norm")
+    closes_after = 100
+
+    EVERY = 20  # steps between checks
+    QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
+
+    def check(self, step: Step) -> Observation | None:
+        """Compares the limit with the last norms, every 20 steps."""
+        if step.number % self.EVERY:
+            return None
+        limit = step.value("clip/max_norm")
+        return self.compare(step, limit) if 0 < limit < np.inf else None
+
+    def compare(self, step: Step, limit: float) -> Observation | None:
+        """Returns what the last norms show of the limit."""
+        raise NotImplementedError
+
+
+@register
+@dataclass
+class ClipSaturated(_Clipping):
+    """Nearly every step is clipped."""
+
+    id = "clip_saturated"
+    judges_after = 200
+    follows = ("stale_gradients", "lr_too_high")
+    message = Message(
+        name="Clipping on every step",
+        pattern=(
+            "More than 95% of the last few hundred norms exceed the clipping limit (a note), or 20 in a row are over "
+            "1,000 times the limit (a warning)."
+        ),
+        title="{clipped:%} of the last {steps} steps were clipped: max_norm is {max_norm}, the median norm {norm}",
+        causes={
+            "low": (
+                "The limit of {max_norm} is under the ordinary norm of {norm}: every step is scaled to one length, so "
+                "clipping sets the pace and does not stop spikes"
+            ),
+            "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
+        },
+        fixes={
+            "low": "Clip to {proposed} instead of {max_norm}: 90% of these {steps} steps are below it" + WHEN_DONE,
+            "scale": "Average the loss over samples and micro-batches: a norm of {norm} is far too large",
+        },
+        passed="clipping leaves most steps alone",
+    )
+
+    WINDOW = 300  # steps looked back on; two thirds of them must exist
+    FAR = 1000.0  # 20 norms of this many times the limit are a mistake, reported at once
+
+    share: float = 0.95
+    """Share of steps that must be clipped."""
+
+    def compare(self, step: Step, limit: float) -> Observation | None:
+        """Counts the norms over the limit."""
+        norms = step.history["grad/norm"].last(self.WINDOW)
+        clipped = float(np.mean(norms > limit)) if len(norms) else 0.0
+        far = len(norms) >= 20 and bool(norms[-20:].min() > self.FAR * limit)
+        if not far and (clipped <= self.share or len(norms) < 2 * self.WINDOW // 3):
+            return None
+        usual, proposed = np.quantile(norms, (0.5, self.QUANTILE))
+        seen = {"percent": 100 * clipped, "max_norm": limit, "norm": float(usual), "steps": len(norms)}
+        return Observation(
+            severity="warning" if far else "info",
+            seen=seen | {"proposed": _two_digits(float(proposed))},
+            expected={"percent": f"under {100 * self.share:g}"},
+            text={"clipped": clipped},
+            since=max(step.ago(len(norms)), 0),
+            causes=("scale",) if far else ("low",),
+            fixes=("scale",) if far else ("low",),
+        )
+
+
+@register
+@dataclass
+class ClipIdle(_Clipping):
+    """Clipping is on but never triggers."""
+
+    id = "clip_idle"
+    min_steps = 500
+    message = Message(
+        name="Clipping never triggers",
+        pattern="Over 500 steps the clipping limit was at least 10 times the largest norm.",
+        title="Gradients are clipped to {max_norm}, but no norm of the last {steps} steps exceeded {norm}",
+        causes={"high": "The limit of {max_norm} is so high that a spike of 10 times a normal norm would pass"},
+        fixes={"lower": "Clip to {proposed}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE},
+        passed="the clipping limit is within reach of this run's norms",
+    )
+
+    SPIKES = 3.0  # the proposed limit over the 90% quantile of recent norms: it should stop only spikes
+
+    factor: float = 10.0
+    """The limit over the largest norm, at least."""
+
+    def compare(self, step: Step, limit: float) -> Observation | None:
+        """Compares the limit with the largest norm."""
+        norms = step.history["grad/norm"].last(2 * self.min_steps)
+        if len(norms) < self.min_steps or limit <= self.factor * float(norms.max()):
+            return None
+        proposed = _two_digits(self.SPIKES * float(np.quantile(norms, self.QUANTILE)))
+        seen = {"max_norm": limit, "norm": float(norms.max()), "proposed": proposed, "steps": len(norms)}
+        return Observation(
+            severity="info", seen=seen, expected={"max_norm": proposed}, since=max(step.ago(len(norms)), 0)
+        )
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")

@@ -1,0 +1,807 @@
+"""Rules about gradients and their norms: not finite, too large, too small, or unsteady."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
+from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.message import Message, Observation
+from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix, proposed_limit
+from gradvitals.diagnose.step import MAX_NAMED, Step
+from gradvitals.format import number
+from gradvitals.types import Layout, Severity
+
+MEDIAN_ABS_TO_STD = 1.4826
+"""Standard deviation over median absolute deviation, for a normal distribution."""
+
+
+@register
+@dataclass
+class Nonfinite(Rule):
+    """A gradient is NaN or Inf."""
+
+    id = "nonfinite"
+    family = "gradients"
+    needs = ("grad/nonfinite",)
+    follows = ("loss_nonfinite",)
+    masks = ("explosion", "unstable_norm")
+    taints_steps = True
+    message = Message(
+        name="Gradient not finite",
+        pattern="A gradient is NaN or Inf. The finding names the first tensor in the order of backward.",
+        title="NaN or Inf in the gradient of {affected}{first_in} at step {at}",
+        causes={
+            "scaler": "GradScaler is searching for its scale, at {steps} steps so far: it skips steps that overflow",
+            "diverged": "The loss had risen to {loss} before: most often the learning rate is too high",
+            "forward": "The loss is {loss}: the forward pass fails, and backward only passes it on",
+            "backward": (
+                "The layers after {first} are finite{known_loss}: backward fails in {first}, as at a square root or a "
+                "norm of zero, or a sum too large for its type"
+            ),
+            "float16": "The weights are in float16, which ends at 65,504 and rounds Adam's eps of {eps} to zero",
+            "earlier": "{unread} not read and may have left weights that are not finite",
+            "batch": (
+                "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
+                "infinite values"
+            ),
+        },
+        fixes={
+            "scaler": "Nothing to do at step {at}, unless it continues for many steps",
+            "guard": (
+                "Look at the batch of step {at}; the Guard has skipped {steps} steps so far and training continues"
+            ),
+            "diverged": "Restore a checkpoint from before the loss rose, and lower the learning rate of {lr}",
+            "skipping": "Stop: GradScaler has skipped {steps} steps in a row, and no scale helps against a NaN",
+            "backward": "Run step {at} again under torch.autograd.detect_anomaly() and look at {first}",
+            "earlier": (
+                "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
+            ),
+            "forward": (
+                "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
+            ),
+            "float16": "From step {at} on, keep weights and optimizer state in float32 and compute under autocast",
+            "batch": "Check the batch of step {at} with torch.isfinite, and the loss for a log or a root of zero",
+            "skip": "Skip steps whose gradient is not finite: clip_grad_norm_(error_if_nonfinite=True) raises",
+        },
+        passed="every gradient was finite",
+    )
+
+    DIVERGED = 1e3  # a loss of this many times the first one was lost before anything overflowed
+
+    skips: int = 10
+    """Steps in a row that a GradScaler may skip: it searches for its scale that way."""
+
+    bad_for: int = field(default=0, init=False)
+    """Steps in a row."""
+    last: int = field(default=-1, init=False)
+    since: int = field(default=-1, init=False)
+    first: list[str] = field(default_factory=list, init=False)
+    """Where it started: one step later it is everywhere."""
+    seen: dict[str, Any] = field(default_factory=dict, init=False)
+    text: dict[str, Any] = field(default_factory=dict, init=False)
+    cause: str = field(default="", init=False)
+    earlier: bool = field(default=False, init=False)
+    """Whether it may come from a step that was not read: weights that are not finite make every gradient so."""
+    rank: int | None = field(default=None, init=False)
+    """The one rank that had it before gradients were reduced, if known."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at every step with a gradient that is not finite."""
+        if not step.value("grad/nonfinite") > 0:
+            self.bad_for = 0
+            return None
+        if self.last < 0 or step.number - self.last > self.closes_after:
+            self._start(step)
+        self.bad_for, self.last = self.bad_for + 1, step.number
+        skipped, guarded = step.value("step/skipped") == 1, step.value("step/left_out") == 1
+        ordinary = (skipped or guarded) and self.bad_for <= self.skips
+        if guarded:
+            return self._observe("info" if ordinary else "critical", (self.cause,), ("guard", self.cause))
+        if ordinary:
+            return self._observe("info", ("scaler", self.cause), ("scaler",))
+        if self.earlier:
+            return self._observe("critical", ("earlier", self.cause), ("earlier",))
+        return self._observe("critical", (self.cause,), ("skipping", self.cause) if skipped else (self.cause,))
+
+    def _observe(self, severity: Severity, causes: tuple[str, ...], fixes: tuple[str, ...]) -> Observation:
+        return Observation(
+            severity=severity,
+            seen={**self.seen, "steps": self.bad_for},
+            expected={"share": 0.0} if "share" in self.seen else {},
+            text=self.text,
+            tensors=tuple(self.first),
+            since=self.since,
+            causes=causes,
+            fixes=fixes,
+            rank=self.rank,
+        )
+
+    def _start(self, step: Step) -> None:
+        counts, infos = step.tensors("grad/nonfinite"), step.layout.tensors
+        bad = [] if counts is None else [infos[i] for i in np.flatnonzero(counts > 0)]
+        bad.sort(key=lambda info: (-info.depth, -info.index))  # the order of backward
+        loss = step.values.get("loss")
+        everywhere = len(bad) == len(infos)
+        broken = loss is not None and not math.isfinite(loss)
+        self.cause = "forward" if broken else "batch" if everywhere else "backward"
+        self.earlier = everywhere and step.unread > 0 and step.was_taken
+        first = step.history["loss"].values[:1]
+        if everywhere and infos and infos[0].dtype == "float16":
+            self.cause = "float16"
+        elif first and loss is not None and math.isfinite(loss) and loss > self.DIVERGED * abs(first[0]):
+            self.cause = "diverged"
+        on_ranks = np.flatnonzero(step.general.ranks.get("ranks/nonfinite", ()))
+        self.rank = int(on_ranks[0]) if len(on_ranks) == 1 else None
+        self.since, self.bad_for = step.number, 0
+        self.first = [info.name for info in bad[:MAX_NAMED]]
+        where = "all tensors" if everywhere else f"{len(bad)} of {len(infos)} tensors"
+        named = f", first in {self.first[0]}," if self.first and not self.earlier else ""
+        self.text = {"affected": where, "first_in": named, "known_loss": ""}
+        self.seen = {"tensors": len(bad), "of": len(infos)}
+        # The first step that is not finite has 1 for "some"; from the next one on they are counted.
+        if counts is not None and np.nanmax(counts, initial=0.0) > 1:
+            elements = float(np.nansum(counts))
+            self.seen |= {"elements": elements, "share": elements / (sum(info.numel for info in bad) or 1)}
+        self.seen |= {"at": step.number, "eps": step.info.eps or 1e-8, "lr": step.value("lr")}
+        if loss is not None:
+            self.seen["loss"] = loss
+            self.text["known_loss"] = f", and the loss is {number(loss)}"
+
+
+@register
+@dataclass
+class Explosion(Rule):
+    """The gradient of the model or of a tensor is far above its baseline, or far too large from the start."""
+
+    id = "explosion"
+    family = "gradients"
+    follows = ("stale_gradients", "lr_too_high")
+    taints_steps = True
+    message = Message(
+        name="Gradient explosion",
+        pattern=(
+            "The gradient norm of the model or of a tensor is over twice its baseline and far outside its spread; or "
+            "it has grown tenfold while the loss rose; or it is out of all proportion to the weights from the start."
+        ),
+        title="{what}",
+        causes={
+            "dirty_batch": "The batch of step {at} is corrupted: the norm rose at this step and came back",
+            "learning_rate": "The learning rate of {lr} is too high: the norm stays up or keeps growing",
+            "momentum": "The optimizer's momentum holds bad steps: weights move too far on ordinary gradients",
+            "lingers": (
+                "The batch of step {began} is corrupted: the norm rose at this step and came back, but stayed in the "
+                "optimizer's momentum for some more steps"
+            ),
+            "harmless": "A single step that the loss does not show: healthy runs have such steps too",
+            "initialization": (
+                "The weights are too large at the start, or a recurrence multiplies what passes through it"
+            ),
+            "loss_scale": "The loss has the wrong scale: summed instead of averaged, or multiplied and never divided",
+        },
+        fixes={
+            "dirty_batch": "Skip the batch of step {at} and look at it: inputs not normalized, broken, wrong labels",
+            "skipped": (
+                "Look at the batch of step {at}: inputs not normalized, broken, wrong labels; its step was skipped and "
+                "training continues"
+            ),
+            "learning_rate": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
+            "momentum": "Restore a checkpoint from before step {began} and reset the optimizer state",
+            "lingers": (
+                "Skip the batch of step {began} and look at it; if the loss has not recovered, restore an earlier "
+                "checkpoint and reset the optimizer state"
+            ),
+            "harmless": "Nothing to do at step {at}; if it comes back, look at its batches",
+            "initialization": (
+                "Start with smaller weights, of standard deviation 1 / sqrt(inputs): the norm of step {at} is {norm}"
+            ),
+            "loss_scale": "Average the loss over samples and micro-batches: the norm at step {at} was {norm}",
+            "clip": "Clip gradients to a norm of {max_norm}, which 90% of this run's steps are below",
+        },
+        passed="no gradient stood out",
+        reference="arXiv 2501.06842 (SPAM), 2504.02507 (ZClip)",
+    )
+
+    # One tensor: of many, some deviate by chance, and the global norm hides its spike.
+    TENSOR_RATIO, TENSOR_Z = 4.0, 8.0
+    TENSOR_SHARE = 0.02  # a tensor counts from this share of the global norm on
+    EXTREME_RATIO, EXTREME_Z = 5.0, 10.0  # a spike of one step that the loss does not show is a warning from here on
+    FIRST_STEPS = 15  # steps before anything is an outlier
+    # At the start there is no baseline. If every weight changed at random by its own size, the loss would change by
+    # |g| |W| / sqrt(number of weights), to first order. Healthy models start under 0.2 of their loss.
+    SENSITIVITY = 1.0
+    LEAST_LOSS = 0.1  # for that, a loss counts as this large at least: one of either sign can start near 0
+    FEWEST = 100  # and a tensor as having this many weights
+    SCALE = 1e4  # gradient norm over weight norm, at the start, that only a loss on the wrong scale has
+    GROWTH = 10.0  # baseline over its lowest level so far, if the loss has risen too
+    GROWTH_ALTERNATING = 100.0  # the same if the model alternates with another one, so that its loss says nothing
+    RECOVERED = 0.8  # share of the first loss below which a run has recovered from what was there at the start
+    RECOVERS = 5  # steps after which a spike that did not come back was that of one batch
+
+    ratio: float = 2.0
+    """Norm over its baseline."""
+    z: float = 6.0
+    """Standard deviations of its logarithm over the baseline, so that ordinary noise does not count."""
+    lr_check: bool = False
+    """Also fire if the norm exceeds 1 / learning rate, whatever the baseline."""
+
+    since: int = field(default=-1, init=False)
+    last: int = field(default=-1, init=False)
+    """The last step that showed it."""
+    times: int = field(default=0, init=False)
+    """Steps that showed it."""
+    skipped: int = field(default=0, init=False)
+    """Those of them that a Guard skipped."""
+    hot_updates: int = field(default=0, init=False)
+    """Steps after a spike with an ordinary gradient at which the weights still moved too far."""
+    verdict: str = field(default="", init=False)
+    """The cause, once the steps after a spike have shown it."""
+    lr_rose: bool = field(default=False, init=False)
+    harmless: bool = field(default=True, init=False)
+    calm_loss: float = field(default=math.nan, init=False)
+    seen: dict[str, Any] = field(default_factory=dict, init=False)
+    text: dict[str, Any] = field(default_factory=dict, init=False)
+    names: list[str] = field(default_factory=list, init=False)
+    pushed: int = field(default=-10, init=False)
+    """The last step at which the weights moved too far on an ordinary gradient."""
+    blamed: list[str] = field(default_factory=list, init=False)
+    """Causes of what was there from the start, until it is over."""
+    first_loss: float = field(default=math.nan, init=False)
+    eased: bool = field(default=False, init=False)
+    lowest: float = field(default=math.inf, init=False)
+    lowest_loss: float = field(default=math.nan, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at every step whose gradient is too large, and adds the cause once the next steps have shown it."""
+        seen = self._spike(step) or self._grown(step) or self._from_start(step) or self._unrecovered(step)
+        if seen is None:
+            return self._afterwards(step)
+        if self.since < 0 or step.number - self.last > self.closes_after:
+            losses = step.history["loss"].last(20)
+            self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
+            self.since, self.times, self.hot_updates, self.skipped, self.verdict = step.number, 0, 0, 0, ""
+            self.seen, self.text, self.names = {}, {}, []
+            rates, self.harmless = step.history["lr"].last(20), True
+            self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
+        self.last, self.times = step.number, self.times + 1
+        self.skipped += step.value("step/left_out") == 1
+        if not seen.seen["ratio"] <= self.seen.get("ratio", 0.0):
+            self.seen, self.text, self.names = dict(seen.seen), dict(seen.text), list(seen.tensors)
+        severity = self._severity(step, seen)
+        self.harmless &= severity == "info"
+        causes = seen.causes or self._causes()
+        worst = {**seen.seen, **self.seen, "began": self.since}
+        text = {**seen.text, **self.text}
+        fixes = self._fixes(causes)
+        return replace(seen, severity=severity, seen=worst, text=text, since=self.since, causes=causes, fixes=fixes)
+
+    def _fixes(self, causes: tuple[str, ...]) -> tuple[str, ...]:
+        return ("skipped",) if causes[0] == "dirty_batch" and self.skipped == self.times else causes
+
+    def _spike(self, step: Step) -> Observation | None:
+        if step.history.steps_seen < self.FIRST_STEPS:
+            return None
+        ratio, z = step.norm_deviation
+        norm = step.value("grad/norm")
+        whole = ratio > self.ratio and z > self.z and step.history.norm.count.item(0) >= self.FIRST_STEPS
+        whole = whole or (self.lr_check and norm * step.value("lr") > 1)
+        hot = np.zeros(0, dtype=np.intp)
+        deviations = step.tensor_norm_deviations
+        if deviations is not None:
+            ratios, zs = deviations
+            hot = np.flatnonzero((ratios > self.TENSOR_RATIO) & (zs > self.TENSOR_Z))
+            if len(hot):
+                own = np.asarray(step.tensors("grad/norm"))[hot]
+                hot = hot[(step.history.norms.count[hot] >= self.FIRST_STEPS) & (own > self.TENSOR_SHARE * norm)]
+                hot = hot[np.argsort(-ratios[hot])]
+        if not (whole or len(hot)):
+            return None
+        what, usual = "The gradient norm", float(np.exp(step.history.norm.level[0]))
+        expected = dict[str, Any](ratio=f"under {self.ratio:g}", z=f"under {self.z:g}", norm=usual)
+        if not whole:
+            worst = int(hot[0])
+            ratio, z = float(ratios[worst]), float(zs[worst])
+            what = f"The gradient norm of {step.layout.tensors[worst].name}"
+            expected = {"ratio": f"under {self.TENSOR_RATIO:g}", "z": f"under {self.TENSOR_Z:g}"}
+        return Observation(
+            severity="warning",
+            seen=_numbers(step, ratio) | {"z": z},
+            text={"what": f"{what} rose to {number(ratio)}× its baseline"},
+            expected=expected,
+            tensors=step.names(hot[:MAX_NAMED]),
+        )
+
+    def _grown(self, step: Step) -> Observation | None:
+        """Slow growth is never far from the baseline just before."""
+        baseline = step.history.norm
+        if step.number % 10 or not len(baseline.count) or baseline.count.item(0) < baseline.window:
+            return None
+        losses = step.history["loss"].last(20)
+        level, loss = float(np.exp(baseline.level[0])), float(np.median(losses)) if len(losses) else math.nan
+        if level < self.lowest:
+            self.lowest, self.lowest_loss = level, loss
+        ratio = level / self.lowest
+        harms = step.alternating or loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)
+        growth = self.GROWTH_ALTERNATING if step.alternating else self.GROWTH
+        if not (ratio > growth and harms):
+            return None
+        return Observation(
+            severity="warning",
+            seen=_numbers(step, ratio),
+            text={"what": f"The gradient norm has grown to {number(ratio)}× its lowest level"},
+            expected={"ratio": f"under {growth:g}", "norm": self.lowest},
+            causes=("learning_rate",),
+        )
+
+    def _from_start(self, step: Step) -> Observation | None:
+        # What the first reading did not show was made by the steps since: it was not there from the start.
+        if not self.blamed and (step.number > 4 or self.since >= 0 or self.eased):
+            return None
+        loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
+        norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
+        if norms is None or weights is None or not (norm < math.inf and whole > 0):
+            return None
+        # The gradient of few weights points along them by chance, and a few batches have next to no loss.
+        sizes = np.maximum(np.array([info.numel for info in step.layout.tensors], dtype=np.float64), self.FEWEST)
+        # A negative loss has no size that a change of it could be compared with.
+        size = max(loss, self.LEAST_LOSS) if loss >= 0 else math.inf if loss < 0 else math.nan
+        own = np.nan_to_num(norms * weights / np.sqrt(sizes) / size)
+        share = max(norm * whole / math.sqrt(sizes.sum()) / size, float(own.max()))
+        text = {"what": f"The gradient norm is {number(norm)} from the start"}
+        # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
+        rows = [
+            w / math.sqrt(info.shape[0]) for w, info in zip(weights, step.layout.tensors, strict=True) if info.shape[1:]
+        ]
+        causes: tuple[str, ...] = ("loss_scale", "initialization")
+        if rows and np.median(rows) > 10:
+            causes = ("initialization", "loss_scale")
+        if norm > self.SCALE * whole:
+            seen = _numbers(step, norm / whole) | {"scale": norm / whole}
+            expected: dict[str, Any] = {"scale": 1.0}
+            found = Observation(severity="warning", seen=seen, expected=expected, text=text, causes=causes)
+            return self._blame(found, loss)
+        if share > self.SENSITIVITY:
+            worst = np.flatnonzero(own > max(0.5 * own.max(), 0.5 * self.SENSITIVITY))
+            seen = _numbers(step, share) | {"sensitivity": share}
+            expected, names = {"sensitivity": 0.2}, step.names(worst[np.argsort(-own[worst])])
+            # Weights are read after the step: if it was as large as they are, they show the step.
+            causes = ("loss_scale", "learning_rate") if step.value("update/ratio") > 0.3 else ("initialization",)
+            found = Observation(
+                severity="warning", seen=seen, expected=expected, text=text, tensors=names, causes=causes
+            )
+            return self._blame(found, loss)
+        self.eased = True
+        return None
+
+    def _blame(self, found: Observation, loss: float) -> Observation:
+        self.eased = False
+        if not self.blamed:
+            self.blamed, self.first_loss = list(found.causes), loss
+        return found
+
+    def _unrecovered(self, step: Step) -> Observation | None:
+        """A run that started so recovers when it no longer is so, and its loss has fallen."""
+        if not self.blamed or step.number % 5:
+            return None
+        losses = step.history["loss"].last(20)
+        if not len(losses) or float(np.median(losses)) < self.RECOVERED * self.first_loss:
+            self.blamed = [] if self.eased else self.blamed
+            return None
+        names, causes = tuple(self.names), tuple(self.blamed)
+        return Observation(severity="warning", seen=self.seen, text=self.text, tensors=names, causes=causes)
+
+    @property
+    def _was_pushed(self) -> bool:
+        """Whether an update was too large just before any gradient was."""
+        return 0 <= self.since - self.pushed <= 3
+
+    def _causes(self) -> tuple[str, ...]:
+        if self.lr_rose:
+            return ("learning_rate",)
+        if self._was_pushed or self.verdict == "momentum":
+            return ("momentum",)
+        if self.verdict == "lingers":
+            return ("lingers",)
+        if self.times > 3 and self.last - self.since < 2 * self.times:
+            return ("learning_rate",)
+        return ("harmless", "dirty_batch") if self.harmless else ("dirty_batch",)
+
+    def _severity(self, step: Step, seen: Observation) -> Severity:
+        """Critical if it lasts and the loss rises with it; a note if it was one step that did no harm."""
+        loss, losses = step.value("loss"), step.history["loss"].last(50)
+        if self.times >= 5 and loss > 2 * self.calm_loss > 0:
+            return "critical"
+        if "z" not in seen.seen:
+            return "warning"
+        extreme = bool(seen.seen["ratio"] > self.EXTREME_RATIO and seen.seen["z"] > self.EXTREME_Z)
+        if len(losses) < 10 or not math.isfinite(loss):
+            return "warning" if extreme else "info"
+        middle = float(np.median(losses))
+        usual = middle + 3 * MEAN_ABS_TO_STD * float(np.mean(np.abs(losses - middle)))
+        harm = loss > usual and not step.alternating
+        lasts = self.times >= 3 and self.last - self.since < 2 * self.times
+        clipped = step.value("grad/norm") > step.value("clip/max_norm")
+        return "warning" if harm or ((extreme or lasts) and not clipped) else "info"
+
+    def _afterwards(self, step: Step) -> Observation | None:
+        deviations = step.update_deviations
+        hot = deviations is not None and bool(deviations[0][0] > 2 and deviations[1][0] > 3)
+        if hot and step.norm_deviation[1] < 3:
+            self.pushed = step.number
+        passed = step.number - self.last
+        if self.since < 0 or self.verdict or passed > 20 or "z" not in self.seen:
+            return None
+        self.hot_updates += hot
+        if self.hot_updates >= 3 or (self._was_pushed and passed >= self.RECOVERS):
+            own = "momentum" if self._was_pushed or self.times > 3 else "lingers"
+            self.verdict = "learning_rate" if self.lr_rose else own
+        elif passed >= self.RECOVERS and self.times <= 3 and not self.hot_updates:
+            self.verdict = "harmless" if self.harmless else "dirty_batch"
+        else:
+            return None
+        causes = (self.verdict,)
+        return Observation(
+            severity="info",
+            seen={**self.seen, "began": self.since},
+            text=self.text,
+            tensors=tuple(self.names),
+            causes=causes,
+            fixes=self._fixes(causes),
+            active=False,
+        )
+
+
+def _numbers(step: Step, ratio: float) -> dict[str, Any]:
+    lr = step.value("lr")
+    seen = {"ratio": ratio, "norm": step.value("grad/norm"), "at": step.number, "lr": lr, "lr_proposed": lr / 3}
+    return seen | {"max_norm": proposed_limit(step)}
+
+
+@register
+@dataclass
+class Vanishing(Rule):
+    """No gradient reaches part of the model, or all of it."""
+
+    id = "vanishing"
+    family = "gradients"
+    needs = ("tensors:grad/norm",)
+    judges_after = 30
+    follows = ("stale_gradients", "lr_too_high")
+    follows_if_later = True
+    masks = ("dead_tensor",)
+    message = Message(
+        name="Vanishing gradient",
+        pattern=(
+            "For many steps, the layers nearest the input have less than 1e-5 of the largest layer's gradient, or the "
+            "global norm is under 1e-5 of what it was, while the loss is high."
+        ),
+        title="{what}",
+        causes={
+            "depth": "Each layer passes on less than it receives: sigmoid or tanh in many layers, no residual path",
+            "gone": "All units are off or saturated, or the loss no longer depends on the weights",
+            "initialization": "The weights start too small, so the signal shrinks from layer to layer",
+            "decay": "Weight decay has shrunk the weights until no signal passes",
+            "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
+        },
+        fixes={
+            "depth": "Up to {layer}, use ReLU or GELU instead of sigmoids, add residual paths, or normalize each layer",
+            "off": (
+                "Look for units that are off for every input (dead ReLUs) up to {layer}, and start with smaller weights"
+            ),
+            "gone": "Restore a checkpoint from before step {at} and use a learning rate below {lr}",
+            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
+            "initialization": "Initialize with a standard deviation of 1 / sqrt(inputs), or by muP",
+            "precision": "Use bfloat16, or a loss scale, so that gradients reach {layer}",
+        },
+        only_if_chosen=("precision", "off"),
+        passed="gradients reach every layer",
+        reference="arXiv 2002.04745 (why a norm in front of each layer helps)",
+    )
+
+    # A layer's gradient under this share of the largest layer's, or a global norm under this share of what it was, is
+    # next to nothing. Layers are compared by the root mean square of an element.
+    SCALE = 1e-5
+    LAYERS = 2  # layers in a row, from the input on
+    PATIENCE = 20  # steps in a row
+    FALLEN = 0.5  # the loss counts as high until it has fallen to this share of what it was at the start
+
+    absolute: float = 0.0
+    """Also fire if the global norm is under this, e.g. 1e-5."""
+    lr_factor: float = 0.0
+    """Also fire if the global norm is under this over the learning rate, e.g. 1e-10."""
+
+    low_for: int = field(default=0, init=False)
+    highest: float = field(default=0.0, init=False)
+    """The highest level of the global norm so far."""
+    earlier: float = field(default=0.0, init=False)
+    """The weakest layer's share when it started: one that grows by itself is not dead."""
+
+    def __post_init__(self) -> None:
+        self._layout: Layout | None = None
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while the gradient is next to nothing for many steps."""
+        norm, baseline = step.value("grad/norm"), step.history.norm
+        if len(baseline.count) and baseline.count.item(0) >= 5:
+            self.highest = max(self.highest, float(np.exp(baseline.level.item(0))))
+        if self.low_for == 0 and step.number % 5 and norm > 0:
+            return None
+        lr = step.value("lr")
+        limit = max(self.SCALE * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
+        gone, shares = norm < limit, self._shares(step)
+        weak = np.zeros(1, dtype=bool) if shares is None or gone else ~(shares >= self.SCALE)
+        below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak, or frozen
+        known = shares[: below or None] if shares is not None else np.zeros(0)
+        known = known[known >= 0]
+        weakest = float(np.min(known, initial=math.inf))
+        if not gone and (below == 0 or len(known) < self.LAYERS):
+            self.low_for = 0
+            return None
+        self.low_for += 1
+        if self.low_for == 1 or (not gone and self.low_for >= self.PATIENCE and weakest > 3 * self.earlier):
+            self.low_for, self.earlier = 1, weakest
+        return self._observe(step, gone, below, weakest) if self.low_for >= self.PATIENCE else None
+
+    def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation:
+        recent, start = step.history["loss"].last(10), float(np.mean(step.first_losses or [math.nan]))
+        loss = float(np.median(recent)) if len(recent) else math.nan
+        names = [info.name for info in step.layout.tensors if info.depth < below and not info.frozen and not gone]
+        norm, layer, since = step.value("grad/norm"), "every layer", step.ago(self.low_for - 1)
+        what = f"Gradients vanished: the global norm is {number(norm)}"
+        if not gone:
+            layer = step.layout.layers[below - 1]
+            amount = f"{number(weakest)} of the largest layer's" if weakest > 0 else "none"
+            what = f"Gradients vanish at layer `{layer}`: the layers before it receive {amount}"
+        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
+        seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "layer": layer, "at": since}
+        seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
+        expected: dict[str, Any] = {"norm": self.highest, "share": f"over {self.SCALE:g}"}
+        if not math.isnan(loss):
+            seen["loss"], expected["loss"] = loss, self.FALLEN * start
+        half = step.info.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
+        cause = "decay" if lr * decay > 0.01 else "gone" if gone or weakest == 0 else "depth"
+        cause = "precision" if half else cause
+        return Observation(
+            severity="info" if loss < self.FALLEN * start else "warning",
+            seen=seen,
+            expected=expected,
+            text={"what": what},
+            tensors=tuple(names[:MAX_NAMED]),
+            since=since,
+            causes=(cause,),
+            fixes=("off",) if cause == "gone" and since <= 0 else (cause,),
+        )
+
+    def _shares(self, step: Step) -> Floats | None:
+        """Root mean square gradient of each layer over that of the largest; NaN for one that is all frozen.
+
+        None if it is unknown.
+        """
+        norms = step.tensors("grad/norm")
+        if norms is None or not step.layout.layers:
+            return None
+        if step.layout is not self._layout:
+            self._layout = step.layout
+            self._depths = np.array([info.depth for info in step.layout.tensors])
+            self._sizes = np.array([float(info.numel) for info in step.layout.tensors])
+            trained = np.bincount(self._depths, [not info.frozen for info in step.layout.tensors])
+            self._nothing = np.where(trained > 0, 0.0, math.nan)
+        known, count = np.isfinite(norms), len(step.layout.layers)
+        total = np.bincount(self._depths, np.where(known, norms, 0.0) ** 2, minlength=count)
+        size = np.bincount(self._depths, np.where(known, self._sizes, 0.0), minlength=count)
+        rms = np.sqrt(total / np.maximum(size, 1.0))
+        return rms / rms.max() + self._nothing if rms.max() > 0 else None
+
+
+@register
+@dataclass
+class Oscillation(Rule):
+    """Updates reverse from step to step, or norms and losses swing."""
+
+    id = "oscillation"
+    family = "gradients"
+    needs = ("grad/norm", "loss")
+    judges_after = 60
+    follows = ("stale_gradients", "lr_too_high")
+    taints_steps = True
+    message = Message(
+        name="Oscillation",
+        pattern=(
+            "Over a window of steps, the direction of updates changes by far more than momentum explains (a warning), "
+            "or the norm or the loss swings by a large part of itself while the loss is still high (a note)."
+        ),
+        title="{what}",
+        causes={
+            "edge_of_stability": (
+                "The learning rate of {lr} is at the edge of stability: each step overshoots and the next one comes "
+                "back"
+            ),
+            "batch_too_small": "The batch of {batch} is small against {noise}: each gradient points elsewhere",
+        },
+        fixes={
+            "edge_of_stability": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
+            "batch_too_small": "Accumulate micro-batches to a batch of {batch_proposed}, or lower the learning rate",
+        },
+        passed="steps do not undo each other",
+        reference="arXiv 2103.00065 (edge of stability), 1812.06162 (noise scale)",
+    )
+
+    WINDOW = 40  # steps looked back on
+    EVERY = 10  # steps between checks
+    TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
+    SWING = 0.8  # spread of the norm from one step to the next, in units of log
+    LOSS_SWING = 0.12  # the same of the loss, as a share of itself
+    HIGH = 0.6  # swings count while the loss is above this share of its start: a small loss swings by nature
+    PATIENCE = 10  # steps in a row
+
+    lasted: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires every ten steps while it lasts."""
+        if step.number % self.EVERY:
+            return None
+        losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
+        if len(losses) < self.WINDOW or step.history.steps_seen < self.WINDOW + 10:
+            return None
+        cosines = step.history["update/cosine"].last(self.WINDOW)
+        cosine = float(cosines.mean()) if len(cosines) == self.WINDOW else math.nan
+        # Momentum gives updates this cosine even if gradients are independent.
+        info = step.info
+        expected = info.betas[0] if info.betas else info.momentum or 0.0
+        level = float(np.median(losses))
+        is_high = level > self.HIGH * float(np.mean(step.first_losses)) > 0
+        swing = step_spread(np.log(norms[norms > 0]))
+        loss_swing = step_spread(losses) / level
+        turning = cosine < expected - self.TURN
+        carried = step.value("grad/carried") == 1  # then sums that were never zeroed swing, not the batch
+        swinging = is_high and not carried and (swing > self.SWING or loss_swing > self.LOSS_SWING)
+        self.lasted = self.lasted + self.EVERY if turning or swinging else 0
+        if self.lasted < self.PATIENCE:
+            return None
+        seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
+        what = f"The loss as observed scatters by {100 * loss_swing:.2g}% of its mean"
+        if turning and cosine < 0:
+            what = f"Updates reverse direction: the mean cosine between consecutive updates is {cosine:.2g}"
+        elif turning:
+            what = f"Updates turn sharply: their mean cosine is {cosine:.2g} (momentum alone gives {expected:.2g})"
+        elif swing > self.SWING:
+            what = f"The gradient norm swings by a factor of {math.exp(swing):.2g} from one step to the next"
+        scale = seen.get("noise_scale", math.nan)
+        noise = f"a noise scale of at least {number(scale)} samples" if scale == scale else "the spread of its samples"
+        cause = self._cause(step, seen, turning)
+        return Observation(
+            severity="warning" if turning else "info",
+            seen=seen,
+            expected={
+                "cosine": f"over {expected - self.TURN:.2g}",
+                "swing": f"under {self.SWING:g}",
+                "loss_swing": f"under {self.LOSS_SWING:g}",
+            },
+            text={"what": what, "noise": noise},
+            since=step.ago(self.lasted // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+    def _seen(self, step: Step) -> dict[str, Any]:
+        noise = step.history["microbatch:noise_scale_low"].last(1)
+        noise = noise if len(noise) else step.history["ranks:noise_scale_low"].last(1)
+        size, lr = step.general.batch_size or math.nan, step.value("lr")
+        scale = float(noise[0]) if len(noise) else math.nan
+        proposed = scale if scale > 2 * size else 8 * size
+        seen = {"lr": lr, "lr_proposed": lr / 2, "batch": size, "batch_proposed": proposed}
+        return seen | ({"noise_scale": scale} if scale == scale else {})
+
+    def _cause(self, step: Step, seen: dict[str, Any], turning: bool) -> str:
+        gsnr = step.history["adam:gsnr"].last(1)
+        if step.lr_increase(100) > 1.5:
+            return "edge_of_stability"
+        if math.isfinite(seen.get("noise_scale", math.nan) * seen["batch"]):
+            return "batch_too_small" if seen["noise_scale"] > seen["batch"] else "edge_of_stability"
+        if turning or not len(gsnr):
+            return "edge_of_stability" if turning else "batch_too_small"
+        return "batch_too_small" if gsnr[0] < 0.2 else "edge_of_stability"
+
+
+def step_spread(values: Floats) -> float:
+    """Returns the standard deviation of a series around a level that may move, from its changes; robust to outliers.
+
+    >>> round(step_spread(np.array([1.0, 2.0, 3.0, 4.0])), 3), step_spread(np.ones(4))
+    (1.048, 0.0)
+    """
+    changes = np.abs(np.diff(values))
+    return MEDIAN_ABS_TO_STD * float(np.median(changes)) / math.sqrt(2) if len(changes) else math.nan
+
+
+@register
+@dataclass
+class UnstableNorm(Rule):
+    """The norm of a tensor varies by more than its own size, step after step."""
+
+    id = "unstable_norm"
+    family = "gradients"
+    needs = ("tensors:grad/norm",)
+    reads = "tensors"
+    judges_after = 60
+    closes_after = 200
+    follows = ("stale_gradients", "lr_too_high")
+    message = Message(
+        name="Unstable norm",
+        pattern="The norm of a tensor varies by more than its own size from one step to the next, over many steps.",
+        title="The gradient norm of {where} varies by {cv}× its own size",
+        causes={
+            "noise": "Few samples reach {first}: a small batch, or rows that are rarely used",
+            "sharp": "A learning rate near the stability limit makes small causes large",
+        },
+        fixes={
+            "clip": "Clip gradients to a norm of {max_norm}, so that single steps do not dominate",
+            **CLIPPED_ALREADY,
+            "batch": "Use a larger batch, or accumulate micro-batches",
+            "lr": "Give {first} a smaller learning rate",
+        },
+        passed="norms vary less than their own size",
+    )
+
+    WINDOW = 50  # steps that the moving average covers
+    EVERY = 10  # steps between checks
+    PATIENCE = 20  # steps in a row
+    HIGH = 0.1  # reported while the loss is above this share of its start: near zero, norms vary by nature
+
+    cv: float = 1.0
+    """Standard deviation of the norm over its mean, from one step to the next: a falling norm is stable."""
+
+    last: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    """The logarithm of the last norm of each tensor; NaN if it had none."""
+    change: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    """Moving average of its change per step."""
+    count: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while a tensor's norm varies so much."""
+        norms = step.tensors("grad/norm")
+        if norms is None:
+            return None
+        more = len(norms) - len(self.last)
+        if more > 0:
+            self.last = np.append(self.last, np.full(more, np.nan))
+            self.change, self.count, self.high_for = (
+                np.append(kept, np.zeros(more)) for kept in (self.change, self.count, self.high_for)
+            )
+        logs = np.log(np.where((norms > 0) & (norms < math.inf), norms, np.nan))
+        change = np.abs(logs - self.last)
+        self.last = np.where(np.isnan(logs), self.last, logs)
+        known = np.isfinite(change)
+        self.count += known
+        # A spike is one change up and one down: it must not count for many.
+        least = np.minimum(change, 3 * self.change + 1)
+        rate = 1 / np.minimum(np.maximum(self.count, 1), self.WINDOW)
+        self.change = np.where(known, self.change + rate * (least - self.change), self.change)
+        if step.number % self.EVERY:
+            return None
+        spread = MEAN_ABS_TO_STD / math.sqrt(2) * self.change
+        variation = np.sqrt(np.expm1(np.minimum(spread**2, 50.0)))
+        unstable = (variation > self.cv) & (self.count >= self.WINDOW) & ~step.negligible
+        self.high_for = np.where(unstable, self.high_for + self.EVERY, 0.0)
+        chosen = np.flatnonzero(self.high_for >= self.PATIENCE)
+        if not len(chosen):
+            return None
+        recent = step.history["loss"].last(20)
+        if len(recent) and float(np.median(recent)) < self.HIGH * float(np.mean(step.first_losses)):
+            return None
+        chosen = chosen[np.argsort(-variation[chosen])]
+        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(norms), "lr": step.value("lr")}
+        clips, fixes = clipping_fix(step)
+        return Observation(
+            severity="info",
+            seen=seen | {"max_norm": proposed_limit(step)} | clips,
+            fixes=fixes,
+            expected={"cv": f"under {self.cv:g}"},
+            tensors=step.names(chosen[:MAX_NAMED]),
+            since=step.ago(int(self.high_for[chosen[0]]) // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+        )

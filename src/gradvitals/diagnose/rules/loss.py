@@ -1,0 +1,444 @@
+"""Rules about the loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradvitals.diagnose.baseline import Baseline
+from gradvitals.diagnose.history import FIRST, fall
+from gradvitals.diagnose.message import Message, Observation
+from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.step import Step
+from gradvitals.types import Severity
+
+
+@register
+@dataclass
+class LossNonfinite(Rule):
+    """The loss is NaN or infinite."""
+
+    id = "loss_nonfinite"
+    family = "loss"
+    needs = ("loss",)
+    follows = ("nonfinite",)
+    follows_if_later = True  # the loss is computed before its gradient
+    masks = ("loss_rising", "loss_spike", "loss_plateau")
+    taints_steps = True
+    message = Message(
+        name="Loss not finite",
+        pattern="The loss is NaN or infinite.",
+        title="The loss is {loss} at step {at}; it was {last_loss} before",
+        causes={
+            "weights": "The weights are not finite since step {broken}, so every forward pass fails from then on",
+            "earlier": "{unread} not read and may have left weights that are not finite",
+            "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
+            "forward": (
+                "The forward pass overflows: a division by zero, the log of zero, or a sum too large for its type"
+            ),
+            "data": "The batch itself holds NaN or infinite values",
+        },
+        fixes={
+            "weights": "Restore a checkpoint from before step {broken}",
+            "earlier": (
+                "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
+            ),
+            "diverged": (
+                "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
+            ),
+            "check_batch": (
+                "Check the batch of step {at} with torch.isfinite, then continue from a checkpoint before it"
+            ),
+            "skipped": "Check the batch of step {at} with torch.isfinite; its step was skipped and training continues",
+            "anomaly": "Run the step again under torch.autograd.detect_anomaly() to find the operation",
+        },
+        passed="the loss was finite at every step",
+    )
+
+    DIVERGED = 10.0  # largest recent norm over its baseline for the run to have diverged
+
+    last_loss: float = field(default=math.nan, init=False)
+    largest: float = field(default=0.0, init=False)
+    """Largest recent norm over its baseline."""
+    broken: int = field(default=-1, init=False)
+    """The step that left weights that are not finite; -1 if none did."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at every loss that is not finite."""
+        values = step.values
+        loss = values.get("loss")
+        if loss is not None and not math.isfinite(loss):
+            return self._observe(step, loss)
+        if loss is not None:
+            self.last_loss = loss
+        ratio = step.norm_deviation[0]
+        if ratio == ratio:
+            self.largest = max(ratio, 0.8 * self.largest)
+        # A step with a gradient that is not finite leaves weights that are not.
+        if self.broken < 0 and (
+            (values.get("grad/nonfinite", 0.0) > 0 and step.was_taken)
+            or not math.isfinite(values.get("weight/norm", 0.0))
+        ):
+            self.broken = step.number
+        return None
+
+    def _observe(self, step: Step, loss: float) -> Observation:
+        cause = "weights" if self.broken >= 0 else "diverged" if self.largest > self.DIVERGED else "forward"
+        lr = step.value("lr")
+        seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
+        seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
+        fixes = (cause,) if cause != "forward" else ("check_batch" if step.was_taken else "skipped",)
+        causes = ("earlier", cause) if step.unread and fixes == ("check_batch",) else (cause,)
+        fixes = ("earlier",) if "earlier" in causes else fixes
+        expected = {"loss": "a finite number"}
+        return Observation(severity="critical", seen=seen, expected=expected, causes=causes, fixes=fixes)
+
+
+@register
+@dataclass
+class LossSpike(Rule):
+    """One loss is far above those before it."""
+
+    id = "loss_spike"
+    family = "loss"
+    needs = ("loss",)
+    expects_fall = True
+    follows = ("stale_gradients", "lr_too_high")
+    taints_steps = True
+    message = Message(
+        name="Loss spike",
+        pattern="One loss is far above those before it, by the spread of this run's losses and of their logarithms.",
+        title="The loss jumped to {loss} at step {at} (normally {expected_loss})",
+        causes={
+            "update": "Step {pushed} moved the weights {moved}× as far as normal: momentum or the learning rate",
+            "batch": "The batch of step {at} differs from the others: corrupted, mislabeled, or not normalized",
+            "sharp": "The learning rate is near the stability limit of this model, so small causes have large effects",
+        },
+        fixes={
+            "batch": "Look at the batch of step {at}; skip it if it is broken",
+            "skipped": "Look at the batch of step {at}; its step was skipped and training continues",
+            "update": (
+                "Restore a checkpoint from before step {pushed}; reset the optimizer state if momentum is to blame"
+            ),
+            "sharp": "Lower the learning rate from {lr} to {lr_proposed}, or clip gradients to a norm of {max_norm}",
+        },
+        passed="no loss stood out",
+        reference="PaLM (arXiv 2204.02311) restored a checkpoint from 100 steps earlier and skipped 200 to 500 batches",
+    )
+
+    RISE = 0.1  # a spike is at least this share of the first losses
+    FIRST_STEPS = 20  # losses before one can be an outlier
+
+    z: float = 7.0
+    """Standard deviations over the baseline, both of the loss and of its logarithm: losses have long tails."""
+
+    unit: float = field(default=math.nan, init=False)
+    """Mean size of the first losses, once they are complete."""
+    baseline: Baseline = field(default_factory=Baseline, init=False)
+    """Of the exponential of the loss in units of the first ones (a Baseline takes logarithms), and of the loss."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at every loss that is an outlier in this run."""
+        loss = step.value("loss")
+        if not math.isfinite(loss):
+            return None
+        unit = self.unit
+        if unit != unit:
+            first = step.first_losses
+            unit = float(np.mean(np.abs(first))) or 1.0
+            self.unit = unit if len(first) == FIRST else math.nan
+        scaled, baseline = math.exp(max(-300.0, min(300.0, loss / unit))), self.baseline
+        ratio, z = baseline.compare_one(scaled, 0)
+        outlier = False
+        if z > self.z and len(baseline.count) and baseline.count.item(0) >= self.FIRST_STEPS:
+            log_z = baseline.compare_one(loss, 1)[1]
+            usual = unit * baseline.level.item(0)
+            outlier = not log_z <= self.z and math.log(ratio) > self.RISE
+        baseline.learn_one(scaled, 0)
+        baseline.learn_one(loss, 1)
+        if not outlier:
+            return None
+        moved, pushed = step.largest_update(5)
+        cause = "update" if moved > 3 else "batch"
+        norms = step.history["grad/norm"].last(200)
+        seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
+        seen |= {"pushed": pushed, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
+        seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
+        expected = {"loss": usual, "z": f"under {self.z:g}"}
+        fix = "skipped" if cause == "batch" and step.value("step/left_out") == 1 else cause
+        return Observation(severity="warning", seen=seen, expected=expected, causes=(cause,), fixes=(fix,))
+
+
+@register
+@dataclass
+class LossRising(Rule):
+    """The loss stays well above the best level it had reached."""
+
+    id = "loss_rising"
+    family = "loss"
+    needs = ("loss",)
+    judges_after = 40
+    follows = ("stale_gradients", "lr_too_high")
+    masks = ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress")
+    taints_steps = True
+    message = Message(
+        name="Loss rising",
+        pattern="The mean of the last 20 losses is far above the lowest such mean: much of what was learned is lost.",
+        title="The loss rose to {loss} from {expected_loss} at step {best_step} and stayed up",
+        causes={
+            "lr": "The learning rate rose from {lr_before} to {lr}, which is too high for this model",
+            "batch": "The gradient of step {spiked} was {spike}× its baseline: one batch threw the weights off",
+            "update": "Step {pushed} moved the weights {moved}× as far as normal, and the loss rose after it",
+            "data": "The data changed around step {at}: other labels, another source, another order",
+            "high_lr": "The learning rate of {lr} is too high at this stage of the run",
+            "decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives",
+            "stale": "Gradients are not zeroed between steps, so steps become ever longer: see stale_gradients",
+        },
+        fixes={
+            "data": "Compare batches before and after step {at}: inputs and targets must not have changed",
+            "lr": "Restore a checkpoint from before step {at} and set the learning rate back to {lr_before}",
+            "batch": "Restore a checkpoint from before step {spiked}, skip its batch, and clip gradients",
+            "update": "Restore a checkpoint from before step {pushed} and reset the optimizer state",
+            "high_lr": (
+                "Restore a checkpoint from about step {best_step} and lower the learning rate from {lr} to "
+                "{lr_proposed}"
+            ),
+            "decay": "Lower the weight decay of {weight_decay}",
+            "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
+        },
+        only_if_chosen=("stale",),
+        passed="the loss never rose far above its best",
+    )
+
+    WINDOW = 20  # losses whose means are compared
+    RELATIVE = 0.1  # least rise, as a share of the best loss
+    ERRORS = 8.0  # least rise, in standard errors of such a mean
+    PATIENCE = 3  # steps in a row
+    EARLY = 1.7  # the last five losses over the first three, while there are too few for a window
+
+    share: float = 0.3
+    """Share of what was gained since the start that must be lost again."""
+
+    start: float = field(default=math.nan, init=False)
+    best: float = field(default=math.inf, init=False)
+    best_error: float = field(default=0.0, init=False)
+    best_step: int = field(default=0, init=False)
+    high: int = field(default=0, init=False)
+    """Steps in a row at which the loss was high."""
+    cause: str = field(default="", init=False)
+    known: dict[str, Any] = field(default_factory=dict, init=False)
+    """What was known when it started."""
+    alternating: int = field(default=0, init=False)
+    """Steps that the model has alternated with another one."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while the mean of the last losses is far above the lowest such mean."""
+        loss = step.value("loss")
+        if not math.isfinite(loss):
+            return None
+        losses = [*step.history["loss"].values[1 - self.WINDOW :], loss]
+        if len(losses) < self.WINDOW:
+            first, now = sum(losses[:3]) / 3, sum(losses[-5:]) / 5
+            risen = len(losses) >= 8 and 0 < self.EARLY * first < min(now, sorted(losses[-5:])[1])
+            return self._observe(step, risen, now, first, 1)
+        now = sum(losses) / self.WINDOW
+        if math.isnan(self.start):
+            self.start = sum(losses[:FIRST]) / FIRST
+        if now < self.best:
+            self.best, self.best_step = now, step.number
+            variance = sum([(value - now) ** 2 for value in losses]) / (self.WINDOW - 1)
+            self.best_error = math.sqrt(variance / self.WINDOW)
+        gained = max(self.start - self.best, 0.0)
+        least = max(self.share * gained, self.RELATIVE * abs(self.best), self.ERRORS * self.best_error)
+        # The median too: one broken batch is not a rise.
+        risen = now - self.best > least and sorted(losses[-5:])[2] - self.best > least
+        return self._observe(step, risen, now, self.best, self.best_step)
+
+    def _observe(self, step: Step, risen: bool, now: float, best: float, best_step: int) -> Observation | None:
+        self.high = self.high + 1 if risen else 0
+        self.alternating = self.alternating + 1 if step.alternating else 0
+        # A finding from before the model was known to alternate must close first: none becomes less severe.
+        if self.high < self.PATIENCE or 0 < self.alternating <= 2 * self.closes_after:
+            return None
+        if self.high == self.PATIENCE or not self.known:
+            self._explain(step, best_step)
+        severity: Severity = "critical" if now > self.start and self.high >= self.WINDOW else "warning"
+        return Observation(
+            severity="info" if step.alternating else severity,  # neither loss of a GAN has to fall
+            seen={"loss": now, "best_step": best_step, **self.known},
+            expected={"loss": best},
+            since=int(self.known["at"]),
+            causes=(self.cause,),
+            fixes=(self.cause,),
+        )
+
+    def _explain(self, step: Step, best_step: int) -> None:
+        lr, rose = step.value("lr"), step.lr_increase()
+        moved, pushed = step.largest_update()
+        began = step.ago(self.high - 1)
+        spike, spiked = step.single_spike(began)
+        decay = step.info.weight_decay or 0.0
+        sudden = self.WINDOW < step.number <= best_step + 2 * self.WINDOW
+        self.cause = "data" if sudden else "high_lr"
+        if step.value("grad/carried") == 1:
+            self.cause = "stale"
+        elif rose > 1.5:
+            self.cause = "lr"
+        elif spike > 10:
+            self.cause = "batch"
+        elif moved > 5:
+            self.cause = "update"
+        elif decay * lr > 0.01:
+            self.cause = "decay"
+        self.known = {"at": began, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
+        self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked, "weight_decay": decay}
+
+
+@register
+@dataclass
+class LossPlateau(Rule):
+    """The loss does not move: it never fell, or has stopped falling."""
+
+    id = "loss_plateau"
+    family = "loss"
+    needs = ("loss",)
+    expects_fall = True
+    judges_after = 100
+    closes_after = 150
+    follows = ("stale_gradients", "lr_too_high")
+    masks = ("high_effort_low_progress", "decay_due")
+    message = Message(
+        name="Loss plateau",
+        pattern=(
+            "The loss has hardly fallen since the start of the run and is flat (a note at first, then a warning), or "
+            "has stopped falling later on (a note). Both are judged by a line through the losses and its standard "
+            "error."
+        ),
+        title="The loss {kind}: {loss} after {steps} steps",
+        causes={
+            "small_lr": (
+                "The learning rate of {lr} is so small that a step changes the weights by {ratio:%} of their norm"
+            ),
+            "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
+            "decay": (
+                "Weight decay of {weight_decay} has left {left:%} of the weight norm: it takes more than gradients give"
+            ),
+            "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
+            "initialization": "The weights may start too small or too large for the signal to pass",
+            "done": "The model has learned what it can at a learning rate of {lr}",
+        },
+        fixes={
+            "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
+            "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
+            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
+            "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
+            "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
+            "initialization": (
+                "Compare the outputs of each layer at the start: their standard deviation should be near 1"
+            ),
+        },
+        passed="the loss did not stand still",
+    )
+
+    EVERY = 20  # steps between checks
+    FIRST_STEPS = 80  # steps that a run has to start learning
+    FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
+    LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
+    LATE_WINDOW = 1000  # losses that a late plateau is judged by
+    LATE = 0.01  # a late plateau: the loss fell by less than this share of all it fell since the start
+
+    sure: int = 160
+    """Steps after which a loss that has not fallen is a warning; healthy runs may take a hundred or more."""
+
+    start: float = field(default=math.nan, init=False)
+    highest_lr: float = field(default=0.0, init=False)
+    rose_at: int = field(default=0, init=False)
+    """The last step with a learning rate higher than any before: a warmup is not judged."""
+    has_learned: bool = field(default=False, init=False)
+    first_weight: float = field(default=math.nan, init=False)
+    last_weight: float = field(default=math.nan, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fits a line through the losses, every 20 steps."""
+        values = step.values
+        if step.number > 0 == step.history.steps_seen:
+            self.has_learned = True  # resumed without a history: its start is unknown
+        lr = values.get("lr", math.nan)
+        if lr > 1.001 * self.highest_lr:
+            self.highest_lr, self.rose_at = lr, step.number
+        weight = values.get("weight/norm", math.nan)
+        if math.isfinite(weight):
+            self.last_weight = weight
+            if math.isnan(self.first_weight):
+                self.first_weight = weight
+        if step.number % self.EVERY or len(step.history["loss"]) < self.FIRST_STEPS:
+            return None
+        if math.isnan(self.start):
+            self.start = float(np.mean(step.history.first_losses))
+        return self._stopped(step) if self.has_learned else self._never_fell(step)
+
+    def _never_fell(self, step: Step) -> Observation | None:
+        begin = max(0.4 * step.number, self.rose_at)
+        values = step.history["loss"].since(begin)[1]
+        size = abs(self.start)
+        recent = float(np.median(step.history["loss"].last(20)))
+        if self.start - recent > self.LEARNED * size:
+            self.has_learned = True
+        if self.has_learned or len(values) < 0.5 * self.FIRST_STEPS:
+            return None
+        fell, error = fall(values)
+        since_start = self.start - recent
+        # Little for certain and no more than chance; or next to nothing since the start, chance or not.
+        flat = abs(fell) + 2 * error < self.FLAT * size and (fell < 2.5 * error or since_start < self.FLAT * size)
+        last = values[-30:]
+        doubt = float(last.std()) * math.sqrt(1 / FIRST + 1 / len(last))
+        back = step.number >= 100 and abs(self.start - float(last.mean())) + 2 * doubt < self.FLAT * size
+        if not (flat or back):
+            return None
+        ratios = step.history["update/ratio"].last(5)
+        ratio = float(np.median(ratios)) if len(ratios) else math.nan
+        fallen = since_start > self.FLAT * size
+        seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
+        cause = "no_signal"
+        if ratio < 1e-4:
+            cause = "small_lr"
+        elif seen["taken"] > 0.01 or seen["left"] < 0.5:
+            cause = "decay"
+        return Observation(
+            severity="warning" if step.number >= self.sure else "info",
+            seen=seen,
+            expected={"loss": self.start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
+            text={"kind": "is flat, little below its start" if fallen else "has hardly fallen since the start"},
+            since=int(begin),
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+    def _stopped(self, step: Step) -> Observation | None:
+        losses = step.history["loss"].last(self.LATE_WINDOW)
+        if len(losses) < self.LATE_WINDOW:
+            return None
+        fell, error = fall(losses)
+        recent = float(np.median(losses[-100:]))
+        gained = self.start - recent
+        if gained <= 0 or abs(fell) + 2 * error > self.LATE * gained:
+            return None
+        since = step.ago(len(losses))
+        return Observation(
+            severity="info",
+            seen=self._seen(step, recent, fell),
+            expected={"fell": self.LATE * gained},
+            text={"kind": f"has not fallen since step {since:,}"},
+            since=since,
+            causes=("done",),
+            fixes=("done",),
+        )
+
+    def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
+        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
+        seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
+        left = self.last_weight / self.first_weight if self.first_weight else math.nan
+        return seen | {"weight_decay": decay, "taken": lr * decay, "left": left, "steps": step.number}

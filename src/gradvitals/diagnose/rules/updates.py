@@ -1,0 +1,514 @@
+"""Rules about tensors without a gradient, weights that do not move, and weights that move too little or too much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradvitals.diagnose.history import Floats, finite_median
+from gradvitals.diagnose.message import Message, Observation, where
+from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
+from gradvitals.format import percent
+from gradvitals.types import Severity
+
+HALF = ("float16", "bfloat16")
+
+
+def resized(kept: Floats, size: int) -> Floats:
+    """Returns an array with room for tensors that were added."""
+    return kept if len(kept) >= size else np.append(kept, np.zeros(size - len(kept)))
+
+
+def empty() -> Floats:
+    """Returns one number per tensor, before there are any."""
+    return np.zeros(0)
+
+
+@register
+@dataclass
+class DeadTensor(Rule):
+    """A tensor has no gradient, or exactly zero, for many steps, while others have one."""
+
+    id = "dead_tensor"
+    family = "updates"
+    needs = ("tensors:grad/norm",)
+    reads = "tensors"
+    follows = ("stale_gradients", "lr_too_high")
+    follows_if_later = True
+    masks = ("vanishing",)
+    message = Message(
+        name="No gradient",
+        pattern="A tensor's gradient is missing or exactly zero for many steps, while other tensors have one.",
+        title="{where} had no gradient for {steps} steps, since step {at}",
+        causes={
+            "unused": "{first} has no gradient from step {at} on: not used in the forward pass, or detached on the way",
+            "died": "All units behind {first} are off: a ReLU that is negative for every input passes nothing back",
+            "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
+            "rounded": "The gradient of {first} is too small for float16 and becomes zero: see precision_underflow",
+            "cut_off": "{first} had gradients until step {at}: it was frozen or detached, or is no longer used",
+        },
+        fixes={
+            "unused": "Look for where the forward pass skips {first}: .detach(), no_grad(), a branch never taken",
+            "died": "Start again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
+            "zero": "Look at what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
+            "rounded": "Use bfloat16, or a loss scale, so that {first} receives a gradient",
+            "cut_off": "Look for what happened at step {at}: requires_grad_(False), a callback, a branch that ended",
+            "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
+        },
+        only_if_chosen=("rounded",),
+        passed="every tensor has a gradient",
+    )
+
+    PATIENCE_ALIVE = 5  # steps in a row, for a tensor that had a gradient at nearly every step before
+
+    patience: int = 20
+    """Steps in a row without a gradient."""
+
+    zero_for: Floats = field(default_factory=empty, init=False)
+    alive: Floats = field(default_factory=empty, init=False)
+    """Steps at which it had a gradient."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while a tensor has no gradient."""
+        norms = step.tensors("grad/norm")
+        if norms is None or not step.value("grad/norm") > 0:
+            return None
+        self.zero_for, self.alive = resized(self.zero_for, len(norms)), resized(self.alive, len(norms))
+        counts = step.tensors("grad/nonfinite")
+        missing = np.isnan(norms if counts is None else counts)
+        zero = missing | (norms == 0)
+        zero[step.frozen] = False
+        self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
+        self.alive += ~zero
+        if not zero.any():
+            return None
+        steady = (self.alive >= 20) & (self.alive + self.zero_for > 0.95 * (step.history.steps_seen + 1))
+        dead = np.flatnonzero(self.zero_for >= np.where(steady, self.PATIENCE_ALIVE, self.patience))
+        if not len(dead):
+            return None
+        dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
+        since = step.ago(int(self.zero_for[dead[0]]) - 1)
+        causes = self._causes(step, dead, bool(missing[dead].all()))
+        return Observation(
+            severity="warning",
+            seen={"steps": step.number - since + 1, "tensors": len(dead), "at": since},
+            expected={"steps": 0},
+            tensors=step.names(dead[:MAX_NAMED]),
+            since=since,
+            causes=causes,
+            fixes=causes,
+        )
+
+    def _causes(self, step: Step, dead: NDArray[np.intp], missing: bool) -> tuple[str, ...]:
+        infos = step.layout.tensors
+        if not missing and (step.info.autocast == "float16" or infos[int(dead[0])].dtype == "float16"):
+            return ("rounded",)
+        if self.alive[dead[0]]:
+            return ("cut_off",) if missing else ("died",)
+        if missing:
+            return ("unused",)
+        # A mask or a gate silences one layer; units that are off silence all layers in front of them.
+        return ("died", "zero") if len({infos[int(index)].layer for index in dead}) > 1 else ("zero",)
+
+
+@register
+@dataclass
+class UnchangedWeights(Rule):
+    """Weights have a gradient and do not move."""
+
+    id = "unchanged_weights"
+    family = "updates"
+    needs = ("grad/norm", "update/rms")
+    reads = "tensors"
+    message = Message(
+        name="Weights do not move",
+        pattern="Weights have a gradient but stay exactly the same over many steps.",
+        title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
+        causes={
+            "left_out": "{first} was not given to the optimizer, or is in a group whose learning rate is 0",
+            "zero_lr": "The learning rate is 0",
+            "stopped": "{first} moved until step {at}: the lr of its group is 0 now, or its gradient too small",
+            "resolution": "Updates of {first} are lost: they are under half the distance between two {dtype} numbers",
+        },
+        fixes={
+            "left_out": "Check that {first} is in one of optimizer.param_groups, and that the lr of its group is not 0",
+            "zero_lr": "Check the schedule: its learning rate is 0 since step {at}",
+            "stopped": "Look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
+            "resolution": "Keep {first} in float32, or a float32 copy of it in the optimizer that can hold small steps",
+        },
+        only_if_chosen=("zero_lr", "resolution"),
+        passed="no tensor stood still",
+    )
+
+    PATIENCE_MOVED = 5  # steps in a row, for weights that moved at nearly every step before
+    LOST = 0.25  # weights in half precision that stand still at this share of steps lose updates to rounding
+
+    patience: int = 20
+    """Steps in a row. Steps that a GradScaler skipped do not count."""
+
+    still_for: Floats = field(default_factory=empty, init=False)
+    moved: Floats = field(default_factory=empty, init=False)
+    """Steps at which it moved."""
+    share: Floats = field(default_factory=empty, init=False)
+    """Moving average of whether it stood still."""
+    seen_steps: int = field(default=0, init=False)
+    highest: float = field(default=0.0, init=False)
+    """The highest level of the global norm: a run that has fitted everything has nothing left to move its weights."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while weights with a gradient stay the same."""
+        rms, norms = step.tensors("update/rms"), step.tensors("grad/norm")
+        if rms is None or norms is None or not step.was_taken:
+            return None
+        size = len(rms)
+        self.still_for, self.moved = resized(self.still_for, size), resized(self.moved, size)
+        self.share = resized(self.share, size)
+        self.seen_steps += 1
+        baseline = step.history.norm
+        if len(baseline.count) and baseline.count.item(0) >= 5:
+            self.highest = max(self.highest, float(np.exp(baseline.level[0])))
+        still = (rms == 0) & (norms > NEGLIGIBLE * self.highest) & ~step.negligible
+        self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
+        self.moved += rms > 0
+        self.share += (still - self.share) / min(self.seen_steps, self.patience)
+        if not still.any():
+            return None
+        steady = (self.moved >= 20) & (self.moved + self.still_for > 0.95 * self.seen_steps)
+        stuck = still & (self.still_for >= np.where(steady, self.PATIENCE_MOVED, self.patience))
+        if self.seen_steps >= 10 and (self.share > self.LOST).any():
+            half = np.array([info.dtype in HALF for info in step.layout.tensors], dtype=bool)
+            stuck |= still & half & (self.share > self.LOST)
+        chosen = np.flatnonzero(stuck)
+        return self._observe(step, chosen, norms, rms) if len(chosen) else None
+
+    def _observe(self, step: Step, chosen: NDArray[np.intp], norms: Any, rms: Any) -> Observation:
+        chosen = chosen[np.argsort(-self.still_for[chosen], kind="stable")]
+        worst = int(chosen[0])
+        lasted, lr = int(self.still_for[worst]), step.value("lr")
+        everything = not np.any(rms > 0)
+        dtype = step.layout.tensors[worst].dtype
+        cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
+        cause = "zero_lr" if everything and lr == 0 else cause
+        seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
+        seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
+        return Observation(
+            # A schedule that has ended, or not yet started, is no fault.
+            severity="info" if cause == "zero_lr" else "warning",
+            seen=seen,
+            expected={"steps": 0},
+            tensors=() if everything else step.names(chosen[:MAX_NAMED]),
+            since=step.ago(lasted - 1),
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+
+@register
+@dataclass
+class UpdateRatio(Rule):
+    """A step changes weights by an unhealthy share of their norm, or by next to nothing, again and again."""
+
+    id = "update_ratio"
+    family = "updates"
+    needs = ("update/ratio",)
+    judges_after = 30
+    closes_after = 110
+    follows = ("stale_gradients", "lr_too_high")
+    masks = ("update_spike", "lr_too_high", "warmup_needed")
+    message = Message(
+        name="Update too large or too small",
+        pattern="One step changes weights by more than 10% of their norm, or by next to nothing, again and again.",
+        title="{what}",
+        causes={
+            "high_lr": "The learning rate of {lr} is too high for weights of this size",
+            "small_weights": "The weights of {first} are very small: they started so, or decay has shrunk them",
+            "decay": "Weight decay of {weight_decay} takes {taken:%} of the weights per step",
+            "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
+            "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
+            "cut_lr": "The learning rate fell from {lr_proposed} to {lr} at step {at}",
+            "small_gradient": "Hardly any gradient reaches {first}, or its group has a far smaller learning rate",
+        },
+        fixes={
+            "high_lr": (
+                "Lower the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
+            ),
+            "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
+            "decay": "Lower the weight decay of {weight_decay}",
+            "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
+            "low_lr": (
+                "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
+            ),
+            "cut_lr": "Set the learning rate back from {lr} to {lr_proposed}, unless the cut is intended",
+            "small_gradient": "Find out why the gradient of {first} is so small, or give it its own learning rate",
+        },
+        only_if_chosen=("small_weights", "momentum", "small_gradient"),
+        passed="updates have a healthy size for the weights",
+        reference="SageMaker Debugger's WeightUpdateRatio",
+    )
+
+    LOW_MODEL = 1e-6  # smallest healthy update of the whole model, as a share of its norm
+    SLOW_MODEL = 5e-5  # the same if the loss has not fallen either
+    FALLEN = 0.03  # share of the first loss that it must have fallen by for that
+    COLLAPSE = 0.02  # a learning rate under this share of what it was ten steps before is a cut, not a schedule
+    DECAYED = 0.3  # a learning rate under this share of its highest was lowered on purpose
+    GONE = 1e-3  # a gradient under this share of its largest makes steps small, whatever the learning rate
+    PATIENCE = 10  # steps that it must last, over two readings or more
+    PATIENCE_SLOW = 30  # the same for steps that are too small, none of them in a warmup
+    PATIENCE_MOST = 3  # the same if most matrices move too far at once
+    YOUNG = 10  # steps at which weights that started at zero may still grow from nothing
+
+    low: float = 1e-8
+    """Smallest healthy update of a tensor, as a share of its norm."""
+    high: float = 1e-1
+    """Largest healthy update."""
+
+    above: Floats = field(default_factory=empty, init=False)
+    """The step of the reading since which the update is too large, plus one; 0 if it is not."""
+    below: Floats = field(default_factory=empty, init=False)
+    most_since: int = field(default=-1, init=False)
+    slow_since: int = field(default=-1, init=False)
+    highest_lr: float = field(default=0.0, init=False)
+    rose_at: int = field(default=0, init=False)
+    resumed: bool = field(default=False, init=False)
+    """Whether the run was resumed without a history, so that its start is unknown."""
+    cut_at: int = field(default=-1, init=False)
+    cut: dict[str, float] = field(default_factory=dict, init=False)
+    largest: float = field(default=0.0, init=False)
+    """Largest gradient norm so far."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at readings of weights while the ratio is unhealthy, and at any step if the learning rate is cut."""
+        values = step.values
+        lr, norm = values.get("lr", math.nan), values.get("grad/norm", math.nan)
+        if step.number > 0 == step.history.steps_seen:
+            self.resumed = True
+        if lr > 1.001 * self.highest_lr:
+            self.highest_lr, self.rose_at = lr, step.number
+        if self.largest < norm < math.inf:
+            self.largest = norm
+        if lr == 0 or not step.was_taken:
+            return None
+        seen = self._cut(step, lr)
+        ratios, weights = step.tensors("update/ratio"), step.tensors("weight/norm")
+        if seen is not None or ratios is None or weights is None or step.number < 1:
+            return seen
+        self.above, self.below = resized(self.above, len(ratios)), resized(self.below, len(ratios))
+        now = step.number + 1.0
+        too_much, too_little = (ratios > self.high) & (weights > 0), (ratios < self.low) & (ratios > 0)
+        if len(step.negligible) == len(ratios):
+            too_little &= ~step.negligible
+        most = False
+        if too_much.any():  # a bias, a gain or a few weights have no size of their own to compare with
+            matrix = step.layout.matrices & (step.layout.sizes >= 16)
+            too_much &= matrix
+            # One matrix alone, as in linear regression, has no depth to pass a signal through: it may start small.
+            most = bool(too_much.sum() > max(1, 0.5 * matrix.sum()))
+        self.most_since = -1 if not most else step.number if self.most_since < 0 else self.most_since
+        recent = step.history["loss"].last(3)
+        first = math.nan if self.resumed or not step.first_losses else step.first_losses[0]
+        falls = len(recent) == 3 and step.number < self.YOUNG and np.median(recent) < first - 0.2 * abs(first)
+        if most and not falls and step.number - self.most_since >= self.PATIENCE_MOST:
+            chosen = np.flatnonzero(too_much)
+            return self._too_large(step, chosen[np.argsort(-ratios[chosen])], ratios, self.most_since)
+        if step.number < self.YOUNG:
+            return None
+        self.above = np.where(too_much, np.where(self.above > 0, self.above, now), 0.0)
+        self.below = np.where(too_little, np.where(self.below > 0, self.below, now), 0.0)
+        large = np.flatnonzero((self.above > 0) & (now - self.above >= self.PATIENCE))
+        small = np.flatnonzero((self.below > 0) & (now - self.below >= self.PATIENCE_SLOW))
+        if len(large):
+            large = large[np.argsort(-ratios[large])]
+            return self._too_large(step, large, ratios, int(self.above[large].min()) - 1)
+        slow = self._slow(step, step.value("update/ratio"))
+        return slow or (self._too_small(step, small, ratios) if len(small) else None)
+
+    def _too_large(self, step: Step, chosen: NDArray[np.intp], ratios: Any, since: int) -> Observation:
+        weights = np.asarray(step.tensors("weight/norm"))
+        ratio, lr, decay = float(ratios[chosen[0]]), step.value("lr"), step.info.weight_decay or 0.0
+        seen = {"ratio": ratio, "lr": lr, "lr_proposed": lr * 0.003 / ratio, "at": since, "tensors": len(chosen)}
+        seen |= {"weight_decay": decay, "taken": lr * decay}
+        moved, rose = step.largest_update()[0], step.lr_increase()
+        # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
+        rows = float(step.layout.tensors[int(chosen[0])].shape[0])
+        cause = "small_weights" if weights[chosen[0]] < 0.05 * math.sqrt(rows) else "high_lr"
+        if rose > 1.5:
+            cause, seen["lr_proposed"] = "high_lr", lr / rose
+        elif moved > 5:
+            cause = "momentum"
+        elif lr * decay > 0.01:
+            cause = "decay"
+        return self._observe(step, chosen, seen, since, cause, "warning", "under", self.high)
+
+    def _too_small(self, step: Step, chosen: NDArray[np.intp], ratios: Any) -> Observation:
+        chosen = chosen[np.argsort(ratios[chosen])]
+        seen = {"ratio": float(ratios[chosen[0]]), "lr": step.value("lr"), "tensors": len(chosen)}
+        since = int(self.below[chosen].min()) - 1
+        return self._observe(step, chosen, seen, since, "small_gradient", "info", "over", self.low)
+
+    def _slow(self, step: Step, whole: float) -> Observation | None:
+        start = math.nan if self.resumed else float(np.mean(step.first_losses or [math.nan]))
+        hardly = start - finite_median(step.history["loss"].last(20)) < self.FALLEN * abs(start)
+        lr, gone = step.value("lr"), step.value("grad/norm") < self.GONE * self.largest
+        intended, limit = lr < self.DECAYED * self.highest_lr, self.SLOW_MODEL if hardly else self.LOW_MODEL
+        if intended or gone or not 0 < whole < limit:
+            self.slow_since = -1
+            return None
+        if self.slow_since < 0:
+            self.slow_since = step.number
+        if step.number - max(self.slow_since, self.rose_at) < self.PATIENCE_SLOW:
+            return None
+        proposed = lr * min(max(1e-3 / whole, 1.0), 1000.0)
+        seen = {"ratio": whole, "lr": lr, "lr_proposed": proposed, "needed": int(1 / whole)}
+        nothing = np.zeros(0, dtype=np.intp)
+        return self._observe(step, nothing, seen, self.slow_since, "low_lr", "warning", "over", limit)
+
+    def _observe(
+        self,
+        step: Step,
+        chosen: NDArray[np.intp],
+        seen: dict[str, Any],
+        since: int,
+        cause: str,
+        severity: Severity,
+        side: str,
+        limit: float,
+    ) -> Observation:
+        names = step.names(chosen[:MAX_NAMED])
+        share, healthy = percent(seen["ratio"]), f"{side} {percent(limit)}"
+        return Observation(
+            severity=severity,
+            seen=seen,
+            expected={"ratio": f"{side} {limit:g}"},
+            text={"what": f"Updates are {share} of the weight norm in {where(names)} (healthy: {healthy})"},
+            tensors=names,
+            since=since,
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+    def _cut(self, step: Step, lr: float) -> Observation | None:
+        """From one step to the next the learning rate is a small part of what it was, as if it had lost its zeros."""
+        if self.cut_at < 0:
+            rates = step.history["lr"].values
+            if not (len(rates) >= 10 and 0 < lr < self.COLLAPSE * rates[-1]):
+                return None
+            rates, moves = rates[-10:], step.history["update/rms"].values[-20:]
+            fell = len(moves) == 20 and lr < self.COLLAPSE * min(rates)
+            # A schedule ends step by step; if some steps are not read, it was on its way down before.
+            if fell and (step.ago(10) == step.number - 10 or max(rates) < 2 * min(rates)):
+                self.cut_at, self.cut = step.number, {"lr": rates[-1], "rms": float(np.median(moves))}
+            return None
+        if not 0 < lr < self.COLLAPSE * self.cut["lr"]:
+            self.cut_at = -1
+            return None
+        rms = step.value("update/rms")
+        if not step.ago(1) < self.cut_at + 3 <= step.number or not 0 < rms < 5 * self.COLLAPSE * self.cut["rms"]:
+            return None  # reported once, three steps after the cut, or at the next step that is read
+        seen = {"ratio": rms / self.cut["rms"], "lr": lr, "lr_proposed": self.cut["lr"], "at": self.cut_at}
+        what = f"Updates fell to {percent(seen['ratio'])} of what they were before step {self.cut_at:,}"
+        return Observation(
+            severity="warning",
+            seen=seen,
+            expected={"ratio": f"over {percent(self.COLLAPSE)}"},
+            text={"what": what},
+            since=self.cut_at,
+            causes=("cut_lr",),
+            fixes=("cut_lr",),
+        )
+
+
+@register
+@dataclass
+class UpdateSpike(Rule):
+    """One step moves the weights far more than normal on an ordinary gradient; the loss follows."""
+
+    id = "update_spike"
+    family = "updates"
+    needs = ("update/rms",)
+    follows = ("stale_gradients", "lr_too_high")
+    taints_steps = True
+    message = Message(
+        name="Update spike",
+        pattern="One step moves the weights far more than normal, while the gradient is ordinary.",
+        title="Step {at} moved {where} {ratio}× as far as normal, on an ordinary gradient",
+        causes={
+            "momentum": (
+                "The optimizer's momentum holds something that does not belong there, or its second moment had become "
+                "too small for the gradients to come"
+            ),
+            "lingers": "The gradient of step {exploded} was far too large and is still in the optimizer's momentum",
+            "lr": "The learning rate rose from {lr_before} to {lr}",
+            "unread": "{unread} not read and may have had an unusual gradient",
+            "outside": "Something else changed the weights: a checkpoint was loaded, or an average swapped in",
+        },
+        fixes={
+            "momentum": (
+                "Restore a checkpoint from before step {safe} and reset the optimizer state (momentum and second "
+                "moments)"
+            ),
+            "lingers": "Skip the batch of step {exploded}, or clip to a norm that would have cut its gradient",
+            "lr": "Set the learning rate back from {lr} to {lr_before}, or raise it over some hundred steps",
+            "beta2": "Lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
+        },
+        passed="no step moved the weights far more than normal",
+        reference="arXiv 2304.09871: in Adam, large updates come before spikes of the loss",
+    )
+
+    Z = 5.0  # standard deviations; updates are smooth, because optimizers average, so that few are enough
+    TENSOR_RATIO, TENSOR_Z = 6.0, 7.0  # for one tensor, which has fewer coordinates and is one of many
+    GRADIENT_Z = 4.0  # the gradient counts as ordinary up to here; above, the spike is one of the gradient
+    FIRST_STEPS = 20  # updates before one can be an outlier
+    LINGERS = 5  # steps for which momentum shows a gradient that was far too large
+
+    ratio: float = 4.0
+    """Update of the whole model over its baseline."""
+
+    highest_lr: float = field(default=0.0, init=False)
+    exploded: int = field(default=-LINGERS - 1, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at every step that moves the weights too far."""
+        lr, highest = step.value("lr"), self.highest_lr
+        if step.norm_deviation[1] > 2 * self.GRADIENT_Z:
+            self.exploded = step.number
+        self.highest_lr = max(highest, lr) if lr == lr else highest
+        deviations, gradients = step.update_deviations, step.tensor_norm_deviations
+        if deviations is None or step.history.steps_seen < self.FIRST_STEPS:
+            return None
+        (ratio, z), known = deviations, step.history.updates.count >= self.FIRST_STEPS
+        whole = bool(known[0] and ratio[0] > self.ratio and z[0] > self.Z)
+        hot = np.flatnonzero(known[1:] & (ratio[1:] > self.TENSOR_RATIO) & (z[1:] > self.TENSOR_Z))
+        if not (whole or len(hot)):
+            return None
+        rates = step.history["lr"].last(20)
+        before = float(rates.min()) if len(rates) else math.nan
+        jumped = lr > 1.5 * before
+        # A schedule that returns to where it was (warm restarts) moves weights more, and is meant to.
+        if jumped and lr <= 1.5 * highest:
+            return None
+        if len(step.negligible):
+            hot = hot[~step.negligible[hot]]
+        if gradients is not None:  # if a tensor's own gradient is as large, `explosion` reports it
+            hot = hot[~(gradients[1][hot] > self.GRADIENT_Z)]
+        if step.norm_deviation[1] > self.GRADIENT_Z or not (whole or len(hot)):
+            return None
+        hot = hot[np.argsort(-ratio[1:][hot])]
+        place = 0 if whole else int(hot[0]) + 1
+        seen = {"ratio": float(ratio[place]), "z": float(z[place]), "at": step.number, "lr": lr, "lr_before": before}
+        seen |= {"gradient_z": step.norm_deviation[1], "exploded": self.exploded}
+        limit = self.ratio if whole else self.TENSOR_RATIO
+        cause = "lr" if jumped else "lingers" if step.number - self.exploded <= self.LINGERS else "momentum"
+        return Observation(
+            severity="warning",
+            seen=seen,
+            expected={"ratio": f"under {limit:g}", "gradient_z": f"under {self.GRADIENT_Z:g}"},
+            # If it is everywhere, naming all tensors helps nobody.
+            tensors=() if whole and len(hot) > 0.5 * len(known) else step.names(hot[:MAX_NAMED]),
+            causes=("unread", cause) if step.unread and cause == "momentum" else (cause,),
+            fixes=(cause,),
+        )
