@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradvitals.guard import Guard
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -39,6 +38,7 @@ from benchmarks.distributed.faults import (
 )
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.guard import Guard
 from gradvitals.monitor import Monitor, watch
 
 POLL_SECONDS = 0.1

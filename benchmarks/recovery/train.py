@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from gradvitals.guard import Guard, RollBack
 from torch import Tensor, nn
 
 from benchmarks.faults.presets import Olmo, ZClip
@@ -31,6 +30,7 @@ from benchmarks.recovery.faults import Fault, plant
 from benchmarks.recovery.tasks import Training, prepare
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.guard import Guard, RollBack
 from gradvitals.monitor import watch
 from gradvitals.types import Action
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.diagnose.history import Average, Averages, Series, fall, same_size
 from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
-from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.monitor import Monitor
 from gradvitals.store import open_run
 from gradvitals.types import Action, Reading, Source

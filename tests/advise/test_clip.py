@@ -181,6 +181,4 @@ def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[
 @pytest.mark.parametrize("name", ["clip_saturated", "clip_idle"])
 def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
     [cure, *_] = RULES[name].message.fixes.values()
-    assert cure.endswith(
-        "after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps"
-    )
+    assert cure.endswith("after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps")

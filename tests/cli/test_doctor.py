@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from gradvitals import notices
 from gradvitals.cli import main
-from gradvitals.diagnose import RULES, Observation, Rule, Step
-from gradvitals.show.findings import evidence
+from gradvitals.diagnose import RULES, Rule, Sign, Step
+from gradvitals.report.describe import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -92,11 +92,10 @@ def test_a_healthy_run_takes_two_lines(write: Write) -> None:
     data = json.loads(doctor(run, "--json").output)
     skipped = sum(len(item["ids"]) for item in data["not_judged"])
     assert result.exit_code == 0
-    assert result.output.startswith("Healthy: 400 steps, nothing found.\n")
-    assert in_order(result.output, ["Fine: ", "looked for and not found (training loop ", "Not judged: ", "--all"])
-    assert "the loss was finite at every step" not in result.output
-    assert result.output.count("\n") <= 12
-    assert "About the monitoring" not in result.output
+    assert result.output == (
+        "Healthy: 400 steps, no findings.\n"
+        f"{len(data['fine'])} checks passed, {skipped} skipped (--all to list the checks)\n"
+    )
 
 
 def test_all_lists_each_check(write: Write) -> None:
@@ -214,7 +213,7 @@ class Slow(Rule):
     needs = ("loss",)
     min_steps = 50
 
-    def check(self, step: Step) -> Observation | None:
+    def look(self, step: Step) -> Sign | None:
         return None
 
 
@@ -245,7 +244,7 @@ class Broken(Slow):
     id = "broken"
     min_steps = 0
 
-    def check(self, step: Step) -> Observation | None:
+    def look(self, step: Step) -> Sign | None:
         raise ValueError("oops")
 
 

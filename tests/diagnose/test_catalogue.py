@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gradvitals.cli import main
 from gradvitals.diagnose import FAMILIES, RULES, Diagnosis, Observation, Rule, Step
 from gradvitals.diagnose.message import explain
-from gradvitals.show import catalogue
+from gradvitals.report import catalog
 from gradvitals.types import METRICS, SOURCES, Reading
 
 PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")

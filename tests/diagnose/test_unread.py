@@ -10,9 +10,7 @@ import pytest
 from by_hand import Run, healthy_run, only
 
 from gradvitals.diagnose.message import unread_steps
-from gradvitals.show.again import diagnose_again
-from gradvitals.show.checkup import _finite_until
-from gradvitals.show.verdict import judge, unread_before, when
+from gradvitals.report.verdict import judge, replay, unread_before
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Finding, Reading
 

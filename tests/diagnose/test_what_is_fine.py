@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 import gradvitals as gv
-from gradvitals.show.checkup import examine
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 

@@ -58,7 +58,7 @@ def test_training_is_the_same_to_the_last_bit(name: str, results: Results) -> No
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_few_small_all_reduces_and_nothing_else(name: str, results: Results) -> None:
-    """Every step is read in full: one sum, seven numbers before it that say whether ranks bring the same, one maximum."""
+    """Every step is read in full: one sum, before it a check that ranks bring the same, and one maximum."""
     for answer, bare in zip(results.of(name), results.of(f"{name} / not watched"), strict=True):
         calls: Counter[str] = Counter()
         for part in (answer["calls"], answer["calls_at_close"]):

@@ -1,4 +1,4 @@
-"""FusedReducer that are recorded once and replayed train exactly as passes that run: simulated on a CPU, and on a GPU."""
+"""Passes that are recorded once and replayed train exactly as passes that run: simulated on a CPU, and on a GPU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import gradvitals as gv
-from gradvitals.act.batch_size import BatchSizeScheduler, Growth
 from gradvitals.diagnose.history import Average
 from gradvitals.errors import ConfigError, RunError
 from gradvitals.schedules import BatchGrowth, BatchSizeScheduler

@@ -88,7 +88,7 @@ Elsewhere = Callable[[Callable[[], None]], int]
 def test_the_clip_of_a_model_that_is_not_watched(tmp_path: Path, threads: Elsewhere) -> None:
     ours, theirs = Training("ours"), Training("theirs")
     config = gv.Config(quiet=True)
-    with gv.watch(ours.model, ours.optimizer, run=tmp_path / "run", config=config) as monitor:
+    with gv.watch(ours.model, ours.optimizer, run=tmp_path / "run", config=config):
         ours.step()
         there = threads(theirs.step)
         assert looked == {("theirs", there)}

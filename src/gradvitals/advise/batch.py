@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell
-from gradvitals.advise.record import AT_ONE_POINT, Record, apart
+from gradvitals.advise.record import Record, apart
 from gradvitals.diagnose.history import Average
 from gradvitals.format import number
 

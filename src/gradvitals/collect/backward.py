@@ -141,7 +141,7 @@ MOST_SIDES = 8
 """Optimizers that are followed in a process: a game has few, and one for every parameter is none."""
 
 TURNS = 3
-"""AlternatingOptimizers after which it is taken for a game: a single batch may be given up for other reasons."""
+"""Turns after which it is taken for a game: a single batch may be given up for other reasons."""
 
 LONG = 200
 """Steps of a side without a turn after which it plays no more. What is frozen for an epoch is no game either."""

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradvitals.collect.moments import stepping
+from gradvitals.collect.recorder import StepInputs
 from gradvitals.distributed.shards import local
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
-from gradvitals.guard.monitor_link import Ranks, StepInputs
+from gradvitals.guard.monitor_link import Ranks
 from gradvitals.guard.policy import LARGEST_NORM, Clip, Skip, StepBaseline
-from gradvitals.collect.moments import stepping
 from gradvitals.schedules import lr_factors
 
 LAG = 8

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from gradvitals import notices
+from gradvitals.collect.recorder import StepInputs
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
@@ -28,7 +29,6 @@ from gradvitals.guard.actions import (
     step_numbers,
     supports_found_inf,
 )
-from gradvitals.collect.recorder import StepInputs
 from gradvitals.guard.monitor_link import MonitorLink
 from gradvitals.guard.policy import (
     FINDING_OF,
@@ -51,8 +51,8 @@ from gradvitals.guard.policy import (
 from gradvitals.guard.snapshot import SnapshotManager, resolve
 from gradvitals.guard.training_state import TrainingState
 from gradvitals.monitor import Monitor
+from gradvitals.report.describe import GUARD_KINDS, summarize_actions
 from gradvitals.schedules import lr_factors
-from gradvitals.report.describe import GUARD_KINDS, summarise
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradvitals.collect.moments import stepping
 from gradvitals.distributed.shards import local
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
-from gradvitals.collect.moments import stepping
 
 NO_PARAMETER = "(no parameter)"
 """Stands in for the parameter's name in optimizer state that belongs to none."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradvitals import watching
+from gradvitals import monitor as monitoring
 from gradvitals.integrations.backward import Backwards, observe_part
 from gradvitals.monitor import Monitor
 
@@ -39,7 +39,7 @@ def watch(
     Returns:
         The Monitor. Close it, or let it close with the program. It then says the verdict on stderr.
     """
-    monitor = watching.watch(model, optimizer, **options)
+    monitor = monitoring.watch(model, optimizer, **options)
     backwards = Backwards(lambda: None, lambda loss: observe_part(monitor, loss))
     monitor.at_close(backwards.stop)
     backwards.start()

@@ -83,7 +83,7 @@ class Backwards:
 
 
 class Ear(threading.local):
-    """What is heard through `collect.hooks` besides: scaled losses, lower precision, clipping. To each thread its own."""
+    """What else torch's hooks show: scaled losses, lower precision, clipping. Each thread has its own."""
 
     def __init__(self) -> None:
         self.scaled: deque[torch.amp.GradScaler] = deque(maxlen=64)

@@ -20,7 +20,7 @@ from gradvitals.types import SEVERITIES, Severity
 WIDTH = 120
 PLACEHOLDER = re.compile(r"\{(\w+)[^{}]*\}")
 PLACEHOLDERS = {"first": "tensor", "where": "tensors", "step": "step"}
-OTHERS = "Others"
+OTHERS = "others"
 """Family of rules that users registered."""
 NOTICE = "Notices"
 """Family of findings that no rule makes."""

@@ -15,6 +15,7 @@ from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
+from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, plural
 from gradvitals.store.process import is_gone
@@ -31,22 +32,9 @@ LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "attention", "cri
 LABELS: dict[Level, str] = {"healthy": "Healthy", "attention": "Needs attention", "unhealthy": "Unhealthy"}
 STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopped": "stopped without being closed"}
 
-SELF_REPORTS = (
-    "source_unavailable",
-    "readings_thinned",
-    "monitor_error",
-    "observe_ignored",
-    "store_error",
-    "guard_error",
-    "snapshot_error",
-    "sink_error",
-)
-"""Ids of what gradvitals reports about itself. They mean nothing for the training."""
 STOPPED = "training_stopped"
 WHY_STOPPED = (STOPPED, "ranks_lost")
 """Findings that explain why a process ended, the most specific first."""
-ROUTINE = ("noisy_gradients",)
-"""Ids of notes that nearly every healthy run has and that ask for nothing: they take one line."""
 
 CLEAR_STEPS = 20
 """Steps without the pattern before a finding stops counting."""
@@ -84,7 +72,8 @@ class RankedFinding:
     @property
     def is_routine(self) -> bool:
         """Whether it is a note that nearly every healthy run has."""
-        return self.finding.id in ROUTINE and self.finding.severity == "info"
+        rule = RULES.get(self.finding.id)
+        return rule is not None and rule.ordinary and self.finding.severity == "info"
 
     @property
     def unread_before(self) -> int:
@@ -234,7 +223,7 @@ def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[Ra
     - a critical one becomes a warning at once, and info once that and a tenth of the run are clear of it;
     - one that came three times or more stays a warning until the run has been clear for longer than ever between.
     """
-    ours = [finding for finding in findings if finding.id not in SELF_REPORTS]
+    ours = [finding for finding in findings if finding.id not in ABOUT_MONITORING]
     by_id: dict[str, list[Finding]] = {}
     for finding in ours:
         by_id.setdefault(finding.id, []).append(finding)
@@ -248,7 +237,7 @@ def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:
 
 def self_reports(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns what gradvitals reports about itself, in order."""
-    return tuple(finding for finding in findings if finding.id in SELF_REPORTS)
+    return tuple(finding for finding in findings if finding.id in ABOUT_MONITORING)
 
 
 def unread_before(finding: Finding) -> int:

@@ -202,7 +202,7 @@ Part = tuple[str, Sequence[int] | NDArray[np.int32], NDArray[Any]]
 
 
 class Encoder:
-    """AlternatingOptimizers steps into bytes. Remembers row sets, which are the same lists from step to step."""
+    """Turns steps into bytes. Remembers row sets, which are the same lists from step to step."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Any, bytes]] = {}
@@ -296,7 +296,7 @@ def _extra(record: StepRecord) -> bytes:
 
 
 class Decoder:
-    """AlternatingOptimizers bytes into steps."""
+    """Turns bytes into steps."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, Places] = {}

@@ -129,7 +129,7 @@ def _worse(severity: Severity, than: Severity) -> bool:
 
 
 class Worker:
-    """AlternatingOptimizers the journal of one run into readings, findings and a run file.
+    """Turns the journal of one run into readings, findings and a run file.
 
     Args:
         setup: The run.
