@@ -87,6 +87,7 @@ def roster_of(world: int, tensors: int, slots: int) -> Topology:
         rank=0,
         world=world,
         group=None,
+        check_group=None,
         device_group=None,
         layout=Layout(tensors=infos, layers=("",), heads=heads),
         slots=[(i % tensors, i % len(heads)) for i in range(slots)],

@@ -312,9 +312,10 @@ class Monitor:
         """
         deadline = time.monotonic() + seconds
         self._receive()
-        if self._diagnosed < until:
+        expected = until if until >= self._recorder.first else -1  # steps before a restart were diagnosed then
+        if self._diagnosed < expected:
             self.hurry()
-        while self._diagnosed < until:
+        while self._diagnosed < expected:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.0005)
@@ -482,6 +483,7 @@ class Monitor:
 
     def _own_state(self) -> dict[str, Any]:
         own = {"version": STATE_VERSION, "run": str(self.run_path), "recorder": self._recorder.state_dict()}
+        own["opened"] = [[step, finding.to_json()] for step, finding in self._opened]
         if self._reducer is not None:
             own["audit"] = self._reducer.comparison.memory.state_dict()
         return {**own, "run_id": self._run_id}
@@ -503,16 +505,10 @@ class Monitor:
         self._state = dict(state["worker"] or {})
         if self._reducer is not None and "audit" in state:
             self._reducer.comparison.memory.load_state_dict(state["audit"])
-        self._restore_findings()
+        self._opened = deque(((step, Finding.from_json(data)) for step, data in state["opened"]), maxlen=100)
         for place in (self._path, Path(state["run"])):  # a run that was copied or moved continues where it is now
             if state["run_id"] is not None and run_id(place) == state["run_id"] and not self._resume:
                 self._path, self._resume = place, True
-
-    def _restore_findings(self) -> None:
-        diagnosis = self._state.get("diagnosis") or {}
-        self._opened = deque(
-            ((step, Finding.from_json(finding)) for step, finding in diagnosis.get("opened", ())), maxlen=100
-        )
 
     # -- recording ----------------------------------------------------------------------------------------------
 

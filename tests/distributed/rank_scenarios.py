@@ -127,7 +127,7 @@ class Scenario:
         return torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01, foreach=foreach)
 
 
-WINDOW = {"steps": 22, "micro": 1, "settings": {"window_steps": 20, "sources": ("microbatch", "ranks", "window")}}
+WINDOW = {"steps": 22, "micro": 1, "settings": {"window_steps": 20, "window_tensors": ("embed.weight", "head.weight")}}
 
 DDP_TWISTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -67,7 +67,7 @@ def test_few_small_all_reduces_and_nothing_else(name: str, results: Results) -> 
         calls.subtract(bare["calls"]["main"])
         calls.subtract(bare["calls"]["other"])
         steps = SCENARIOS[name].steps
-        assert calls.pop("all_reduce:SUM", 0) + calls.pop("all_reduce", 0) == steps
-        assert steps <= calls.pop("all_reduce:MAX", 0) <= 2 * steps
+        reduced = sum(calls.pop(name, 0) for name in ("all_reduce", "all_reduce:SUM", "all_reduce:MAX"))
+        assert 2 * steps <= reduced <= 3 * steps
         assert not +calls
         assert max(answer["calls"]["sizes"] + answer["calls_at_close"]["sizes"], default=0) < 64_000

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch import distributed as dist
 
 from gradvitals.distributed.audit import Comparison
@@ -337,6 +338,20 @@ class LostRanksError(RuntimeError):
     """Other ranks do not answer any more."""
 
 
+@dataclass
+class _Chunk:
+    """Some steps on their way to the other ranks."""
+
+    steps: list[StepSums]
+    kinds: list[Kind]
+    vectors: list[Floats]
+    audits: list[Floats]
+    found: Tensor | None
+    """What ranks bring: the first and the last step, and how many numbers; the largest and the smallest of each."""
+    check: Any
+    """The collective that finds it."""
+
+
 Collectives = Generator[Any, None, Floats]
 """Yields each collective it started; is resumed once that is done."""
 
@@ -379,7 +394,7 @@ class RankReducer:
         self._table = Table(Context(layout=topology.layout, slots=topology.slots))
         self._seconds: list[float] = []
         self._waiting: list[StepSums] = []
-        self._chunks: deque[list[StepSums]] = deque()
+        self._chunks: deque[_Chunk] = deque()
         self._running: Generator[Any, None, list[StepSums]] | None = None
         self._steps: list[StepSums] = []
         self._work: Any = None
@@ -396,18 +411,22 @@ class RankReducer:
         """Start with what is waiting."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            self._chunks.append(waiting)
+            try:
+                self._chunks.append(self._new_chunk(waiting))
+            except Exception as error:
+                self._fail(error, waiting)
         self.poll()
 
     def poll(self) -> None:
         """Continue as far as possible. Never waits."""
         while self._running is not None or self._chunks:
             if self._running is None:
-                self._steps = self._chunks.popleft()
+                chunk = self._chunks.popleft()
+                self._steps = chunk.steps
                 if self.ended:
                     self._pass_through()
                     continue
-                self._running = self._share(self._steps)
+                self._running = self._share(chunk)
             if not self._advance():
                 return
 
@@ -430,6 +449,8 @@ class RankReducer:
         self.ended = True
         self._running = self._work = None
         self._pass_through()
+        self._chunks.extend(_Chunk(self._waiting, [], [], [], None, None) for _ in self._waiting[:1])
+        self._waiting = []
         self.poll()
 
     def leave(self) -> None:
@@ -452,11 +473,15 @@ class RankReducer:
                 self._deliver(step)
         except Exception as error:
             self._running = self._work = None
-            if dist.is_initialized():  # else the training has ended, and with it the ranks
-                self._lose(error)
-            self.ended = True
-            self._pass_through()
+            self._fail(error, self._steps)
         return True
+
+    def _fail(self, error: Exception, steps: list[StepSums]) -> None:
+        if dist.is_initialized():  # else the training has ended, and with it the ranks
+            self._lose(error)
+        self.ended = True
+        self._steps = steps
+        self._pass_through()
 
     def _wait(self) -> None:
         try:
@@ -483,23 +508,47 @@ class RankReducer:
 
     # -- one chunk ----------------------------------------------------------------------------------------------
 
-    def _share(self, steps: Sequence[StepSums]) -> Generator[Any, None, list[StepSums]]:
+    def _new_chunk(self, steps: list[StepSums]) -> _Chunk:
+        """Pack some steps, and start to compare with other ranks what each of them brings.
+
+        This has a process group of its own, so that it need not wait for the chunk before.
+        """
         kinds = [Kind(full=step.full, detail=step.detail) for step in steps]
+        if self.ended:
+            return _Chunk(steps, kinds, [], [], None, None)
         self._note_own(steps)
         vectors = [self.packer.pack(step, kind) for step, kind in zip(steps, kinds, strict=True)]
+        audits = [self.comparison.pack(step) for step in steps if step.audit]
+        own = np.array([steps[0].step, steps[-1].step, sum(map(len, (*vectors, *audits)))], dtype=np.float64)
+        sent = torch.from_numpy(np.append(np.append(own, -own), float(self.leaving)))
+        assert len(sent) == HEADER_NUMBERS
+        work = self._start(sent, dist.ReduceOp.MAX, self.topology.check_group)
+        return _Chunk(steps, kinds, vectors, audits, sent, work)
+
+    def _share(self, chunk: _Chunk) -> Generator[Any, None, list[StepSums]]:
+        steps, kinds, vectors = chunk.steps, chunk.kinds, chunk.vectors
+        yield chunk.check
+        self._compare(chunk)
+        detailed = [place for place, kind in enumerate(kinds) if kind.detail]
+        largest = None
+        joined = torch.from_numpy(np.concatenate([*vectors, *chunk.audits]))
+        summing = self._start(joined, dist.ReduceOp.SUM)
+        if detailed:
+            largest = torch.from_numpy(np.concatenate([self.packer.pack_largest(steps[place]) for place in detailed]))
+            finding_largest = self._start(largest, dist.ReduceOp.MAX)
+        yield summing
         audits = [step for step in steps if step.audit]
-        audit_vectors = [self.comparison.pack(step) for step in audits]
-        joined = np.concatenate([*vectors, *audit_vectors])
-        yield from self._check(steps, len(joined))
-        together = yield from self._reduce(joined, dist.ReduceOp.SUM)
-        ends = np.cumsum([len(vector) for vector in (*vectors, *audit_vectors)])
-        cut = np.split(together, ends[:-1])
+        ends = np.cumsum([len(vector) for vector in (*vectors, *chunk.audits)])
+        cut = np.split(joined.numpy(), ends[:-1])
         table = self._table_of(steps[-1])
         shared = [
             self.packer.unpack(vector, kind, own, table)
             for vector, kind, own in zip(cut[: len(steps)], kinds, steps, strict=True)
         ]
-        yield from self._share_largest(steps, shared, kinds)
+        if largest is not None:
+            yield finding_largest
+            for place, vector in zip(detailed, np.split(largest.numpy(), len(detailed)), strict=True):
+                self.packer.unpack_largest(vector, shared[place])
         seen = dict(zip((step.step for step in audits), zip(audits, cut[len(steps) :], strict=True), strict=True))
         for step in shared:
             if step.step in seen:
@@ -507,7 +556,7 @@ class RankReducer:
                 yield from self.comparison.unpack(vector, own, step, self._reduce)
         return shared
 
-    def _check(self, steps: Sequence[StepSums], length: int) -> Generator[Any, None, None]:
+    def _compare(self, chunk: _Chunk) -> None:
         """Find that all ranks bring the same steps, before anything is added up.
 
         Gloo ends the process if ranks bring vectors of different lengths, so these are compared first.
@@ -515,10 +564,8 @@ class RankReducer:
         Raises:
             OutOfStepError: On all ranks alike.
         """
-        own = np.array([steps[0].step, steps[-1].step, length], dtype=np.float64)
-        sent = np.append(np.append(own, -own), float(self.leaving))
-        assert len(sent) == HEADER_NUMBERS
-        found = yield from self._reduce(sent, dist.ReduceOp.MAX)
+        assert chunk.found is not None
+        found = chunk.found.numpy()
         if found[-1] > 0:
             raise OutOfStepError("a rank does not take part any more")
         if (found[:3] != -found[3:6]).any():
@@ -544,23 +591,15 @@ class RankReducer:
         """The rows of all ranks; if all have the same ones, as this rank describes them by now."""
         return own.table if self.topology.num_stages == 1 else self._table
 
-    def _share_largest(
-        self, steps: Sequence[StepSums], shared: Sequence[StepSums], kinds: Sequence[Kind]
-    ) -> Generator[Any, None, None]:
-        detailed = [place for place, kind in enumerate(kinds) if kind.detail]
-        if not detailed:
-            return
-        vectors = [self.packer.pack_largest(steps[place]) for place in detailed]
-        largest = yield from self._reduce(np.concatenate(vectors), dist.ReduceOp.MAX)
-        for place, vector in zip(detailed, np.split(largest, len(detailed)), strict=True):
-            self.packer.unpack_largest(vector, shared[place])
-
     def _reduce(self, vector: Floats, how: dist.ReduceOp.RedOpType) -> Collectives:
         tensor = torch.from_numpy(np.ascontiguousarray(vector))
+        yield self._start(tensor, how)
+        return tensor.numpy()
+
+    def _start(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, group: Any = None) -> Any:
         self.collectives += 1
         self.bytes_sent += tensor.numel() * tensor.element_size()
-        yield dist.all_reduce(tensor, how, group=self.topology.group, async_op=True)
-        return tensor.numpy()
+        return dist.all_reduce(tensor, how, group=group or self.topology.group, async_op=True)
 
 
 def speaks_of_loss(error: BaseException) -> bool:

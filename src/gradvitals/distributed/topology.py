@@ -220,7 +220,7 @@ def fingerprint(text: str) -> str:
 
 
 EXCHANGE_SECONDS = 1800.0
-"""How long a rank may be behind the others before they go on without it. Nobody waits for it but a thread of ours."""
+"""How long a rank may be behind the others before they go on without it. Training does not wait for it."""
 
 _meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
 
@@ -232,7 +232,9 @@ class Topology:
     rank: int
     world: int
     group: Any
-    """A process group of our own, on the host. Only the writer's thread uses it, so that nothing else waits for it."""
+    """A process group of our own, on the host: training never waits for it."""
+    check_group: Any
+    """Another one, for what ranks compare before they add anything up: nobody waits for the sums before it."""
     device_group: Any
     """The process group of the training itself."""
     layout: Layout
@@ -369,7 +371,9 @@ def meet(meeting: Rendezvous, card: RankInfo, stock: Holdings, group: Any) -> To
     meeting.wait(stock_keys, "tell what it holds")
     stocks = dict(zip(kinds_of_stock, map(Holdings.from_json, meeting.told(stock_keys)), strict=True))
     check_stocks(cards, stocks)
-    return combine(meeting, cards, stocks, group, own_group(group, EXCHANGE_SECONDS))
+    topology = combine(meeting, cards, stocks, group)
+    ours, checks = (own_group(group, EXCHANGE_SECONDS) for _ in range(2))
+    return replace(topology, group=ours, check_group=checks)
 
 
 def check_settings(cards: Sequence[RankInfo]) -> None:
@@ -413,9 +417,7 @@ def _difference(ours: dict[str, TensorInfo], theirs: dict[str, TensorInfo]) -> s
     return "they are sharded, frozen or followed differently"
 
 
-def combine(
-    meeting: Rendezvous, cards: Sequence[RankInfo], stocks: dict[str, Holdings], group: Any, ours: Any
-) -> Topology:
+def combine(meeting: Rendezvous, cards: Sequence[RankInfo], stocks: dict[str, Holdings], group: Any) -> Topology:
     """Put all stocks one after the other, in the order of their stage or of their first rank."""
     world = len(cards)
     first_rank = {key: next(r for r, card in enumerate(cards) if card.stock == key) for key in stocks}
@@ -467,7 +469,8 @@ def combine(
     return Topology(
         rank=meeting.rank,
         world=world,
-        group=ours,
+        group=None,
+        check_group=None,
         device_group=group,
         layout=Layout(tensors=tuple(tensors), layers=tuple(layers), heads=tuple(heads)),
         slots=slots,

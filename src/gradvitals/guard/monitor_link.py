@@ -82,7 +82,7 @@ class MonitorLink:
         Waits until those steps are diagnosed. Returns None if `timeout` seconds were not enough. Of several ranks only
         the first has findings; the others get an empty list.
         """
-        if not self._monitor.diagnoses or until < self._monitor.recorder.first:
+        if not self._monitor.diagnoses:
             return []
         opened = self._monitor.opened_findings(until, timeout)
         return None if opened is None else [finding for _, finding in opened]
