@@ -99,8 +99,8 @@ def test_a_gradient_that_is_broken_though_its_loss_is_not_is_told_by_its_norm(
     monitor = watched(tmp_path, train)
     finding = found(monitor)["batches_given_up"]
     assert (finding.severity, finding.first_step) == ("warning", BAD)
-    assert "with a gradient of norm nan" in finding.title
-    assert "the norm of their gradient was nan" in finding.causes[0]
+    assert "with a gradient norm of NaN" in finding.title
+    assert "Their gradient norm was NaN" in finding.causes[0]
     with gv.open_run(monitor.run_path) as run:
         steps, norms = run.series("batches/given_up_norm")
         assert steps.tolist() == [BAD]
@@ -269,7 +269,7 @@ def test_the_more_batches_are_broken_the_louder_it_is_told(every: int, tmp_path:
 
     finding = found(watched(tmp_path, train))["batches_given_up"]
     assert finding.severity == "critical"
-    assert "with a loss of nan" in finding.title
+    assert "with a loss of NaN" in finding.title
 
 
 def test_a_broken_batch_is_not_hidden_by_a_whole_one_that_was_given_up_after_it(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_note_is_named() -> None:
     )
     assert verdict(found("info", name="my_own_rule")).headline == "Healthy: 1,000 steps, 1 note (my_own_rule)."
     assert verdict(found("info", last=300, name="clip_idle")).headline == (
-        "Healthy: 1,000 steps, 1 resolved (clipping never)."
+        "Healthy: 1,000 steps, 1 resolved (clipping never triggers)."
     )
 
 
