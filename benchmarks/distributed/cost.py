@@ -298,7 +298,7 @@ def measure(rank: int, world: int, port: int, rounds: int, size: str, folder: st
         for _ in range(SETTLE):
             bare.step()
             watched.step(monitor.observe)
-        monitor.flush()
+        _settle(monitor)
         reducing = _timed_reducing(monitor)
         before = sent(monitor)
         ratios, cpu_ratios, seconds = _alternate(bare, watched, monitor, rounds * cycle // STRETCH, home, rank)
@@ -368,6 +368,13 @@ def _alternate(
     return ratios, cpu_ratios, statistics.median(wall for wall, _ in around) / STRETCH
 
 
+def _settle(monitor: Monitor) -> None:
+    """Wait until all steps are reduced and written."""
+    if monitor._reducer is not None:
+        monitor._reducer.finish(MOST_SECONDS)
+    monitor.flush()
+
+
 def _stretch(training: Training, monitor: Monitor | None = None) -> tuple[float, float]:
     """Seconds of some steps as the first rank saw them, and of the processor on all ranks together."""
     dist.barrier()
@@ -375,9 +382,7 @@ def _stretch(training: Training, monitor: Monitor | None = None) -> tuple[float,
     for _ in range(STRETCH):
         training.step(monitor.observe if monitor is not None else None)
     if monitor is not None:
-        if monitor._reducer is not None:
-            monitor._reducer.finish(MOST_SECONDS)
-        monitor.flush()
+        _settle(monitor)
     cpu = torch.tensor(time.process_time() - cpu_started, dtype=torch.float64)
     dist.barrier()  # all have written what was theirs
     wall = time.perf_counter() - started
@@ -404,8 +409,8 @@ def format_ranks(result: dict[str, Any]) -> str:
     lines = [
         f"{result['machine']}, torch {result['torch']}, {result['date']}",
         f"{result['ranks']} ranks over gloo under DDP, {result['size']}: {result['parameters'] / 1e6:.3g}M "
-        f"parameters in {result['tensors']} tensors, {result['bare_ms']:.0f} ms per bare step, {result['steps']} watched "
-        "steps",
+        f"parameters in {result['tensors']} tensors, {result['bare_ms']:.0f} ms per bare step, {result['steps']} "
+        "watched steps",
         "",
         markdown_table(rows),
     ]

@@ -17,7 +17,7 @@ from torch import nn
 
 import gradvitals as gv
 from benchmarks.distributed.__main__ import main
-from benchmarks.distributed.cost import CASES, format_paper, format_ranks, on_paper, topology_of, run_ranks
+from benchmarks.distributed.cost import CASES, format_paper, format_ranks, on_paper, run_ranks, topology_of
 from benchmarks.distributed.faults import (
     BATCH_SIZE,
     CLEAN,
