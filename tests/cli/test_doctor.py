@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from gradvitals import notices
 from gradvitals.cli import main
-from gradvitals.diagnose import RULES, Rule, Sign, Step
+from gradvitals.diagnose import RULES, Observation, Rule, Step
 from gradvitals.report.describe import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
@@ -109,7 +109,7 @@ def test_all_lists_each_check(write: Write) -> None:
 
 def test_one_fault_fits_on_one_screen(write: Write) -> None:
     follows = [
-        Finding(id=name, severity="warning", title=name, first_step=step, evidence={"follows": "explosion"})
+        Finding(id=name, severity="warning", title=name, first_step=step, follows="explosion")
         for name, step in (("oscillation", 310), ("oscillation", 320), ("loss_rising", 310))
     ]
     other = Finding(id="clip_saturated", severity="warning", title="every step is clipped", first_step=5)
@@ -213,7 +213,7 @@ class Slow(Rule):
     needs = ("loss",)
     min_steps = 50
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         return None
 
 
@@ -244,7 +244,7 @@ class Broken(Slow):
     id = "broken"
     min_steps = 0
 
-    def look(self, step: Step) -> Sign | None:
+    def check(self, step: Step) -> Observation | None:
         raise ValueError("oops")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from gradvitals.show.verdict import judge
 from made_up import make_layout
 
 from gradvitals.diagnose import RULES, Diagnosis
 from gradvitals.diagnose.causes import link_to_roots
+from gradvitals.report.verdict import judge
 from gradvitals.types import Finding, Reading
 
 

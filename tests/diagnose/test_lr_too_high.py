@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gradvitals.lab.faults.controls import OTHER_OPTIMIZER
-from gradvitals.lab.faults.record import record
-from gradvitals.lab.faults.tasks import RECIPES, Recipe, with_changes
 from made_up import Run, due, make_layout, same_findings, words_of
 
+from benchmarks.faults.record import record
+from benchmarks.faults.tasks import RECIPES, Recipe, with_changes
+from benchmarks.faults.zoo import OTHER_OPTIMIZER
 from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.diagnose.rules.schedule import LrTooHigh
 from gradvitals.types import Finding, Layout, Reading, TensorInfo

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import gradvitals as gv
 from gradvitals.cli import main
-from gradvitals.diagnose.adam_memory import steps_kept
+from gradvitals.diagnose.history import steps_kept
 from gradvitals.report.caveats import GSNR_RULES, adam_memory
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading, Source

@@ -90,16 +90,14 @@ def test_a_crash_before_a_restart_is_reported_though_its_steps_were_redone(tmp_p
         assert "training_stopped" not in [finding.id for finding in run.findings()]
         [again] = restarts(run)
     assert (again.step, again.crashed) == (50, True)
-    line = (
-        "It was started again once, at step 50; before: Training stopped with RuntimeError: CUDA error: out of memory"
-    )
+    line = "Restarted once, at step 50; before that: training stopped with RuntimeError: CUDA error: out of memory"
     assert line in doctor(tmp_path)
 
 
 def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
     segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
     segment(tmp_path, 81, 120)
-    assert "started again once, at step 81; before: Training stopped with RuntimeError: boom (step 80)" in doctor(
+    assert "Restarted once, at step 81; before that: training stopped with RuntimeError: boom (step 80)" in doctor(
         tmp_path
     )
 
@@ -113,8 +111,8 @@ def test_each_restart_is_listed_with_its_reason(tmp_path: Path) -> None:
     assert "Restarted 3 times (2 after a crash), last at step 131; before that: the run was closed" in said
     listed = said.split("Restarts\n")[1].splitlines()[:3]
     assert [line.strip("- ").split(";")[0] for line in listed] == ["at step 40", "at step 80", "at step 131"]
-    assert "cut off without a word" in listed[0]
-    assert "Rank 3 no longer answers" in listed[1]
+    assert "the process was cut off" in listed[0]
+    assert "rank 3 does not answer any more" in listed[1]
     reasons = [restart["crashed"] for restart in json.loads(doctor(tmp_path, "--json"))["restarts"]]
     assert reasons == [True, True, False]
 

@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.diagnose import RULES, Observation
+from gradvitals.diagnose import Observation
 from gradvitals.diagnose.message import explain
+from gradvitals.diagnose.words import WORDS
 from gradvitals.errors import ObserveError
 from gradvitals.notices import observe_ignored
 from gradvitals.report.describe import evidence
@@ -39,8 +40,8 @@ def test_only_numbers_with_a_meaning_are_shown() -> None:
 
 def test_a_swing_says_what_it_is_of() -> None:
     tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
-    assert list(evidence(tiny)) == ["spread of observed losses over their mean 0.0502 (expected 0.05)"]
-    assert "the losses as observed: if the loop smooths them" in RULES["batch_too_small"].message.causes["tiny"]
+    assert list(evidence(tiny)) == ["spread of observed losses over their mean 0.0502, normally 0.05"]
+    assert "the losses as observed: where the loop smooths them" in WORDS["batch_too_small"].causes["tiny"]
     both = {"swing": 0.171, "loss_swing": 0.156}
     assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
         "spread of the norm's logarithm 0.171 (expected under 0.8)",
@@ -65,7 +66,7 @@ def test_a_missing_loss_is_in_the_headline(tmp_path: Path, observed: bool) -> No
 
 def noisy(path: Path, severity: Severity = "info") -> Path:
     seen = {"median": 0.0321, "batch_size": 16_384.0, "share": "93 % of coordinates"}
-    told = explain(RULES["noisy_gradients"].message, Observation(severity=severity, seen=seen), 100)
+    told = explain(WORDS["noisy_gradients"], Observation(severity=severity, seen=seen), 100)
     found = Finding(
         id="noisy_gradients", severity=severity, first_step=50, evidence={"seen": seen}, **dataclasses.asdict(told)
     )
@@ -88,8 +89,8 @@ def test_a_routine_note_takes_one_line(tmp_path: Path) -> None:
     assert report[report.index(line) + 1].startswith("`gradvitals doctor -v` has")
     whole = lines("doctor", run, "--all")
     assert line not in whole
-    assert any(line.startswith("info: Gradient noise exceeds signal") for line in whole)
-    assert any(line.startswith("  to do Nothing needs to be done while the loss falls") for line in whole)
+    assert any(line.startswith("info: gradients are noisier than they are large") for line in whole)
+    assert any(line.startswith("  Fix           nothing needs to be done while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in render_html(opened)
 

@@ -70,7 +70,7 @@ def test_a_run_with_the_retired_source_examples_opens_and_no_rule_judges_by_it(t
             scale = {"gsnr": 0.5, "noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
             source: Any = "examples"
             writer.write(Reading(step=step, time=step, source=source, batch_size=16.0, values=scale))
-    assert reason(run, "batch_too_small").startswith("no noise scale: it needs two or more backward passes a step")
+    assert reason(run, "batch_too_small").startswith("no noise scale: it needs two or more backward passes per step")
     for command in (["doctor", str(run)], ["report", str(run)], ["advise", str(run)]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output

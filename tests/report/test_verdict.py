@@ -7,7 +7,7 @@ import pytest
 import gradvitals as gv
 from gradvitals import notices
 from gradvitals.errors import ObserveError
-from gradvitals.report.verdict import SELF_REPORTS, Verdict, judge, self_reports
+from gradvitals.report.verdict import ABOUT_MONITORING, Verdict, judge, self_reports
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading, Severity
 
@@ -114,7 +114,7 @@ def test_a_note_is_named() -> None:
     assert verdict(found("info", name="noisy_gradients")).headline == "Healthy: 1,000 steps, 1 note (noisy gradients)."
     names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")
     assert verdict(*(found("info", name=name) for name in names)).headline == (
-        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never, GSNR not well known, 2 more)."
+        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR not well known, 2 more)."
     )
     assert verdict(found("info", name="my_own_rule")).headline == "Healthy: 1,000 steps, 1 note (my_own_rule)."
     assert verdict(found("info", last=300, name="clip_idle")).headline == (
@@ -139,7 +139,7 @@ def test_self_reports_do_not_count() -> None:
     error = RuntimeError("full")
     own = [
         notices.source_unavailable("adam", "no averages", 0),
-        notices.readings_thinned(5, spent=0.1, fixed=0.0, budget=0.01, before=(1, 1), after=(2, 1)),
+        notices.readings_thinned(5, spent=0.1, budget=0.01, every=100, norm_every=2),
         notices.monitor_error("stats", error, 7),
         notices.monitor_error("observe", ObserveError("observe got a str as loss"), 7),
         notices.store_error(OSError("full"), Path("run"), 8),
@@ -147,7 +147,7 @@ def test_self_reports_do_not_count() -> None:
         notices.snapshot_error("the disk is full", 10),
         notices.sink_error("TensorBoard", error, 11),
     ]
-    assert {finding.id for finding in own} == set(SELF_REPORTS)
+    assert {finding.id for finding in own} == set(ABOUT_MONITORING)
     judged = verdict(*own, found())
     assert [finding.id for finding in judged.findings] == ["explosion"]
     assert verdict(*own).level == "healthy"
@@ -221,7 +221,7 @@ def test_a_run_has_a_verdict_that_prints_and_displays_itself(tmp_path: Path) -> 
         title="the norm of <b> rose",
         first_step=40,
         causes=("a bad batch", "the rate"),
-        cures=("skip\x1b the batch", "lower the rate"),
+        fixes=("skip\x1b the batch", "lower the rate"),
     )
     with RunWriter(tmp_path / "run", meta={"facts": {}}) as writer:
         for step in range(60):

@@ -302,7 +302,8 @@ def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read
 
 
 def _stopped(finding: Finding) -> str:
-    error = finding.title.removeprefix("training stopped with ").rstrip(".")
+    reason = finding.evidence.get("reason")  # older runs have it in the title alone
+    error = str(reason or finding.title.removeprefix("training stopped with ")).rstrip(".")
     on_rank = f" on rank {finding.rank}" if finding.rank is not None else ""
     return f"stopped at step {finding.first_step:,}{on_rank} by {error}"
 
