@@ -461,7 +461,7 @@ def _time_reduced(training: Training, steps: int) -> tuple[float, float]:
 def _time_watched(loop: _Loop, config: Config, training: Training, steps: int, run: Path) -> tuple[float, float]:
     with watch(training.model, loop.optimizer, run=run, config=config, batch_size=training.batch_size) as monitor:
         # A young run is read more often; this one is just after a full reading.
-        monitor._tap.start(20 * config.tensor_every * config.detail_factor + 1)
+        monitor.recorder.start(20 * config.tensor_every * config.detail_factor + 1)
         loop.step(monitor.observe)
         monitor.flush()
         spent = loop.time(steps, monitor.observe)

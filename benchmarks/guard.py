@@ -1,13 +1,16 @@
-"""What guarding costs: bare, monitored and guarded steps of one model in turn, and what a snapshot holds up.
+"""What guarding costs: bare, monitored and guarded steps of one model in turn, and how long a snapshot takes.
 
-As in `gradvitals bench overhead` on a GPU, every stretch of steps lies between two bare ones and only its ratio to them
-is kept. Nothing is wrong with these runs, so the Guard only checks.
+Every stretch of steps lies between two bare ones, and only its ratio to them is kept. Nothing is wrong with these runs,
+so the Guard only checks.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,24 +20,15 @@ import click
 import torch
 
 from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
-from gradvitals.bench import (
-    DEFAULT_SHAPES,
-    SHAPES,
-    WARM_UP_STEPS,
-    Ratios,
-    Stretch,
-    Training,
-    grown_step,
-    machine_name,
-    markdown_table,
-    percent,
-    time_steps,
-)
+from gradvitals.bench import DEFAULT_SHAPES, SHAPES, Training, machine_name, markdown_table, percent
+from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard import Clip, Guard, RollBack, Skip
 from gradvitals.guard.policy import Mode
 from gradvitals.monitor import watch
+
+WARM_UP_STEPS = 10
 
 SETTLE_STEPS = 12
 """Untimed steps at the start of a stretch: by then limits are known, and hold in the steps that are timed."""
@@ -90,7 +84,8 @@ def _time_shape(
     training = SHAPES[name](device)
     for _ in range(WARM_UP_STEPS):
         training.step()
-    ratios = {variant: Ratios() for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    """Ratios to the bare stretches around."""
     taken: list[int] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         bare = [_bare(training, steps)]
@@ -98,14 +93,13 @@ def _time_shape(
             turn = number % len(VARIANTS)
             for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
                 if variant == "bare":
-                    stretch = _bare(training, steps)
+                    seconds = _bare(training, steps)
                 else:
-                    stretch, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
+                    seconds, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
                     taken += [snapshots] if "snapshots" in variant else []
                 bare.append(_bare(training, steps))
-                ratios[variant].rounds.append([(stretch, (bare[-2], bare[-1]))])
+                times[variant].append(2 * seconds / (bare[-2] + bare[-1]))
             tell(f"{name}: round {number + 1} of {rounds}")
-    times = {variant: found.of(lambda stretch: stretch.wall_seconds) for variant, found in ratios.items()}
     stalls = [
         (with_them - without) * steps / max(1, count)
         for with_them, without, count in zip(times["guard and snapshots"], times["guard"], taken, strict=True)
@@ -116,7 +110,7 @@ def _time_shape(
         "tensors": training.num_tensors,
         "optimizer": type(training.optimizer).__name__,
         "fused": bool(training.optimizer.defaults.get("fused")),
-        "bare_ms": 1000 * statistics.median(stretch.wall_seconds for stretch in bare),
+        "bare_ms": 1000 * statistics.median(bare),
         "variants": {variant: _summary(values) for variant, values in times.items()},
         "guard_over_monitor": _summary(
             [guarded / seen for guarded, seen in zip(times["guard"], times["monitor"], strict=True)]
@@ -131,14 +125,30 @@ def _summary(values: list[float]) -> dict[str, Any]:
     return {"ratio": middle, "ratio_low": low, "ratio_high": high, "ratios": values}
 
 
-def _bare(training: Training, steps: int) -> Stretch:
+def _seconds_per_step(training: Training, observe: Callable[..., None] | None, steps: int) -> float:
+    """Time some steps, from when the device is idle until it is again."""
+    gc.collect()
+    _synchronize(training.device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.step(observe)
+    _synchronize(training.device)
+    return (time.perf_counter() - started) / steps
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _bare(training: Training, steps: int) -> float:
     for _ in range(3):
         training.step()
-    return time_steps(training, None, steps)
+    return _seconds_per_step(training, None, steps)
 
 
-def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tuple[Stretch, int]:
-    """A timed stretch, and the number of snapshots that were taken in it."""
+def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tuple[float, int]:
+    """Returns the seconds per step of a stretch, and the number of snapshots taken in it."""
     guard = None
     if variant != "monitor":
         wanted: Mode = "on" if "snapshots" in variant else "off"
@@ -147,18 +157,19 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
         guard = Guard(mode="act", clip=Clip(first_steps=early), skip=Skip(first_steps=early), rollback=rollback)
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
-        monitor.recorder.start(grown_step(config))  # a young run is read more often
+        cycle = config.tensor_every * config.detail_factor
+        monitor.recorder.start(cycle * math.ceil(YOUNG_STEPS / cycle))  # a young run is read more often
         for number in range(MOST_SETTLE_STEPS):
             training.step(monitor.observe)
             if number >= SETTLE_STEPS and ("snapshots" not in variant or (guard and guard.snapshots > 1)):
                 break
         before = guard.snapshots if guard is not None else 0
-        stretch = time_steps(training, monitor.observe, steps)
+        seconds = _seconds_per_step(training, monitor.observe, steps)
         after = guard.snapshots if guard is not None else 0
     broken = [one for one in monitor.findings if one.id in ("monitor_error", "store_error", "guard_error")]
     if broken or (guard is not None and guard.actions):
         raise GradvitalsError(f"the timed run was not a quiet one: {[*broken, *(guard.actions if guard else ())][0]}")
-    return stretch, after - before
+    return seconds, after - before
 
 
 def format_guarding(result: dict[str, Any]) -> str:

@@ -9,20 +9,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.request import urlopen
 
 import click
-from gradvitals.store.background import BackgroundWriter
 
 from benchmarks.command_line import Command, echo_line, json_option, print_result
 from benchmarks.synthetic_run import readings, transformer_layout, write_synthetic_run
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.store.writer import Record, RunWriter
+from gradvitals.worker.worker import COMMIT_SECONDS
 
 LOADS = 7
 DRAWS = 9
@@ -155,10 +158,9 @@ def _million_points(browser: Any, url: str) -> dict[str, float]:
 
 
 def _new_steps(browser: Any, folder: Path) -> dict[str, float]:
-    """From the moment a reading is handed over by the training thread until the frame that shows it."""
+    """From the moment a reading is made until the frame that shows it, with a writer that commits as a worker does."""
     layout = transformer_layout(62)
-    errors: list[BaseException] = []
-    writer = BackgroundWriter(folder / "run", meta={"facts": {}}, on_error=errors.append)
+    writer = _LiveWriter(folder / "run")
     writer.put(layout)
     made = readings(layout, 100_000, Config(), 0, time.time())
     step, waits = -1, []
@@ -184,10 +186,44 @@ def _new_steps(browser: Any, folder: Path) -> dict[str, float]:
             _until(page, f"window.shown[{step}]")
             waits.append(float(page.evaluate(f"window.shown[{step}]")) / 1e3 - sent)
         page.close()
-    writer.close(30)
-    if errors:
-        raise errors[0]
+    writer.close()
     return {"new_step_s": statistics.median(waits), "new_step_worst_s": max(waits)}
+
+
+class _LiveWriter:
+    """Writes a run from a thread, with a commit as often as a worker makes one."""
+
+    def __init__(self, path: Path) -> None:
+        self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Have a record written with the next commit."""
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._queue.put(None)
+        self._thread.join(30)
+        if self._thread.is_alive():
+            raise GradvitalsError("the writer did not finish in 30 s")
+
+    def _run(self, path: Path) -> None:
+        with RunWriter(path, meta={"facts": {}}) as writer:
+            is_open, committed = True, time.monotonic()
+            while is_open:
+                try:
+                    record = self._queue.get(timeout=max(0.0, committed + COMMIT_SECONDS - time.monotonic()))
+                except Empty:
+                    writer.commit()
+                    committed = time.monotonic()
+                    continue
+                if record is None:
+                    is_open = False
+                else:
+                    writer.write(record)
+            writer.commit()
 
 
 def _memory(folder: Path, runs: int) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 Two copies of one model take bare and watched steps in turn, so that one monitor lives through a whole round. A round is
 as many watched steps as the slowest cadence has, cut into stretches, each between two bare ones; only the ratio to
-their mean counts, so drift of the machine cancels. A stretch ends when everything of it has been exchanged and
-written, which training never waits for: the measured cost is an upper bound. The calculation uses the message layouts
-of the code itself.
+their mean counts, so drift of the machine cancels. A stretch ends when all of it has been reduced and written, which
+training never waits for: the measured cost is an upper bound. The time that the training thread spends on reducing is
+measured on its own. The calculation uses the message layouts of the code itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradvitals
 from benchmarks.distributed.launch import join, sent, team
 from gradvitals.bench import Training, gpt, machine_name, markdown_table, percent
-from gradvitals.collect.schedule import Calendar
+from gradvitals.collect.schedule import ReadSchedule
 from gradvitals.config import Config
 from gradvitals.distributed.allreduce import HEADER_NUMBERS, RANK_FLAGS, RANK_NUMBERS, STEPS_TOGETHER, Kind, StepPacker
 from gradvitals.distributed.audit import MAX_WITNESSES, SAMPLES, Comparison, Memory, Seen, audit_numbers
@@ -37,6 +37,7 @@ from gradvitals.errors import GradvitalsError
 from gradvitals.monitor import Monitor, watch
 from gradvitals.types import Layout, TensorInfo
 from gradvitals.worker.aggregate import StepSums, Table
+from gradvitals.worker.record import Context
 
 NUMBER_BYTES = 8
 HOP_SECONDS = 50e-6
@@ -63,21 +64,21 @@ def on_paper(cases: Sequence[tuple[str, int, int, int]] = CASES) -> dict[str, An
         "hop_seconds": HOP_SECONDS,
         "bytes_per_second": BYTES_PER_SECOND,
         "notes": [
-            f"Sums are {NUMBER_BYTES} bytes each, {STEPS_TOGETHER} plain steps leave together. The time is that of "
-            "gloo's ring: 2 (ranks - 1) hops of",
-            f"{1e6 * HOP_SECONDS:.0f} µs and twice the bytes at {BYTES_PER_SECOND / 1e9:g} GB/s. It is the writer's "
-            "thread that waits for it, training does not.",
-            f"A plain step grows with tensors, and by {NUMBER_BYTES * len(RANK_FLAGS)} bytes a rank; a full one with "
-            f"tensors and heads, and by {NUMBER_BYTES * len((*RANK_FLAGS, *RANK_NUMBERS))} bytes a rank; an audit with "
-            "ranks.",
-            f"No part grows with both, unless copies differ: then {MAX_WITNESSES} ranks tell {4 * NUMBER_BYTES} bytes "
-            "a tensor. Nothing grows with the size of tensors.",
+            f"Sums are {NUMBER_BYTES} bytes each; {STEPS_TOGETHER} plain steps are reduced together. The time is that "
+            "of gloo's ring: 2 (ranks - 1) hops of",
+            f"{1e6 * HOP_SECONDS:.0f} µs and twice the bytes at {BYTES_PER_SECOND / 1e9:g} GB/s. The all-reduce is "
+            "asynchronous: training does not wait for it.",
+            f"A plain step grows with tensors, and by {NUMBER_BYTES * len(RANK_FLAGS)} bytes per rank; a full one with "
+            f"tensors and heads, and by {NUMBER_BYTES * len((*RANK_FLAGS, *RANK_NUMBERS))} bytes per rank; an audit "
+            "with ranks.",
+            f"No part grows with both, unless copies differ: then {MAX_WITNESSES} ranks send {4 * NUMBER_BYTES} bytes "
+            "per tensor. Nothing grows with the size of tensors.",
         ],
     }
 
 
-def roster_of(world: int, tensors: int, slots: int) -> Topology:
-    """A run under DDP with so many ranks, seen from the first."""
+def topology_of(world: int, tensors: int, slots: int) -> Topology:
+    """The topology of a run under DDP, as its first rank sees it."""
     infos = tuple(
         TensorInfo(index=i, name=f"layers.{i // 9}.{i % 9}.weight", shape=(64,), dtype="bfloat16", layer="", depth=0)
         for i in range(tensors)
@@ -110,16 +111,17 @@ def roster_of(world: int, tensors: int, slots: int) -> Topology:
 
 
 def _case(name: str, world: int, tensors: int, slots: int) -> dict[str, Any]:
-    topology = roster_of(world, tensors, slots)
-    wire = StepPacker(topology)
-    step = StepSums(step=0, time=0.0, full=True, table=Table(topology.layout, topology.slots))
-    plain, full = (NUMBER_BYTES * wire.length(Kind(full=full, detail=False)) for full in (False, True))
-    largest = NUMBER_BYTES * len(wire.pack_largest(step))
-    detail = NUMBER_BYTES * wire.length(Kind(full=True, detail=True))
+    topology = topology_of(world, tensors, slots)
+    packer = StepPacker(topology)
+    table = Table(Context(layout=topology.layout, slots=topology.slots))
+    step = StepSums(step=0, time=0.0, full=True, table=table)
+    plain, full = (NUMBER_BYTES * packer.length(Kind(full=full, detail=False)) for full in (False, True))
+    largest = NUMBER_BYTES * len(packer.pack_largest(step))
+    detail = NUMBER_BYTES * packer.length(Kind(full=True, detail=True))
     audit = NUMBER_BYTES * len(Comparison(topology).pack(step))
-    sent = _shipments(plain, full, detail, largest, audit)
+    sent = _collectives(plain, full, detail, largest, audit)
     cycle = _cycle()
-    card = _card_bytes()
+    info = _rank_info_bytes()
     return {
         "name": name,
         "world": world,
@@ -133,9 +135,9 @@ def _case(name: str, world: int, tensors: int, slots: int) -> dict[str, Any]:
         "collectives_per_step": len(sent) / cycle,
         "longest_seconds": max(_ring_seconds(size, world) for size in sent),
         "seconds_per_step": sum(_ring_seconds(size, world) for size in sent) / cycle,
-        "judging_seconds": _judging_seconds(world),
-        "memory_bytes": COPIES * max(sent) + NUMBER_BYTES * SAMPLES * world + world * card,
-        "start_bytes": world * card + _stock_bytes(topology),
+        "audit_seconds": _audit_seconds(world),
+        "memory_bytes": COPIES * max(sent) + NUMBER_BYTES * SAMPLES * world + world * info,
+        "start_bytes": world * info + _holdings_bytes(topology),
         "connections": world - 1,
     }
 
@@ -146,12 +148,12 @@ def _cycle() -> int:
     return config.tensor_every * config.detail_factor * 2
 
 
-def _shipments(plain: int, full: int, detail: int, largest: int, audit: int) -> list[int]:
+def _collectives(plain: int, full: int, detail: int, largest: int, audit: int) -> list[int]:
     """The bytes of every collective in one such stretch of a run that is not young."""
-    calendar, cycle = Calendar(Config(), audits=True), _cycle()
+    schedule, cycle = ReadSchedule(Config(), audits=True, adapts=False), _cycle()
     sent, waiting = [], 0
     for step in range(10 * cycle + 1, 11 * cycle + 1):
-        due = calendar.due(step)
+        due = schedule.due(step)
         waiting += detail if due.detail else full if due.full else plain
         waiting += audit if due.audit else 0
         if due.full or step % STEPS_TOGETHER == 0:
@@ -166,7 +168,7 @@ def _ring_seconds(size: int, world: int) -> float:
     return 2 * (world - 1) * HOP_SECONDS + 2 * size * (world - 1) / world / BYTES_PER_SECOND
 
 
-def _judging_seconds(world: int) -> float:
+def _audit_seconds(world: int) -> float:
     """Time to make an audit's numbers of what all ranks have sent, on this machine."""
     rng = np.random.default_rng(0)
     seen = Seen(
@@ -187,9 +189,9 @@ def _judging_seconds(world: int) -> float:
     return min(times)
 
 
-def _card_bytes() -> int:
-    """What a rank tells of itself when watching begins."""
-    card = RankInfo(
+def _rank_info_bytes() -> int:
+    """Bytes that a rank sends about itself when watching starts."""
+    info = RankInfo(
         version=gradvitals.__version__,
         settings=settings_of(Config(), True),
         stock=fingerprint(""),
@@ -199,10 +201,10 @@ def _card_bytes() -> int:
         idle=(),
         stage=None,
     )
-    return len(zlib.compress(card.to_json().encode()))
+    return len(zlib.compress(info.to_json().encode()))
 
 
-def _stock_bytes(topology: Topology) -> int:
+def _holdings_bytes(topology: Topology) -> int:
     count = len(topology.layout.tensors)
     stock = Holdings(
         tensors=topology.layout.tensors,
@@ -220,7 +222,7 @@ def _stock_bytes(topology: Topology) -> int:
 DEFAULT_RANKS = 4
 DEFAULT_ROUNDS = 2
 STRETCH = 5 * STEPS_TOGETHER
-"""Steps of a stretch: whole shipments, and a fifth of the slowest cadence."""
+"""Steps per stretch: whole chunks, and a fifth of the slowest cadence."""
 SETTLE = 3 * STEPS_TOGETHER
 """Steps of either copy before anything is timed."""
 MOST_SECONDS = 3600.0
@@ -239,7 +241,7 @@ def run_ranks(
     size: str = "gpt-5m",
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Time watched steps against bare ones on several ranks, and count what they tell each other.
+    """Time watched steps against bare ones on several ranks, and count what they send each other.
 
     Args:
         ranks: Processes, over gloo on this machine.
@@ -292,12 +294,13 @@ def measure(rank: int, world: int, port: int, rounds: int, size: str, folder: st
     with watch(
         watched.model, watched.optimizer, run=home / "run", config=config, batch_size=bare.batch_size
     ) as monitor:
-        # A young run is read more often: begin where it no longer is, so that a stretch ends with a shipment.
+        # A young run is read more often: start where it no longer is, so that a stretch ends with a chunk.
         monitor.recorder.start(10 * cycle + 1 - SETTLE)
         for _ in range(SETTLE):
             bare.step()
             watched.step(monitor.observe)
-        monitor.flush()
+        _settle(monitor)
+        reducing = _timed_reducing(monitor)
         before = sent(monitor)
         ratios, cpu_ratios, seconds = _alternate(bare, watched, monitor, rounds * cycle // STRETCH, home, rank)
         after = sent(monitor)
@@ -318,12 +321,27 @@ def measure(rank: int, world: int, port: int, rounds: int, size: str, folder: st
             "cpu_ratio": statistics.fmean(cpu_ratios),
             "collectives_per_step": (after[0] - before[0]) / steps,
             "bytes_per_step": (after[1] - before[1]) / steps,
+            "reducing_ms": 1000 * sum(reducing) / len(reducing),
+            "reducing_ms_largest": 1000 * max(reducing),
             "ddp_bytes_per_step": sum(parameter.nbytes for parameter in bare.model.parameters()),
         }
         part = home / "result.part"
         part.write_text(json.dumps(found), "utf-8")
         part.replace(home / "result.json")
     dist.destroy_process_group()
+
+
+def _timed_reducing(monitor: Monitor) -> list[float]:
+    """Have every step's time in the reducer, on the training thread, appended to the list that is returned."""
+    reduce, seconds = monitor._reduce, list[float]()
+
+    def timed(*args: Any) -> None:
+        started = time.perf_counter()
+        reduce(*args)
+        seconds.append(time.perf_counter() - started)
+
+    setattr(monitor, "_reduce", timed)  # noqa: B010
+    return seconds
 
 
 def _training(size: str, rank: int) -> Training:
@@ -351,6 +369,13 @@ def _alternate(
     return ratios, cpu_ratios, statistics.median(wall for wall, _ in around) / STRETCH
 
 
+def _settle(monitor: Monitor) -> None:
+    """Wait until all steps are reduced and written."""
+    if monitor._reducer is not None:
+        monitor._reducer.finish(MOST_SECONDS)
+    monitor.flush()
+
+
 def _stretch(training: Training, monitor: Monitor | None = None) -> tuple[float, float]:
     """Seconds of some steps as the first rank saw them, and of the processor on all ranks together."""
     dist.barrier()
@@ -358,7 +383,7 @@ def _stretch(training: Training, monitor: Monitor | None = None) -> tuple[float,
     for _ in range(STRETCH):
         training.step(monitor.observe if monitor is not None else None)
     if monitor is not None:
-        monitor.flush()
+        _settle(monitor)
     cpu = torch.tensor(time.process_time() - cpu_started, dtype=torch.float64)
     dist.barrier()  # all have written what was theirs
     wall = time.perf_counter() - started
@@ -376,15 +401,17 @@ def format_ranks(result: dict[str, Any]) -> str:
         ("step time, mean of the whole cadence", percent(result["ratio"])),
         ("step time, stretch by stretch", f"[{percent(result['ratio_low'])}, {percent(result['ratio_high'])}]"),
         ("processor time of all ranks", percent(result["cpu_ratio"])),
-        ("collectives of gradvitals a step", f"{result['collectives_per_step']:.3f}"),
-        ("bytes a rank hands to them a step", f"{result['bytes_per_step']:,.0f}"),
+        ("time of the training thread in the reducer, per step", f"{result['reducing_ms']:.3f} ms"),
+        ("the same, longest", f"{result['reducing_ms_largest']:.3f} ms"),
+        ("collectives of gradvitals per step", f"{result['collectives_per_step']:.3f}"),
+        ("bytes a rank sends with them per step", f"{result['bytes_per_step']:,.0f}"),
         ("the same of DDP itself", f"{result['ddp_bytes_per_step']:,.0f}"),
     ]
     lines = [
         f"{result['machine']}, torch {result['torch']}, {result['date']}",
         f"{result['ranks']} ranks over gloo under DDP, {result['size']}: {result['parameters'] / 1e6:.3g}M "
-        f"parameters in {result['tensors']} tensors, {result['bare_ms']:.0f} ms a bare step, {result['steps']} watched "
-        "steps",
+        f"parameters in {result['tensors']} tensors, {result['bare_ms']:.0f} ms per bare step, {result['steps']} "
+        "watched steps",
         "",
         markdown_table(rows),
     ]
@@ -411,11 +438,11 @@ PAPER_ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("a full step (every 50)", _kib("full_bytes")),
     ("a detailed step (every 200), with its largest values", _kib("detail_bytes")),
     ("an audit (every 100), on top", _kib("audit_bytes")),
-    ("mean, a step of a rank", _kib("bytes_per_step")),
-    ("collectives a step", lambda case: f"{case['collectives_per_step']:.3f}"),
-    ("one exchange takes, at most", lambda case: f"{1000 * case['longest_seconds']:,.0f} ms"),
-    ("exchanging, a step", lambda case: f"{1000 * case['seconds_per_step']:,.1f} ms"),
-    ("judging an audit on the host", lambda case: f"{1000 * case['judging_seconds']:,.0f} ms"),
+    ("mean, per step and rank", _kib("bytes_per_step")),
+    ("collectives per step", lambda case: f"{case['collectives_per_step']:.3f}"),
+    ("one all-reduce takes, at most", lambda case: f"{1000 * case['longest_seconds']:,.0f} ms"),
+    ("reducing, per step", lambda case: f"{1000 * case['seconds_per_step']:,.1f} ms"),
+    ("comparing ranks in an audit, on the host", lambda case: f"{1000 * case['audit_seconds']:,.0f} ms"),
     ("memory of a rank, at most", lambda case: f"{case['memory_bytes'] / 2**20:,.1f} MiB"),
     ("read at the start, by a rank", lambda case: f"{case['start_bytes'] / 1024:,.0f} KiB"),
     ("connections of a rank", lambda case: f"{case['connections']:,}"),

@@ -207,5 +207,5 @@ def digest(model: nn.Module) -> str:
 
 def sent(monitor: Monitor) -> tuple[int, int]:
     """Collectives of gradvitals' own so far, and the bytes that were handed to them."""
-    exchange = monitor._completion.exchange
-    return (exchange.collectives, exchange.bytes_sent) if exchange is not None else (0, 0)
+    reducer = monitor._reducer
+    return (reducer.collectives, reducer.bytes_sent) if reducer is not None else (0, 0)

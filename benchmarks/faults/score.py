@@ -241,7 +241,7 @@ def judge(recording: Recording) -> tuple[dict[str, list[Alarm]], Level, float]:
 
 def diagnose(recording: Recording) -> tuple[list[Alarm], Level]:
     """The findings of gradvitals, each as it was when it first had a severity of warning or above, and its verdict."""
-    diagnosis = Diagnosis(facts=RunInfo.from_json(recording.facts))
+    diagnosis = Diagnosis(info=RunInfo.from_json(recording.facts))
     diagnosis.describe(recording.layout)
     told: set[tuple[str, int]] = set()
     alarms: list[Alarm] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -46,12 +47,12 @@ from gradvitals.distributed.topology import (
 from gradvitals.errors import RunError
 from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_id, run_meta
-from gradvitals.types import Action, Finding, Reading, json_ready
+from gradvitals.types import Action, Finding, Layout, Reading, json_ready
 from gradvitals.worker.aggregate import StepSums, Table, aggregate, sums_to_bytes
 from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
 from gradvitals.worker.journal import Journal, journal_folder
 from gradvitals.worker.process import WorkerProcess
-from gradvitals.worker.publish import Destination, Publisher
+from gradvitals.worker.publish import Destination, Publisher, runs_in_worker, wants_readings
 from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
 from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
@@ -216,6 +217,7 @@ class Monitor:
         self._state: dict[str, Any] = {}
         self._encoder, self._decoder = Encoder(), Decoder()
         self._table = Table(Context())
+        self._layout = Layout()
         table = ParameterTable(model, optimizers, self.config)
         start = _start_run(table, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
         self._start, self._path, self._resume = start, start.path, start.resume
@@ -353,6 +355,8 @@ class Monitor:
         if self._worker is not None:  # it cannot move to a worker that runs already
             if self._publisher is None:
                 self._publisher = Publisher((), _weakly(self.report), self.run_path)
+                self._publisher.put([self._layout])
+            if wants_readings(destination):
                 self._command({"do": "wants_readings"})
             self._publisher.add(destination)
 
@@ -440,9 +444,10 @@ class Monitor:
         if self._worker is None:
             return
         seconds = EXIT_SECONDS if sys.is_finalizing() else CLOSE_SECONDS
-        self._wait(self._request({"do": "close"}), seconds)
-        if self._publisher is not None:
+        if self._publisher is not None:  # before the run file is closed: what fails now is still kept with the run
+            self._wait(self._request({"do": "finish"}), seconds)
             self._publisher.close()
+        self._wait(self._request({"do": "close"}), seconds)
         self._worker.stop(EXIT_SECONDS)
         self._receive()
         channel, self._channel = self._channel, ThreadChannel()
@@ -554,6 +559,9 @@ class Monitor:
     _written_table: Table | None = None
 
     def _write_context(self, context: Context) -> None:
+        self._layout = context.layout
+        if self._publisher is not None:
+            self._publisher.put([context.layout])
         data = context.to_bytes()
         if self._journal is not None and self._journal.path is not None:
             with contextlib.suppress(OSError):
@@ -606,23 +614,24 @@ class Monitor:
     def _start_process(self) -> bool:
         """Start the worker as a process; False if that is not possible here."""
         setup = self._setup
-        here = [one for one in setup.destinations if not getattr(one, "in_worker", False)]
-        moved = [one for one in setup.destinations if getattr(one, "in_worker", False)]
+        here = [one for one in setup.destinations if not runs_in_worker(one)]
+        moved = [one for one in setup.destinations if runs_in_worker(one)]
         try:
             setup.path.mkdir(parents=True, exist_ok=True)
             folder = journal_folder(setup.path)
             replies = Journal.create(folder / REPLIES, REPLY_BYTES)
             self._journal = Journal.create(folder / JOURNAL, self._journal_bytes())
             self._channel = JournalChannel(replies, folder)
-            wants = setup.wants_readings or bool(here)
+            wants = setup.wants_readings or any(map(wants_readings, here))
             there = replace(setup, destinations=moved, wants_readings=wants)
             assert self._journal.path is not None
             assert replies.path is not None
             self._worker = WorkerProcess(there, self._journal.path, replies.path)
             leave_note(setup, folder, self._worker.pid)
-        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, ImportError, pickle.PickleError) as error:
             print_line(f"the worker process cannot be started ({error}); a thread does its work", self.config.quiet)
             return False
+        self._setup = there
         if here:
             self._publisher = Publisher(here, _weakly(self.report), setup.path)
         return True
@@ -698,8 +707,13 @@ class Monitor:
                     self._latest, self._diagnosed = message["values"], message["step"]
                 elif what == "finding":
                     self._take_finding(message)
-                elif what == "reading":
-                    self._unread.append(message["reading"])
+                elif what == "readings":
+                    readings: list[Reading] = message["readings"]
+                    if self._readers:
+                        self._unread.extend(readings)
+                    if self._publisher is not None:
+                        first = replace(readings[0], tensors={}) if message["plain"] else readings[0]
+                        self._publisher.put([first, *readings[1:]])
                 elif what == "count_nonfinite":
                     self._recorder.count_nonfinite = message["value"]
                 elif what == "done":
@@ -721,8 +735,6 @@ class Monitor:
             self._publisher.put([finding])
 
     def _take_reading(self, reading: Reading) -> None:
-        if self._publisher is not None:
-            self._publisher.put([reading])
         if self._reducer is not None and self._reducer.ended:
             return  # what is read now is this rank's own, and nobody must act on that alone
         for reader in list(self._readers):

@@ -216,7 +216,7 @@ def test_a_message_is_plain_lines_and_strict_json() -> None:
     assert HOSTILE.text.splitlines() == [
         r"a run: [critical] @everyone <!channel> <@U123> look\nhere \x1b[31m *bold*",
         "since step 3 in <script>alert(1)</script>, `rm -rf`, c and more (explosion)",
-        "to do: @here do & undo",
+        "fix: @here do & undo",
     ]
     sent = for_json(HOSTILE)
     json.dumps(sent, allow_nan=False)

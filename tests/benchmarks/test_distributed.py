@@ -17,7 +17,7 @@ from torch import nn
 
 import gradvitals as gv
 from benchmarks.distributed.__main__ import main
-from benchmarks.distributed.cost import CASES, format_paper, format_ranks, on_paper, roster_of, run_ranks
+from benchmarks.distributed.cost import CASES, format_paper, format_ranks, on_paper, run_ranks, topology_of
 from benchmarks.distributed.faults import (
     BATCH_SIZE,
     CLEAN,
@@ -180,7 +180,7 @@ def test_the_calculation_is_that_of_the_wire() -> None:
     paper = on_paper(CASES[:1])
     _, world, tensors, slots = CASES[0]
     case = paper["cases"][0]
-    assert case["plain_bytes"] == 8 * StepPacker(roster_of(world, tensors, slots)).length(
+    assert case["plain_bytes"] == 8 * StepPacker(topology_of(world, tensors, slots)).length(
         StepKind(full=False, detail=False)
     )
     assert case["plain_bytes"] <= case["bytes_per_step"] < case["full_bytes"]

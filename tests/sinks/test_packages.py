@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import time
 import urllib.request
 import warnings
 from collections.abc import Iterator
@@ -86,10 +87,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
                 optimizer.step()
                 their_wandb.log({"loss": float(step)}, step=step)
             monitor.flush()
-            for outlet in monitor._feed._outlets:  # so that the last step is there to be scraped
-                while outlet._queue:
-                    outlet._thread.join(0.01)  # type: ignore[union-attr]
             scraped = _scrape(prometheus.port)
+            deadline = time.monotonic() + 30
+            while f'gradvitals_step{{run="gpt"}} {STEPS - 1:.1f}' not in scraped and time.monotonic() < deadline:
+                time.sleep(0.02)
+                scraped = _scrape(prometheus.port)
         otel = _points(reader)
         their_wandb.finish()
         mlflow.end_run()
@@ -145,7 +147,7 @@ def test_wandb_shares_the_scripts_run_and_leaves_its_steps_alone(trained: Traine
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")}
     assert axes["gradvitals/*"] == "gradvitals/step"
     alerts = [record.alert for record in records if record.HasField("alert")]
-    assert sorted(alert.title.split(":")[1][:18] for alert in alerts) == [" the gradient norm", " the loss jumped t"]
+    assert sorted(alert.title.split(":")[1][:18] for alert in alerts) == [" The gradient norm", " The loss jumped t"]
     assert {alert.level for alert in alerts} == {"WARN"}
 
 
@@ -159,7 +161,7 @@ def test_mlflow_goes_to_the_run_of_the_training_thread(trained: Trained) -> None
         data = client.get_run(trained.mlflow_run).data
     assert {metric.step: metric.value for metric in history} == pytest.approx(trained.norms)
     assert "gradvitals/tensors/grad/norm/2.bias" in data.metrics
-    assert data.tags["gradvitals.finding.explosion"].startswith("over after step 150")
+    assert data.tags["gradvitals.finding.explosion"].startswith("resolved after step 150")
 
 
 def test_trackio(trained: Trained) -> None:
@@ -171,8 +173,8 @@ def test_trackio(trained: Trained) -> None:
     assert norms == pytest.approx(trained.norms)
     alerts = SQLiteStorage.get_alerts("theirs")
     assert sorted(alert["title"][:29] for alert in alerts) == [
-        "gradvitals: the gradient norm",
-        "gradvitals: the loss jumped t",
+        "gradvitals: The gradient norm",
+        "gradvitals: The loss jumped t",
     ]
 
 

@@ -34,6 +34,8 @@ class Alert:
 
     readings: ClassVar[bool] = False
     lasting: ClassVar[bool] = True
+    in_worker: bool = False
+    """Whether it can run in the worker process; see `gradvitals.sinks.Sink`."""
 
     def __init__(
         self, *, severity: Severity = "warning", every: float = 600.0, per_hour: int = 20, tell_over: bool = True

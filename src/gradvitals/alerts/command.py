@@ -32,6 +32,8 @@ class Command(Alert):
         <Command sh>
     """
 
+    in_worker = True
+
     def __init__(self, command: Sequence[str], *, timeout: float = 30.0, **limits: Any) -> None:
         super().__init__(**limits)
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):

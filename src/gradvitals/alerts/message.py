@@ -26,7 +26,7 @@ class Message:
     @property
     def title(self) -> str:
         """One line: the run, how bad, and what."""
-        state = "over" if self.over else self.finding.severity
+        state = "resolved" if self.over else self.finding.severity
         return plain(f"{self.run}: [{state}] {self.finding.title}")[:300]
 
     @property
@@ -41,7 +41,7 @@ class Message:
             where = f" in {names}" if names else ""
             rank = f" on rank {finding.rank}" if finding.rank is not None else ""
             lines.append(f"since step {finding.first_step}{where}{rank} ({finding.id})")
-            lines += [f"to do: {cure}" for cure in finding.fixes[:1]]
+            lines += [f"fix: {fix}" for fix in finding.fixes[:1]]
         if self.held_back:
             lines.append(f"{self.held_back} more were not sent, because there were too many")
         return "\n".join(plain(line) for line in lines)[:LONGEST]

@@ -36,6 +36,8 @@ class Webhook(Alert):
         limits: `severity`, `every`, `per_hour` and `tell_over` of `Alert`.
     """
 
+    in_worker = True
+
     def __init__(
         self,
         url: str,

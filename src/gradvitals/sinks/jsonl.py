@@ -22,6 +22,8 @@ class JSONL(Sink):
     and ``{"action": {...}, "time": ...}``.
     """
 
+    in_worker = True
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: IO[str] | None = None

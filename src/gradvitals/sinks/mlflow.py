@@ -66,8 +66,8 @@ class MLflow(Sink):
     def finding(self, finding: Finding) -> None:
         """A tag of the run for each kind of finding, with the latest of it."""
         if finding.severity != "info":
-            over = "" if finding.last_step is None else f"over after step {finding.last_step}: "
-            self._open().set_tag(self._run_id, f"gradvitals.finding.{finding.id}", f"{over}{finding}"[:5000])
+            resolved = "" if finding.last_step is None else f"resolved after step {finding.last_step}: "
+            self._open().set_tag(self._run_id, f"gradvitals.finding.{finding.id}", f"{resolved}{finding}"[:5000])
 
     def close(self) -> None:
         """Send what is left, and end a run of its own."""

@@ -28,6 +28,7 @@ class Prometheus(Sink):
 
     tensors: ClassVar[bool] = False
     gauges: ClassVar[bool] = True
+    in_worker = True
 
     def __init__(self, port: int = PORT, addr: str = "127.0.0.1", *, registry: Any = None) -> None:
         require("prometheus_client", "prometheus")
@@ -35,6 +36,8 @@ class Prometheus(Sink):
         self._addr = addr
         self._registry = registry
         self._serves = registry is None
+        if registry is not None or port == 0:
+            self.in_worker = False  # the script's registry is in its process, and so is who asks for the port
         self._run = ""
         self._gauges: dict[str, Any] = {}
         self._findings = OpenFindings()

@@ -46,6 +46,9 @@ class Sink:
     """Whether `log` gets the worst tensors too, or the values of the whole model only."""
     gauges: ClassVar[bool] = False
     """Whether `log` gets values that are not finite too, so that none stands there that is no longer true."""
+    in_worker: bool = False
+    """Whether it owns its output, so that it can run in the worker process. It must be picklable then, and importable
+    there; a subclass says so again. Any other sink runs in the training process, where the script's own objects are."""
     every: int = 1
     """Steps from one `log` to the next; set it on a sink that should get fewer. Findings come all the same."""
 

@@ -23,6 +23,8 @@ class TensorBoard(Sink):
         prefix: Put before every tag, for a folder that has other events too.
     """
 
+    in_worker = True
+
     def __init__(self, folder: str | Path, *, prefix: str = "") -> None:
         require("tensorboard", "tensorboard")
         self.folder = Path(folder)
@@ -41,10 +43,10 @@ class TensorBoard(Sink):
 
     def finding(self, finding: Finding) -> None:
         """The finding in words, at the step that it is news of."""
-        over = "" if finding.last_step is None else f"Over after step {finding.last_step}: "
-        cures = "".join(f"\n- {cure}" for cure in finding.fixes)
+        resolved = "" if finding.last_step is None else f"Resolved after step {finding.last_step}: "
+        fixes = "".join(f"\n- {fix}" for fix in finding.fixes)
         step = finding.last_step if finding.last_step is not None else finding.found_step or finding.first_step
-        self._text(f"findings/{finding.id}", f"{over}{finding}\n{cures}", step)
+        self._text(f"findings/{finding.id}", f"{resolved}{finding}\n{fixes}", step)
 
     def action(self, action: Action) -> None:
         """The action in words."""

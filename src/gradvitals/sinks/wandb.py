@@ -74,7 +74,7 @@ class WandB(Sink):
         if not self._alerts or self._is_over or finding.severity == "info" or not self._openings.opens(finding):
             return
         level = "ERROR" if finding.severity == "critical" else "WARN"
-        text = "\n".join([str(finding), *(f"To do: {cure}" for cure in finding.fixes[:1])])
+        text = "\n".join([str(finding), *(f"Fix: {fix}" for fix in finding.fixes[:1])])
         try:
             self._open().alert(title=f"gradvitals: {finding.title}"[:60], text=text[:4000], level=level)
         except wandb.errors.UsageError:

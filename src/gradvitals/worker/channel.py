@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradvitals.types import Finding, Reading
+from gradvitals.types import Finding
 from gradvitals.worker.journal import Journal
-from gradvitals.worker.record import reading_from_bytes, reading_to_bytes
+from gradvitals.worker.record import readings_from_bytes, readings_to_bytes
 
-MESSAGE, READING = 1, 2
-"""Kinds of records on the way back."""
+MESSAGE, READINGS, IN_FILE = 1, 2, 4
+"""Kinds of records on the way back; `IN_FILE` is added if the record is the name of a file."""
 
-LARGEST_MESSAGE = 1 << 16
-"""Bytes above which a message goes through a file of its own."""
+LARGEST_SHARE = 1 / 8
+"""Share of the journal above which a message goes through a file of its own."""
 
 MOST_WAITING = 1000
 """Messages that may wait for a training process that does not look for them."""
@@ -78,25 +78,29 @@ class JournalChannel:
 
     def send(self, message: Message) -> None:
         """Add a message."""
-        if isinstance(message.get("reading"), Reading):
-            self._write(READING, reading_to_bytes(message["reading"]))
+        if "readings" in message:
+            self._write(READINGS, readings_to_bytes(message["readings"], plain=message["plain"]))
             return
         if isinstance(message.get("finding"), Finding):
             message = {**message, "finding": message["finding"].to_json()}
-        data = json.dumps(message).encode()
-        if len(data) > LARGEST_MESSAGE:
-            self._files += 1
-            path = self._folder / f"message-{self._files}.json"
-            path.write_bytes(data)
-            data = json.dumps({"what": "file", "name": path.name}).encode()
-        self._write(MESSAGE, data)
+        self._write(MESSAGE, json.dumps(message).encode())
 
     def _write(self, kind: int, data: bytes) -> None:
+        if len(data) > LARGEST_SHARE * self._journal.capacity:
+            self._files += 1
+            path = self._folder / f"message-{self._files}"
+            path.write_bytes(data)
+            kind, data = kind | IN_FILE, path.name.encode()
         self._waiting.append((kind, data))
-        while self._waiting and self._journal.append(*self._waiting[0]):
-            self._waiting.popleft()
+        self.flush()
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
+
+    def flush(self) -> bool:
+        """Write what found no room before, as far as there is room now; returns whether all of it is written."""
+        while self._waiting and self._journal.append(*self._waiting[0]):
+            self._waiting.popleft()
+        return not self._waiting
 
     @property
     def has_messages(self) -> bool:
@@ -106,14 +110,15 @@ class JournalChannel:
     def receive(self) -> Iterator[Message]:
         """Yield all messages there are."""
         for kind, data in self._journal.read():
-            if kind == READING:
-                yield {"what": "reading", "reading": reading_from_bytes(data)}
+            if kind & IN_FILE:
+                path = self._folder / Path(data.decode()).name
+                data = path.read_bytes()
+                path.unlink(missing_ok=True)
+            if kind & READINGS:
+                readings, plain = readings_from_bytes(data)
+                yield {"what": "readings", "readings": readings, "plain": plain}
                 continue
             message = json.loads(data)
-            if message["what"] == "file":
-                path = self._folder / Path(message["name"]).name
-                message = json.loads(path.read_bytes())
-                path.unlink(missing_ok=True)
             if "finding" in message:
                 message["finding"] = Finding.from_json(message["finding"])
             yield message

@@ -9,14 +9,19 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from gradvitals.worker.channel import JournalChannel
 from gradvitals.worker.journal import Journal
-from gradvitals.worker.recover import SETTINGS, remove_files
+from gradvitals.worker.recover import remove_files
 from gradvitals.worker.worker import COMMIT_SECONDS, Setup, Worker
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gradvitals.worker.process import main; main(sys.argv[2])"
+
+REPLY_SECONDS = 10.0
+"""How long the last messages wait for a training process that has not read those before them."""
 
 NICENESS = 5
 """Training goes first when there are fewer cores than threads."""
@@ -32,25 +37,26 @@ class WorkerProcess:
 
     Raises:
         OSError: If no process can be started.
+        pickle.PickleError: If a sink or an alert cannot be moved to it.
     """
 
     def __init__(self, setup: Setup, journal: Path, replies: Path) -> None:
         self._pid = os.getpid()
-        settings = journal.with_name(SETTINGS)
-        settings.unlink(missing_ok=True)
-        descriptor = os.open(settings, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            pickle.dump((setup, journal, replies), file)
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         if not sys.executable:
             raise OSError("the Python interpreter is not known")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), str(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, **single},
-        )
+        with tempfile.TemporaryFile() as settings:  # without a name: the address of an alert is a secret
+            pickle.dump((setup, journal, replies), settings)
+            settings.flush()
+            settings.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(Path(__file__).parents[2]), str(settings.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(settings.fileno(),),
+                env={**os.environ, **single},
+            )
 
     @property
     def pid(self) -> int:
@@ -82,21 +88,28 @@ class WorkerProcess:
 
 
 def main(settings: str) -> None:
-    """Run a worker until its run is closed, or the training process is gone."""
+    """Run a worker until its run is closed, or the training process is gone.
+
+    Args:
+        settings: Descriptor of the open file that its settings are in.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    path = Path(settings)
-    setup, journal_path, replies_path = pickle.loads(path.read_bytes())
-    path.unlink(missing_ok=True)
+    with os.fdopen(int(settings), "rb") as file:
+        setup, journal_path, replies_path = pickle.load(file)
     journal = Journal.open(journal_path)
     channel = JournalChannel(Journal.open(replies_path), replies_path.parent)
     worker = Worker(setup, journal, channel)
     while not worker.closed:
         worker.drain()
+        channel.flush()
         if not worker.closed and _parent_gone(COMMIT_SECONDS):
             worker.abandon()
             break
+    deadline = time.monotonic() + REPLY_SECONDS
+    while not channel.flush() and time.monotonic() < deadline and not _parent_gone(0.01):
+        pass
     if not journal.has_records:
         remove_files(setup.path, journal_path.parent)
 

@@ -123,12 +123,25 @@ class Destination(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
+def runs_in_worker(destination: Destination) -> bool:
+    """Whether a destination may move to the worker process.
+
+    A subclass does not inherit that: the worker may not be able to import it, and it may use what only the script has.
+    """
+    return bool(getattr(destination, "in_worker", False)) and "in_worker" in vars(type(destination))
+
+
+def wants_readings(destination: Destination) -> bool:
+    """Whether a destination gets readings, or findings and actions only."""
+    return bool(getattr(destination, "readings", True))
+
+
 class Outlet:
     """Hands records on to one destination.
 
     Args:
         target: The destination.
-        on_failure: Told the first error; the target is left out then, unless it says that it can go on (``lasting``).
+        on_failure: Called with the first error; the target is then skipped, unless it can continue (``lasting``).
     """
 
     def __init__(self, target: Destination, on_failure: Callable[[Outlet, BaseException], None]) -> None:
@@ -139,7 +152,7 @@ class Outlet:
         """Readings that came while too many were waiting."""
         self._on_failure = on_failure
         self._lasting = bool(getattr(target, "lasting", False))
-        self._wants_readings = bool(getattr(target, "readings", True))
+        self._wants_readings = wants_readings(target)
         gauges = bool(getattr(target, "gauges", False))
         self._selection = Selection(tensors=bool(getattr(target, "tensors", True)), gauges=gauges)
         self._told: dict[tuple[Any, ...], tuple[int, bool]] = {}
@@ -168,7 +181,7 @@ class Outlet:
                 self._changed.notify_all()
 
     def start(self, run: Path) -> None:
-        """Begin to hand on. Called on the training thread: what is bound to its context is seen by the target too."""
+        """Start to hand on. Called on the training thread: what is bound to its context is seen by the target too."""
         try:
             every = getattr(self.target, "every", 1)
             if self._wants_readings and not (isinstance(every, int) and every >= 1):
@@ -178,7 +191,7 @@ class Outlet:
             self.fail(error)
             return
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="gradvitals-feed", daemon=True)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="gradvitals-publish", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -273,6 +286,7 @@ class Publisher:
         self._run = run
         self._outlets: list[Outlet] = []
         self._step = 0
+        self._layout: Layout | None = None
         self._closed = False
         self._pid = os.getpid()
         for destination in destinations:
@@ -287,9 +301,12 @@ class Publisher:
         outlet.name += f" {twins + 1}" if twins else ""
         self._outlets = [*self._outlets, outlet]  # a new list: another thread may be iterating over the old one
         outlet.start(self._run)
+        if self._layout is not None:
+            outlet.put([self._layout])
 
     def put(self, records: Sequence[Record]) -> None:
         """Hand over records of whole steps."""
+        self._layout = next((record for record in records if isinstance(record, Layout)), self._layout)
         if not self._outlets:
             return
         self._step = max((record.step for record in records if isinstance(record, Reading)), default=self._step)

@@ -435,19 +435,27 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
     return meta, arrays
 
 
-def reading_to_bytes(reading: Reading) -> bytes:
-    """A reading, for the training process."""
+def readings_to_bytes(readings: Sequence[Reading], *, plain: bool) -> bytes:
+    """The readings of one step, for the training process; `plain` if single tensors are neither kept nor published."""
     kinds = ("tensors", "layers", "heads", "ranks")
-    arrays = {f"{kind}|{name}": numbers for kind in kinds for name, numbers in getattr(reading, kind).items()}
-    meta = {name: getattr(reading, name) for name in ("step", "time", "stage", "source", "batch_size", "values")}
-    return pack(meta, arrays)
+    fields = ("step", "time", "stage", "source", "batch_size", "values")
+    arrays = {
+        f"{place}|{kind}|{name}": numbers
+        for place, reading in enumerate(readings)
+        for kind in kinds
+        for name, numbers in getattr(reading, kind).items()
+    }
+    given = [{name: getattr(reading, name) for name in fields} for reading in readings]
+    return pack({"readings": given, "plain": plain}, arrays)
 
 
-def reading_from_bytes(data: bytes) -> Reading:
-    """The inverse of `reading_to_bytes`."""
+def readings_from_bytes(data: bytes) -> tuple[list[Reading], bool]:
+    """The inverse of `readings_to_bytes`."""
     meta, arrays = unpack(data)
-    kinds: dict[str, Any] = {"tensors": {}, "layers": {}, "heads": {}, "ranks": {}}
-    for name, numbers in arrays.items():
-        kind, _, metric = name.partition("|")
-        kinds[kind][metric] = numbers
-    return Reading(**meta, **kinds)
+    given: list[dict[str, Any]] = [
+        {**fields, "tensors": {}, "layers": {}, "heads": {}, "ranks": {}} for fields in meta["readings"]
+    ]
+    for key, numbers in arrays.items():
+        place, kind, name = key.split("|", 2)
+        given[int(place)][kind][name] = numbers
+    return [Reading(**fields) for fields in given], meta["plain"]

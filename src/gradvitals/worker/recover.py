@@ -19,7 +19,6 @@ from gradvitals.worker.record import CONTEXT, STEP, SUMS, Context, Decoder, unpa
 from gradvitals.worker.worker import Setup, Worker
 
 JOURNAL, REPLIES, NOTE, CONTEXT_FILE = "journal", "replies", "journal.json", "journal.context"
-SETTINGS = "worker.setup"
 """Files in a run's folder while it is being written."""
 
 
@@ -46,9 +45,9 @@ def leave_context(context: bytes, folder: Path) -> None:
 
 def remove_files(path: Path, folder: Path) -> None:
     """Remove the journal and what lies beside it."""
-    for name in (JOURNAL, REPLIES, SETTINGS, CONTEXT_FILE, f"{CONTEXT_FILE}.part"):
+    for name in (JOURNAL, REPLIES, CONTEXT_FILE, f"{CONTEXT_FILE}.part"):
         (folder / name).unlink(missing_ok=True)
-    for message in folder.glob("message-*.json"):
+    for message in folder.glob("message-*"):
         message.unlink(missing_ok=True)
     (path / NOTE).unlink(missing_ok=True)
     if folder != path:

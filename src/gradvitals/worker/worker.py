@@ -148,7 +148,7 @@ class Worker:
         self._interpreter = Aggregator(self._config, self._on_error)
         info = RunInfo.from_json(setup.facts)
         self.diagnosis = LiveDiagnosis(info, self._config, self._on_rule_error) if setup.diagnoses else None
-        self._failed = False
+        self._failed = self._finished = False
         self._notices: list[Finding] = []
         self._latest: dict[Source | None, dict[str, float]] = {}
         self._single_batch_readings = 0
@@ -208,8 +208,6 @@ class Worker:
             return
         for reading in readings:
             self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
-            if self._setup.wants_readings:
-                self._channel.send({"what": "reading", "reading": reading})
         self._note_single_batches(step)
         self._note_errors_elsewhere(step)
         records: list[Record] = []
@@ -219,9 +217,12 @@ class Worker:
             records.append(layout)
         general = readings[0]
         broken = general.values.get("grad/nonfinite", 0) > 0
+        plain = not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        if self._setup.wants_readings:
+            self._channel.send({"what": "readings", "readings": list(readings), "plain": plain})
         self._count_nonfinite(broken)
         records += self._diagnose(readings, layout)
-        if not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO:
+        if plain:
             readings[0] = replace(general, tensors={})
         self._keep([*records, *readings])
 
@@ -283,15 +284,23 @@ class Worker:
                 self._keep(closed)
         elif what == "wants_readings":
             self._setup.wants_readings = True
+        elif what == "finish":
+            self._finish_diagnosis()
+            self._channel.send({"what": "done", "id": command["id"]})
         elif what == "close":
             self._close(command)
 
+    def _finish_diagnosis(self) -> None:
+        if self.diagnosis is None or self._finished:
+            return
+        self._finished = True
+        closing = self.diagnosis.diagnosis.finish()
+        for finding in closing:
+            self._send_finding(finding)
+        self._keep(closing)
+
     def _close(self, command: Mapping[str, Any]) -> None:
-        if self.diagnosis is not None:
-            closing = self.diagnosis.diagnosis.finish()
-            for finding in closing:
-                self._send_finding(finding)
-            self._keep(closing)
+        self._finish_diagnosis()
         self._publisher.close()
         stored = self.store.close() if self.store is not None else True
         self.closed = True

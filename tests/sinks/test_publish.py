@@ -1,4 +1,4 @@
-"""The feed: nobody waits for a sink, and one that fails is told once and left out."""
+"""Publishing: nobody waits for a sink, and one that fails is reported once and skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch import nn
 import gradvitals as gv
 from gradvitals.errors import ConfigError
 from gradvitals.types import Action, Finding, Reading
-from gradvitals.worker.publish import Feed, outlet
+from gradvitals.worker import publish
+from gradvitals.worker.publish import Publisher
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
@@ -60,11 +61,14 @@ class Broken(Kept):
         raise ValueError(f"no room for step {step}")
 
 
-def train(sinks: list[Any], run: Path, *, steps: int = 60, bad: int = -1, **more: Any) -> gv.Monitor:
+def train(
+    sinks: list[Any], run: Path, *, steps: int = 60, bad: int = -1, worker: Any = "thread", **more: Any
+) -> gv.Monitor:
+    config = gv.Config(quiet=True, worker=worker)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with gv.watch(model, optimizer, run=run, config=gv.Config(quiet=True), sinks=sinks, **more) as monitor:
+    with gv.watch(model, optimizer, run=run, config=config, sinks=sinks, **more) as monitor:
         for step in range(steps):
             inputs = torch.randn(16, 4)
             optimizer.zero_grad()
@@ -89,7 +93,7 @@ def test_a_sink_gets_every_step_and_each_finding_as_it_opens_and_closes(tmp_path
     assert {finding.id for finding in sink.findings} == kept
     assert sink.run == tmp_path / "run" == monitor.run_path
     assert sink.begun_on is threading.main_thread()
-    assert sink.threads == {"gradvitals-feed"}
+    assert sink.threads == {"gradvitals-publish"}
     assert sink.who == "the training thread"  # what is set there is seen by the sink
     assert sink.closed == 1
 
@@ -166,8 +170,8 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_the_end(
             super().log(metrics, step)
             release.wait(60)
 
-    monkeypatch.setattr(outlet, "MOST_WAITING", 10)
-    monkeypatch.setattr(Feed.close, "__defaults__", (0.2,))
+    monkeypatch.setattr(publish, "MOST_WAITING", 10)
+    monkeypatch.setattr(Publisher.close, "__defaults__", (0.2,))
     sink, fine = Hanging(), Kept()
     started = time.monotonic()
     try:
@@ -206,35 +210,64 @@ def test_a_script_that_ends_without_close_still_sends_everything(tmp_path: Path)
     assert "training_stopped" in (tmp_path / "alert").read_text().split()
 
 
-def test_a_forked_child_feeds_nobody(tmp_path: Path) -> None:
+def test_a_forked_child_publishes_nothing(tmp_path: Path) -> None:
     sink = Kept()
-    feed = Feed([sink], lambda finding: None)
-    feed.start(tmp_path)
+    publisher = Publisher([sink], lambda finding: None, tmp_path)
     reading = Reading(step=0, time=0.0, values={"loss": 1.0})
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        feed.put([reading])
-        feed.close()
+        publisher.put([reading])
+        publisher.close()
         os.write(write, b"%d" % (len(sink.steps) + sink.closed))
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 10) == b"0"
     os.close(read)
     os.close(write)
-    feed.put([reading])
-    feed.close()
+    publisher.put([reading])
+    publisher.close()
     assert (list(sink.steps), sink.closed) == ([0], 1)
 
 
-def test_a_rank_that_does_not_lead_feeds_nobody(tmp_path: Path) -> None:
+def test_sinks_in_the_worker_process_and_here_get_every_step(tmp_path: Path) -> None:
+    own = Kept()
+    lines = tmp_path / "lines.jsonl"
+    alert = gv.alerts.Command(["sh", "-c", 'echo "$GRADVITALS_ID $PPID" >> "$0"', str(tmp_path / "alert")])
+    monitor = train([f"jsonl:{lines}", own], tmp_path / "run", steps=260, bad=150, alerts=[alert], worker="process")
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    metrics = {line["step"]: line["metrics"] for line in found if "metrics" in line}
+    assert list(metrics) == list(own.steps) == list(range(260))
+    assert metrics == {step: pytest.approx(dict(values)) for step, values in own.steps.items()}
+    assert any(name.startswith("tensors/grad/norm/") for name in own.steps[250])
+    published = [line["finding"]["id"] for line in found if "finding" in line]
+    assert published == [finding.id for finding in own.findings]
+    assert published.count("explosion") == 2
+    assert (own.begun_on, own.threads, own.closed) == (threading.main_thread(), {"gradvitals-publish"}, 1)
+    name, parent = (tmp_path / "alert").read_text().split()[:2]
+    assert name in published
+    assert int(parent) != os.getpid()  # it ran in the worker
+    assert not [finding for finding in monitor.findings if finding.id == "sink_error"]
+
+
+def test_a_sink_beside_the_worker_process_that_cannot_close_is_kept_with_the_run(tmp_path: Path) -> None:
+    class CannotClose(Kept):
+        def close(self) -> None:
+            raise OSError("gone")
+
+    train([CannotClose()], tmp_path / "run", steps=20, worker="process")
+    with gv.open_run(tmp_path / "run") as run:
+        assert [finding.evidence["about"] for finding in run.findings() if finding.id == "sink_error"] == [
+            "CannotClose"
+        ]
+
+
+def test_readings_too_large_for_the_way_back_arrive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradvitals.monitor.REPLY_BYTES", 8192)
     sink = Kept()
-    feed = Feed([sink], lambda finding: None)
-    feed.active = False
-    feed.start(tmp_path)
-    feed.put([Reading(step=0, time=0.0, values={"loss": 1.0})])
-    feed.close()
-    assert (sink.run, sink.steps, sink.closed) == (None, {}, 0)
+    train([sink], tmp_path / "run", worker="process")
+    assert list(sink.steps) == list(range(60))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.db"]
 
 
 def test_a_monitor_that_is_dropped_is_not_kept_alive_by_its_sinks(tmp_path: Path) -> None:
