@@ -651,7 +651,7 @@ class Monitor:
         """What is kept about the run."""
         config = self.config
         meta: dict[str, Any] = {"config": json_ready(asdict(config)), "extra": json_ready(dict(config.extra))}
-        meta["torch"] = torch.__version__
+        meta["torch"] = str(torch.__version__)  # its own class would have the worker load torch
         if self._start.topology is not None:
             meta["ranks"] = self._start.topology.world
         if (job := elastic_id()) is not None:

@@ -108,6 +108,19 @@ def test_a_killed_run_misses_no_step(tmp_path: Path, seconds: float) -> None:
         assert not run.is_live
 
 
+def test_the_worker_does_not_load_torch(tmp_path: Path) -> None:
+    process = start(tmp_path, "for ever")
+    assert process.stdout is not None
+    for _ in range(50):
+        process.stdout.readline()
+    worker = worker_of(tmp_path / "run")
+    time.sleep(0.5)
+    mapped = Path(f"/proc/{worker}/maps").read_text()
+    steps_made(process, 0.0)
+    assert "numpy" in mapped
+    assert "torch" not in mapped
+
+
 def test_killed_with_its_worker_nothing_is_lost_either(tmp_path: Path) -> None:
     process = start(tmp_path, "for ever")
     assert process.stdout is not None

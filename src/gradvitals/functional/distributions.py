@@ -20,7 +20,7 @@ _LONGEST_SUM = 400.0
 
 
 def _elementwise(function: Callable[[float], float], values: ArrayLike) -> Array:
-    """A function of one number, of every element: numpy has none of these, and scipy or torch would take long to load."""
+    """Apply a function of one number to every element: numpy has none of these, and scipy takes long to load."""
     array = np.asarray(values, dtype=np.float64)
     result: Array = np.array([function(value) for value in array.ravel().tolist()]).reshape(array.shape)
     return result

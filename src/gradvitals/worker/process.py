@@ -99,8 +99,11 @@ def main(settings: str) -> None:
         os.nice(NICENESS)
     with os.fdopen(int(settings), "rb") as file:
         setup, journal_path, replies_path = pickle.load(file)
-    journal = Journal.open(journal_path)
-    channel = JournalChannel(Journal.open(replies_path), replies_path.parent)
+    try:
+        journal = Journal.open(journal_path)
+        channel = JournalChannel(Journal.open(replies_path), replies_path.parent)
+    except RunError:
+        return  # the run was closed, or its folder deleted, before this process was ready
     worker = Worker(setup, journal, channel)
     while not worker.closed:
         worker.drain()
