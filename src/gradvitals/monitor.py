@@ -218,6 +218,7 @@ class Monitor:
         self._encoder, self._decoder = Encoder(), Decoder()
         self._table = Table(Context())
         self._layout = Layout()
+        _close_earlier(model, optimizers, self.config.quiet)
         table = ParameterTable(model, optimizers, self.config)
         start = _start_run(table, self.config, run=run, resume=resume, group=group, batch_size=batch_size)
         self._start, self._path, self._resume = start, start.path, start.resume
@@ -244,6 +245,7 @@ class Monitor:
         if on_reading is not None:
             self.read_every_step()
         self._closed = False
+        _open_monitors.add(self)
         close_at_exit(self.close)
         if start.first_step:
             self._recorder.start(start.first_step)
@@ -799,6 +801,19 @@ class Monitor:
             self._recorder.transfer.finish(1.0)
             self._reducer.end()
         self._wait(self._request({"do": "flush"}), RANKS_CLOSE_SECONDS / 2)
+
+
+_open_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def _close_earlier(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quiet: bool) -> None:
+    """Close a Monitor that watches this model or optimizer already, as when a notebook's cell is run again."""
+    for other in list(_open_monitors):
+        table = other.recorder.table
+        same = table.model is model or any(one in optimizers for one in table.optimizers)
+        if same and not other._closed and os.getpid() == other._pid:
+            print_line(f"closed the earlier Monitor of this model, whose run is in {other.run_path}", quiet)
+            other.close()
 
 
 # -- how a run starts ---------------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ class SlidingWindow:
     def push(self, grad: Tensor, scale: Tensor | None, buffer: ReadingBuffer) -> int | None:
         """Add one step's gradient; put the window's sums, once it is full, into the buffer.
 
-        Of a tensor that is only sampled, the squared norm of the sample goes along at every step; of one read whole
-        the host knows it already.
+        The squared norm of the sample goes along at every step.
 
         Returns:
             Steps in a block, where the buffer now holds the sums of a full window; else None.
@@ -47,8 +46,7 @@ class SlidingWindow:
             self._blocks[block].copy_(values)
         else:
             self._blocks[block].add_(values)
-        if self.stride > 1:
-            buffer.add(f"window_sq{self.row}", torch.dot(values, values))
+        buffer.add(f"window_sq{self.row}", torch.dot(values, values))
         self.seen += 1
         if position + 1 < self.block_steps or self.seen < NUM_BLOCKS * self.block_steps:
             return None

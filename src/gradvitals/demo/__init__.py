@@ -79,7 +79,9 @@ def _train(settings: DemoSettings, on_step: OnStep) -> DemoResult:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
 
-    config = Config(tensor_every=1, quiet=True, extra={"command": "gradvitals demo", "seed": settings.seed})
+    config = Config(
+        tensor_every=1, overhead_budget=1, quiet=True, extra={"command": "gradvitals demo", "seed": settings.seed}
+    )
     latest: dict[str, float] = {}
 
     def on_reading(reading: Reading) -> None:

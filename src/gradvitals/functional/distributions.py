@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -18,27 +19,31 @@ _LARGE_DOF = 1000.0
 _LONGEST_SUM = 400.0
 
 
-def _lgamma(x: ArrayLike) -> Array:
-    import torch  # numpy has no log-gamma; torch has one that works on arrays
-
-    result: Array = torch.lgamma(torch.from_numpy(np.array(x, dtype=np.float64))).numpy()
+def _elementwise(function: Callable[[float], float], values: ArrayLike) -> Array:
+    """A function of one number, of every element: numpy has none of these, and scipy or torch would take long to load."""
+    array = np.asarray(values, dtype=np.float64)
+    result: Array = np.array([function(value) for value in array.ravel().tolist()]).reshape(array.shape)
     return result
+
+
+def _lgamma(x: ArrayLike) -> Array:
+    return _elementwise(lambda value: math.lgamma(value) if value > 0 else math.nan, x)
 
 
 def normal_cdf(z: Array) -> Array:
     """CDF of the standard normal law."""
-    import torch
-
-    result: Array = torch.special.ndtr(torch.from_numpy(np.array(z, dtype=np.float64))).numpy()
-    return result
+    return _elementwise(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), z)
 
 
 def normal_quantile(p: Array) -> Array:
     """Quantile of the standard normal law."""
-    import torch
+    return _elementwise(_normal_quantile, p)
 
-    result: Array = torch.special.ndtri(torch.from_numpy(np.array(p, dtype=np.float64))).numpy()
-    return result
+
+def _normal_quantile(p: float) -> float:
+    if 0 < p < 1:
+        return NormalDist().inv_cdf(p)
+    return {0.0: -math.inf, 1.0: math.inf}.get(p, math.nan)
 
 
 def _log_beta_density(a: Array, b: Array, log_x: Array, log_y: Array) -> Array:

@@ -520,8 +520,7 @@ class _Aggregation:
                 section = self.sections[name]
                 step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
         for row, block_steps in record.windows.items():
-            sampled = self.sections.get(f"window_sq{row}")
-            square = step.rows["norm"].values[row] if sampled is None else sampled.values[0]
+            square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None
             step.windows[row] = WindowSums(float(square), block_steps, whole)
         return step

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from gradvitals.errors import RunError
 from gradvitals.worker.channel import JournalChannel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.recover import remove_files

@@ -154,6 +154,7 @@ class Worker:
         self._single_batch_readings = 0
         self._clean_steps = CLEAN_STEPS
         self._reported_ranks: set[int] = set()
+        self._seen_errors: set[tuple[str, type[Exception], str]] = set()
         self._step = setup.first_step
         self._dropped_in_journal = 0
         self.store = _Store(setup, self._on_store_error) if setup.keeps else None
@@ -338,6 +339,10 @@ class Worker:
         self._keep([finding])
 
     def _on_error(self, part: str, error: Exception) -> None:
+        kind = (part, type(error), str(error))
+        if kind in self._seen_errors:
+            return
+        self._seen_errors.add(kind)
         self.report(notices.monitor_error(part, error, self._step))
 
     def _on_rule_error(self, rule: str, error: Exception) -> None:
