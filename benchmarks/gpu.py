@@ -495,7 +495,7 @@ BYTES = {
     "VRAdamW, its two passes": 48,
 }
 """A parameter's, in float32. Parts: read, with the sum read and written, and deviations written, and read but for the
-second part. FusedReducer: gradient and deviations twice, weight, two moments and the factors' average read and written."""
+second part. FusedReducer: gradient and deviations twice; weight, two moments, the factors' average read and written."""
 
 
 class _Fresh(torch.autograd.Function):

@@ -18,8 +18,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import MissingExtraError
-from gradvitals.importing.source import Notes
-from gradvitals.importing.wandb_files import _record_class, _records, wandb_source
+from gradvitals.importing.sources import Notes, _record_class, _records, wandb_source
 
 STEPS, BAD = 200, 150
 
@@ -275,7 +274,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "gradvitals.sinks.extras.find_spec", lambda name, *more: None if name == package else real(name, *more)
+        "gradvitals.sinks.sink.find_spec", lambda name, *more: None if name == package else real(name, *more)
     )
     with pytest.raises(MissingExtraError, match=rf"pip install 'gradvitals\[{extra}\]'"):
         gv.sinks.from_text(text)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradvitals.sinks.open_findings import OpenFindings
+from gradvitals.sinks.sink import OpenFindings
 from gradvitals.types import Finding, Layout, Reading, Severity, Source, TensorInfo
 from gradvitals.worker.publish import MOST_TENSORS, WORST, Selection
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradvitals.store import RunWriter, frames, open_run, writer
+from gradvitals.store import RunWriter, blocks, open_run, writer
 from gradvitals.types import Layout, Reading, TensorInfo
 
 NAMES = ("a", "b", "c")
@@ -102,7 +102,7 @@ def test_block_borders(tmp_path, make_layout, make_reading, steps):
 
 
 def test_full_blocks_leave_the_tail(tmp_path, make_reading):
-    size = frames.block_frames(2, 3)
+    size = blocks.block_frames(2, 3)
     with RunWriter(tmp_path, meta={}) as out:
         for step in range(size + 5):
             out.write(make_reading(step, values={}))
@@ -116,7 +116,7 @@ def test_full_blocks_leave_the_tail(tmp_path, make_reading):
 @pytest.mark.parametrize("num_columns", [*range(1, 12), 20, 30])
 def test_blocks_fill_their_pages(tmp_path, num_columns):
     """Whatever the number of metrics, each further block takes less than 4.4 bytes a value."""
-    size = frames.block_frames(num_columns, 200)
+    size = blocks.block_frames(num_columns, 200)
     assert 192 <= size <= 320
     reading = Reading(step=0, time=0.0, tensors={f"m{i}": np.ones(200) for i in range(num_columns)})
     with RunWriter(tmp_path, meta={}) as out:
@@ -126,9 +126,9 @@ def test_blocks_fill_their_pages(tmp_path, num_columns):
                 out.write(reading)
             out.commit()
             pages.append(out._db.execute("PRAGMA page_count").fetchone()[0])
-    assert (pages[3] - pages[0]) * frames.PAGE_SIZE / (3 * size * 200 * num_columns) < 4.4
+    assert (pages[3] - pages[0]) * blocks.PAGE_SIZE / (3 * size * 200 * num_columns) < 4.4
 
 
 def test_blocks_of_a_very_wide_model_stay_small():
-    assert frames.block_frames(10, 100_000) == 16
-    assert frames.block_frames(1, 40_000) * 40_000 * 4 <= frames.MAX_CHUNK_BYTES
+    assert blocks.block_frames(10, 100_000) == 16
+    assert blocks.block_frames(1, 40_000) * 40_000 * 4 <= blocks.MAX_CHUNK_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradvitals.store import RunWriter, journal, open_run
+from gradvitals.store import RunWriter, open_run, opening
 
 MOUNTS = r"""
 /dev/vda / ext4 rw 0 0
@@ -34,21 +34,21 @@ broken line
 def test_the_longest_mount_point_counts(tmp_path, path, kind, shared):
     mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS)
-    found = journal.filesystem_type(type(mounts)(path), mounts)
+    found = opening.filesystem_type(type(mounts)(path), mounts)
     assert found == kind
-    assert journal.is_shared(found) is shared
+    assert opening.is_shared(found) is shared
 
 
 def test_without_proc_the_disk_is_taken_for_local(tmp_path):
-    assert journal.filesystem_type(tmp_path, tmp_path / "missing") is None
-    assert not journal.is_shared(None)
+    assert opening.filesystem_type(tmp_path, tmp_path / "missing") is None
+    assert not opening.is_shared(None)
 
 
 @pytest.mark.parametrize(
     ("kind", "mode"), [("ext4", "wal"), ("nfs4", "truncate"), ("gpfs", "truncate"), ("smb3", "truncate")]
 )
 def test_the_writer_uses_it(tmp_path, monkeypatch, make_reading, kind, mode):
-    monkeypatch.setattr(journal, "filesystem_type", lambda path: kind)
+    monkeypatch.setattr(opening, "filesystem_type", lambda path: kind)
     with RunWriter(tmp_path, meta={}) as writer:
         assert writer.journal_mode == mode
         for step in range(600):
@@ -64,7 +64,7 @@ def test_the_writer_uses_it(tmp_path, monkeypatch, make_reading, kind, mode):
 
 def test_a_run_moves_from_local_to_shared_disk_and_back(tmp_path, monkeypatch, make_reading):
     for number, kind in enumerate(("ext4", "nfs", "ext4")):
-        monkeypatch.setattr(journal, "filesystem_type", lambda path, kind=kind: kind)
+        monkeypatch.setattr(opening, "filesystem_type", lambda path, kind=kind: kind)
         writer = RunWriter(tmp_path, meta={}, resume=True, first_step=number)
         writer.write(make_reading(number))
         writer.commit()
@@ -81,5 +81,5 @@ def test_the_log_stays_small(tmp_path, make_reading):
             if step % 5 == 0:
                 writer.commit()
                 largest = max(largest, (tmp_path / "run.db-wal").stat().st_size)
-    assert largest < 2 * journal.WAL_BYTES
+    assert largest < 2 * opening.WAL_BYTES
     assert [file.name for file in tmp_path.iterdir()] == ["run.db"]

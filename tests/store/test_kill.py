@@ -1,4 +1,4 @@
-"""SIGKILL at random moments under full load: the run opens, nothing is missing but the last moments."""
+"""SIGKILL at random moments under full load: the run opens with every step that was committed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import random
 import signal
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gradvitals.store import BackgroundWriter, open_run
+from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Layout, Reading, TensorInfo
 
-NUM_TENSORS, NUM_METRICS = 500, 10
-MARK = struct.Struct("<qd")
+NUM_TENSORS, NUM_METRICS, STEPS_PER_COMMIT = 500, 10, 20
+MARK = struct.Struct("<q")
 LAYOUT = Layout(
     tensors=tuple(
         TensorInfo(index=i, name=f"t{i}", shape=(4, 4), dtype="float32", layer="l", depth=0) for i in range(NUM_TENSORS)
@@ -24,55 +25,57 @@ LAYOUT = Layout(
 )
 
 
-def train(folder, marks, first_step):
-    """Put a reading every few milliseconds, and note for each when that was, in a file of its own."""
-    writer = BackgroundWriter(folder, meta={}, resume=True, first_step=first_step, on_error=print)
-    writer.put(LAYOUT)
+def write(folder: Path, marks: Path, first_step: int) -> None:
+    """Write readings without end, and note every step that was committed in a file of its own."""
+    writer = RunWriter(folder, meta={}, resume=True, first_step=first_step)
+    writer.write(LAYOUT)
     noted = os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     step = first_step
     while True:
         row = np.arange(NUM_TENSORS) + step
         tensors = {f"metric/{number}": row for number in range(NUM_METRICS)}
-        if not writer.put(Reading(step=step, time=time.time(), values={"loss": float(step)}, tensors=tensors)):
-            os._exit(3)  # the disk is too slow for this test
-        if step == first_step:
-            writer.flush()
-        os.write(noted, MARK.pack(step, time.time()))
+        writer.write(Reading(step=step, time=time.time(), values={"loss": float(step)}, tensors=tensors))
+        if (step - first_step) % STEPS_PER_COMMIT == 0:
+            writer.commit()
+            os.write(noted, MARK.pack(step))
         step += 1
-        time.sleep(0.002)
 
 
-def kill_once(folder, marks, first_step, delay):
-    """Let a process write for a while, kill it, and return the marks it left and when it was killed."""
-    process = multiprocessing.get_context("fork").Process(target=train, args=(folder, marks, first_step))
+def start(folder: Path, marks: Path, first_step: int = 0) -> multiprocessing.process.BaseProcess:
+    """Start a writer and wait for its first commit."""
+    process = multiprocessing.get_context("fork").Process(target=write, args=(folder, marks, first_step))
     process.start()
     while not marks.exists() or marks.stat().st_size < MARK.size:
         time.sleep(0.002)
         assert process.is_alive()
-    time.sleep(delay)
+    return process
+
+
+def kill(process: multiprocessing.process.BaseProcess) -> None:
+    assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    killed_at = time.time()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    content = marks.read_bytes()
-    marks.unlink()
-    return list(MARK.iter_unpack(content[: len(content) // MARK.size * MARK.size])), killed_at
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("number", range(5))
-def test_a_killed_run_opens_and_misses_less_than_a_second(tmp_path, number):
-    """Ten kills of one run, resumed after each; with five runs, fifty kills, many of them amid compaction."""
+@pytest.mark.parametrize("number", range(2))
+def test_a_killed_run_opens_with_all_that_was_committed(tmp_path: Path, number: int) -> None:
+    """Ten kills of one run, resumed after each, many of them amid compaction."""
     rng = random.Random(number)
-    folder, first_step = tmp_path / "run", 0
-    missing = []
-    for kill in range(10):
-        delay = rng.uniform(1.2, 1.8) if kill % 5 == 4 else rng.uniform(0.0, 0.4)  # some long enough to lose a second
-        marks, killed_at = kill_once(folder, tmp_path / "marks", first_step, delay)
+    folder, marks, first_step = tmp_path / "run", tmp_path / "marks", 0
+    for _ in range(10):
+        process = start(folder, marks, first_step)
+        time.sleep(rng.uniform(0.0, 0.5))
+        kill(process)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        content = marks.read_bytes()
+        marks.unlink()
+        (committed,) = MARK.unpack_from(content, (len(content) // MARK.size - 1) * MARK.size)
         with open_run(folder) as run:
             steps, values = run.series("metric/7", tensor="t123")
             last = int(steps[-1])
+            assert last >= committed
             np.testing.assert_array_equal(steps, np.arange(last + 1))
             np.testing.assert_array_equal(values, steps + 123)
             assert run.last_step == last
@@ -80,29 +83,21 @@ def test_a_killed_run_opens_and_misses_less_than_a_second(tmp_path, number):
             _, row = run.table("metric/3")
             np.testing.assert_array_equal(row, np.arange(NUM_TENSORS) + last)
             assert run.meta["finished_at"] is None
-        missing.append(max((killed_at - when for step, when in marks if step > last), default=0.0))
         first_step = last + 1
-    # Two of the ten live long enough to lose a second. A disk that others keep busy may hold up one commit, not two.
-    assert sorted(missing)[-2] < 1.0, missing
-    assert max(missing) < 3.0, missing
     with open_run(folder) as run:
         assert sum(1 for _ in run.readings()) == first_step
-        np.testing.assert_array_equal(run.matrix("metric/9", since=first_step - 300)[1][:, 5] - 5, steps[-299:])
 
 
-def test_a_writer_that_was_killed_is_known_to_be_gone_at_once(tmp_path, monkeypatch):
-    """Even while its parent has not asked for it yet; by its silence alone it would count as live for seconds more."""
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_killed_writer_is_known_to_be_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while its parent has not reaped it; by its silence alone it would count as live for seconds more."""
     monkeypatch.setattr("gradvitals.store.reader.LIVE_SECONDS", 1e9)
-    marks = tmp_path / "marks"
-    process = multiprocessing.get_context("fork").Process(target=train, args=(tmp_path / "run", marks, 0))
-    process.start()
-    while not marks.exists() or marks.stat().st_size < MARK.size:
-        time.sleep(0.002)
-        assert process.is_alive()
+    process = start(tmp_path / "run", tmp_path / "marks")
     with open_run(tmp_path / "run") as run:
         assert run.is_live
-        os.kill(process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        kill(process)
+        os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
         assert not run.is_live
         process.join()
         assert not run.is_live

@@ -13,7 +13,7 @@ import numpy as np
 from gradvitals.advise.advice import Advice, Figure, cannot_tell
 from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
 from gradvitals.format import number
-from gradvitals.store.frames import Kind
+from gradvitals.store.blocks import Kind
 
 TOPIC = "layers"
 NAMES = ("layers",)

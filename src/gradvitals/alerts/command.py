@@ -10,8 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from gradvitals.alerts.alert import Alert, AlertError
-from gradvitals.alerts.message import Message
+from gradvitals.alerts.alert import Alert, AlertError, Message
 from gradvitals.errors import ConfigError, expect
 
 

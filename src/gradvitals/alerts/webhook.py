@@ -11,8 +11,7 @@ from typing import Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
-from gradvitals.alerts.alert import Alert, AlertError
-from gradvitals.alerts.message import Message
+from gradvitals.alerts.alert import Alert, AlertError, Message
 from gradvitals.errors import ConfigError, expect
 
 Kind = Literal["auto", "slack", "discord", "json"]

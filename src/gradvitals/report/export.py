@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradvitals.errors import GradvitalsError
 from gradvitals.report.series import windows
-from gradvitals.store.frames import Kind
+from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 
 KINDS: dict[str, Kind] = {"run": "values", "layer": "layers", "tensor": "tensors", "head": "heads", "rank": "ranks"}

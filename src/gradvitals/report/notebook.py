@@ -29,9 +29,8 @@ from gradvitals.report.verdict import (
     state_of,
     was_diagnosed,
 )
-from gradvitals.store.drawn import Names
-from gradvitals.store.frames import Kind
-from gradvitals.store.reader import Floats, Run, open_run
+from gradvitals.store.blocks import Kind
+from gradvitals.store.reader import Floats, Names, Run, open_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,7 +29,7 @@ from gradvitals.report.verdict import (
     state_of,
     was_diagnosed,
 )
-from gradvitals.store.frames import KINDS
+from gradvitals.store.blocks import KINDS
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding
 

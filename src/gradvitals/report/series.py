@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.store.frames import Kind
+from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 
 Floats = NDArray[np.float64]

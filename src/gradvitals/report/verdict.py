@@ -19,8 +19,7 @@ from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, plural
 from gradvitals.store.process import is_gone
-from gradvitals.store.reader import Run, open_run
-from gradvitals.store.segments import Segment
+from gradvitals.store.reader import Run, Segment, open_run
 from gradvitals.types import SEVERITIES, Finding, Severity
 
 Level = Literal["healthy", "attention", "unhealthy"]

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradvitals.sinks.extras import require
-from gradvitals.sinks.sink import Sink
+from gradvitals.sinks.sink import Sink, require
 from gradvitals.types import Finding
 
 BATCH = 500

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gradvitals.sinks.extras import require
-from gradvitals.sinks.open_findings import OpenFindings
-from gradvitals.sinks.sink import Sink
+from gradvitals.sinks.sink import OpenFindings, Sink, require
 from gradvitals.types import Finding
 
 PORT = 9464

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from gradvitals.types import Action, Finding
+from gradvitals.errors import MissingExtraError
+from gradvitals.types import SEVERITIES, Action, Finding
 
 
 class Openings:
@@ -76,3 +78,36 @@ class Sink:
 
     def close(self) -> None:
         """The run is over: write what is left."""
+
+
+class OpenFindings:
+    """Counts by id and severity. A finding that gets worse or closes leaves what it was counted as before."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, dict[tuple[int | None, int], str]] = {}
+
+    def after(self, finding: Finding) -> dict[str, int]:
+        """Open findings of this id, for every severity, now that this one is known."""
+        of_id = self._open.setdefault(finding.id, {})
+        key = (finding.rank, finding.first_step)
+        if finding.last_step is None:
+            of_id[key] = finding.severity
+        else:
+            of_id.pop(key, None)
+        return {severity: list(of_id.values()).count(severity) for severity in SEVERITIES}
+
+
+def require(package: str, extra: str) -> None:
+    """Check that a package is there without importing it.
+
+    Raises:
+        MissingExtraError: If it is not; says what to install.
+    """
+    try:
+        found = find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        found = False
+    if not found:
+        raise MissingExtraError(
+            f"there is no package {package!r} here; install it with: pip install 'gradvitals[{extra}]'"
+        )

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradvitals.sinks.extras import require
-from gradvitals.sinks.sink import Sink
+from gradvitals.sinks.sink import Sink, require
 from gradvitals.types import Action, Finding
 
 FLUSH_SECONDS = 10

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradvitals.sinks.extras import require
-from gradvitals.sinks.sink import Openings, Sink
+from gradvitals.sinks.sink import Openings, Sink, require
 from gradvitals.types import Finding
 
 

@@ -2,33 +2,454 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import math
 import os
+import sqlite3
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gradvitals.errors import GradvitalsError, RunError
-from gradvitals.store import groups as stored
-from gradvitals.store import opening
-from gradvitals.store.catalog import Catalog, Read
-from gradvitals.store.census import take_census
-from gradvitals.store.drawn import Drawn
-from gradvitals.store.frames import Kind
-from gradvitals.store.groups import Array, Found, Group, Span
+from gradvitals.store import opening, schema
+from gradvitals.store.blocks import (
+    ALWAYS,
+    KINDS,
+    NEVER,
+    Array,
+    Found,
+    Group,
+    Kind,
+    Place,
+    Span,
+    last_step_of,
+    load_groups,
+    load_layout,
+    read_chunk,
+    read_columns,
+    read_extent,
+    read_info,
+    read_places,
+    read_row,
+    read_rows,
+)
 from gradvitals.store.process import is_gone
-from gradvitals.store.replay import replay
-from gradvitals.store.schema import check_nesting
-from gradvitals.store.segments import Segment, instant, parsed, read_segments
 from gradvitals.store.writer import LIVE_SECONDS
-from gradvitals.types import Action, Finding, Layout, Reading, TensorInfo
+from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, Stage, TensorInfo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gradvitals.report.verdict import Verdict
+
+LAST_INSTANT = 2e11
+"""A moment after which no calendar goes on."""
+
+Kept = TypeVar("Kept", Finding, Action)
+
+
+class Segment(NamedTuple):
+    """What one process wrote of a run: from its start, or from where a resumed one went on."""
+
+    first_step: int
+    started_at: float
+    heartbeat: float
+    """When it was last heard of."""
+    finished_at: float | None
+    """None where it was not closed."""
+    hidden: tuple[Finding, ...]
+    """What it found in steps that a later segment did again."""
+
+
+def read_segments(db: sqlite3.Connection, cutoffs: Mapping[int, int]) -> tuple[Segment, ...]:
+    """All of them; `cutoffs` has for each the first step that a later one did again."""
+    hidden: dict[int, list[str]] = {}
+    for segment, first, text in db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall():
+        if first >= cutoffs[segment]:
+            hidden.setdefault(segment, []).append(text)
+    query = "SELECT id, first_step, started_at, heartbeat, finished_at FROM segment ORDER BY id"
+    return tuple(
+        Segment(
+            int(first),
+            instant(started),
+            instant(heartbeat),
+            None if finished is None else instant(finished),
+            tuple(parsed(Finding, hidden.get(number, ()))),
+        )
+        for number, first, started, heartbeat, finished in db.execute(query).fetchall()
+    )
+
+
+def instant(value: object) -> float:
+    """A time in seconds since the epoch, as it stands in a file that anybody may have written.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, int | float) or not abs(value) < LAST_INSTANT:
+        raise TypeError(f"a time is {str(value)[:80]!r}; expected seconds since the epoch")
+    return float(value)
+
+
+def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
+    """Findings or actions as they were kept. What a later minor version knows more of is left out."""
+    fields = record.__dataclass_fields__
+    return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]
+
+
+MISSED_READINGS = 5
+ENDED_SHARE = 0.05
+"""A source has ended where others went on without it for so many of its readings and such a share of all steps."""
+
+Read = Callable[[Group, Span], Found | None]
+
+
+class UnknownNameError(RunError, KeyError):
+    """The run has no metric, tensor, layer, head or source of that name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Catalog:
+    """What is where in one run file, kept up to date as the file grows."""
+
+    def __init__(self, db: sqlite3.Connection, file: Path) -> None:
+        self.db = db
+        self.file = file
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._groups: list[Group] = []
+        self._names: dict[tuple[int, Kind], tuple[str, ...]] = {}
+        self._rows: dict[tuple[int, Kind], dict[str, int]] = {}
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """One consistent view of the file, held as briefly as can be: an old view keeps the log from shrinking."""
+        with self._lock, schema.translated(self.file):
+            if self._is_closed:
+                raise RunError(f"{self.file} was closed; open it again with open_run to read from it")
+            outermost = not self.db.in_transaction
+            if outermost:
+                self.db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                if outermost:
+                    with suppress(sqlite3.Error):  # a damaged file has ended it already
+                        self.db.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Let go of the file, once nobody is in a transaction: SQLite must not lose a connection that is read from."""
+        with self._lock:
+            self._is_closed = True
+            self.db.close()
+
+    # Each of the following is called inside a transaction.
+
+    def groups(self, kind: Kind | None = None) -> list[Group]:
+        """All groups of one kind, or all."""
+        if kind is not None and kind not in KINDS:
+            raise UnknownNameError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        self._groups += load_groups(self.db, after=self._groups[-1].id if self._groups else 0)
+        return [group for group in self._groups if kind in (None, group.kind)]
+
+    def cutoffs(self) -> dict[int, int]:
+        """For each segment the first step that a later one did again."""
+        cutoffs: dict[int, int] = {}
+        first_done_again = NEVER
+        for segment, first_step in self.db.execute("SELECT id, first_step FROM segment ORDER BY id DESC").fetchall():
+            cutoffs[int(segment)] = first_done_again
+            first_done_again = min(first_done_again, int(first_step))
+        return cutoffs
+
+    def spans(self, groups: Iterable[Group], since: int | None, until: int | None) -> Iterator[tuple[Group, Span]]:
+        """The steps of each group that are to be seen, out of those asked for."""
+        cutoffs = self.cutoffs()
+        low = ALWAYS if since is None else since
+        high = NEVER if until is None else until
+        for group in groups:
+            cutoff = cutoffs[group.segment]
+            yield group, Span(low, high if cutoff == NEVER else min(high, cutoff - 1))
+
+    def layout_id(self) -> int:
+        """The layout written last, 0 for none."""
+        row = self.db.execute("SELECT layout FROM segment WHERE layout > 0 ORDER BY id DESC LIMIT 1").fetchone()
+        return int(row[0]) if row else 0
+
+    def layout(self) -> Layout:
+        """The layout written last."""
+        query = "SELECT layers, heads, details FROM layout WHERE id = ?"
+        current = self.layout_id()
+        row = self.db.execute(query, (current,)).fetchone()
+        found = load_layout(*row) if row else Layout()
+        if len(found.tensors) != len(self._layout_names(current, "tensors")):
+            raise ValueError(f"layout {current} describes {len(found.tensors)} tensors, and names another number")
+        return found
+
+    def _layout_names(self, layout_id: int, kind: Kind) -> tuple[str, ...]:
+        if kind == "ranks":  # they have numbers, not names
+            return ()
+        if (layout_id, kind) not in self._names:
+            row = self.db.execute(f"SELECT {kind} FROM layout WHERE id = ?", (layout_id,)).fetchone()
+            names = json.loads(row[0]) if row else []
+            self._names[layout_id, kind] = tuple(map(str, names))
+        return self._names[layout_id, kind]
+
+    def names(self, kind: Kind) -> tuple[str, ...]:
+        """Names of the rows of one kind by the last layout; rows beyond it are called ``#`` and their number."""
+        if kind == "values":
+            return ("",)
+        current = self.layout_id()
+        most = max((group.num_rows for group in self.groups(kind) if group.layout == current), default=0)
+        named = self._layout_names(current, kind)
+        return named + tuple(f"#{row}" for row in range(len(named), most))
+
+    def row(self, group: Group, name: str) -> int | None:
+        """The row of a group that a tensor, layer or head has; None if it is not in there."""
+        if group.kind == "values":
+            return 0
+        where = (group.layout, group.kind)
+        if where not in self._rows:
+            names = self._layout_names(group.layout, group.kind)
+            self._rows[where] = {each: row for row, each in reversed(list(enumerate(names)))}
+        row = self._rows[where].get(name)
+        if row is None and name[:1] == "#" and name[1:].isdecimal():
+            row = int(name[1:])
+        return row if row is not None and row < group.num_rows else None
+
+    def select(self, metric: str, kind: Kind, source: str | None) -> list[Group]:
+        """The groups that hold a metric, of the source asked for or else of the most trustworthy one."""
+        if not isinstance(metric, str):
+            raise UnknownNameError(f"got {metric!r} as metric; expected the name of one, for example 'loss'")
+        holding = [group for group in self.groups(kind) if metric in group.columns]
+        if not holding:
+            raise self._unknown_metric(metric, kind)
+        found = self.sources(holding)
+        chosen = found[0] if source is None else source
+        if chosen not in found:
+            have = ", ".join(str(each) for each in found)
+            raise UnknownNameError(f"{self.file} has no {metric!r} from source {source!r}; it has: {have}")
+        return [group for group in holding if group.source == chosen]
+
+    def sources(self, groups: Sequence[Group]) -> list[Any]:
+        """Sources of some groups: those still being read first, the most trustworthy first, then those that ended."""
+        found = ordered_sources(groups)
+        if len(found) < 2:
+            return found
+        seen: dict[Any, list[tuple[int, int, int]]] = {}
+        for group, span in self.spans(groups, None, None):
+            extent = read_extent(self.db, group)
+            if extent is not None and extent[0] <= span.until:
+                seen.setdefault(group.source, []).append((extent[0], min(extent[1], span.until), extent[2]))
+        first = min((extent[0] for extents in seen.values() for extent in extents), default=0)
+        latest = max((extent[1] for extents in seen.values() for extent in extents), default=0)
+
+        def ended(source: Any) -> bool:
+            extents = seen.get(source)
+            if source is None or not extents:
+                return source is not None  # what needs no source cannot be asked for by name, so it stays first
+            begin, last = min(extent[0] for extent in extents), max(extent[1] for extent in extents)
+            apart = (last - begin) / max(1, sum(extent[2] for extent in extents) - 1)
+            return latest - last > max(MISSED_READINGS * apart, ENDED_SHARE * (latest - first))
+
+        return sorted(found, key=ended)
+
+    def check_name(self, kind: Kind, name: str) -> None:
+        """Raise if no group and no layout ever had a row of that name."""
+        groups = self.groups(kind)
+        if kind == "values" or any(self.row(group, name) is not None for group in groups):
+            return
+        if kind == "ranks":
+            most = max((group.num_rows for group in groups), default=0)
+            have = f"it has ranks 0 to {most - 1}" if most else "it was not recorded with several ranks"
+            raise UnknownNameError(f"{self.file} has no rank {name.removeprefix('#')}; {have}")
+        layouts = {group.layout for group in groups} | {self.layout_id()}
+        names = [each for layout in sorted(layouts) for each in self._layout_names(layout, kind)]
+        if name not in names:
+            hint = _close_to(name, names)
+            raise UnknownNameError(f"{self.file} has no {kind[:-1]} {name!r}{hint}")
+
+    def _unknown_metric(self, metric: str, kind: Kind) -> UnknownNameError:
+        elsewhere = sorted({group.kind for group in self.groups() if metric in group.columns})
+        if elsewhere:
+            return UnknownNameError(f"{self.file} has {metric!r} only for {', '.join(elsewhere)}, not for {kind}")
+        known = sorted({each for group in self.groups(kind) for each in group.columns})
+        return UnknownNameError(f"{self.file} has no metric {metric!r} for {kind}{_close_to(metric, known)}")
+
+    def together(
+        self, groups: Iterable[Group], metrics: Sequence[str], name: str, since: int | None, until: int | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Several metrics of one row in one pass: steps, times, and ``[metrics, steps]``."""
+
+        def read(group: Group, span: Span) -> Found | None:
+            row = self.row(group, name)
+            columns = [group.columns.index(metric) if metric in group.columns else None for metric in metrics]
+            return None if row is None else read_columns(self.db, group, columns, row, span)
+
+        steps, found = self.collect(groups, since, until, read)
+        data = np.zeros((0, 1 + len(metrics))) if found is None else found
+        return steps, data[:, 0], data[:, 1:].T
+
+    def collect(
+        self, groups: Iterable[Group], since: int | None, until: int | None, read: Read
+    ) -> tuple[NDArray[np.int64], Array | None]:
+        """Read from several groups and put it in step order; of two readings of a step the later one counts."""
+        found = [part for group, span in self.spans(groups, since, until) if (part := read(group, span)) is not None]
+        if not found:
+            return np.zeros(0, np.int64), None
+        steps, readings, data = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if not np.all(np.diff(steps) > 0):
+            order = np.lexsort((readings, steps))
+            last = np.append(np.diff(steps[order]) > 0, True)[: order.size]
+            steps, data = steps[order][last], data[order][last]
+        return steps, data
+
+
+def ordered_sources(groups: Iterable[Group]) -> list[Any]:
+    """Sources of some groups, what needs no source first, then as in `SOURCES`."""
+    order = (None, *SOURCES)
+    found = {group.source for group in groups}
+    return sorted(found, key=lambda each: (order.index(each) if each in order else len(order), str(each)))
+
+
+def _close_to(name: str, known: list[str]) -> str:
+    # Comparing is quadratic in the length, and a name may be any length.
+    close = difflib.get_close_matches(name[:200], [each for each in known if len(each) <= 200], n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(repr(each) for each in close)}?"
+    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
+    return f"; it has: {', '.join(each[:80] for each in known[:8])}{more}" if known else "; it has none"
+
+
+def replay(
+    db: sqlite3.Connection,
+    transaction: Callable[[], AbstractContextManager[None]],
+    spans: Iterable[tuple[Group, Span]],
+) -> Iterator[Reading]:
+    """Yield the readings whose frames lie in the given span of each group.
+
+    Chunks never change, so they are read when they are due, and one of each group is held at a time.
+    """
+    with transaction():
+        places = [place for group, span in spans for place in read_places(db, group, span)]
+    places.sort(key=_order)
+    held: dict[int, tuple[int, Array]] = {}
+
+    def numbers(place: Place) -> Array:
+        if not isinstance(place.numbers, tuple):
+            return place.numbers
+        chunk, num_frames, position = place.numbers
+        if place.group.id not in held or held[place.group.id][0] != chunk:
+            with transaction():
+                held[place.group.id] = chunk, read_chunk(db, place.group, chunk, num_frames)
+        return cast(Array, held[place.group.id][1][position])
+
+    for _, together in groupby(places, key=_order):
+        yield _reading([(place, numbers(place)) for place in together])
+
+
+def _order(place: Place) -> tuple[int, int]:
+    return place.step, place.reading
+
+
+def _reading(parts: list[tuple[Place, Array]]) -> Reading:
+    first = parts[0][0]
+    content: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for place, frame in parts:
+        for metric, row in zip(place.group.columns, frame, strict=True):
+            content[place.group.kind][metric] = float(row[0]) if place.group.kind == "values" else row.copy()
+    return Reading(
+        step=first.step,
+        time=first.time,
+        stage=cast(Stage, first.group.stage),
+        source=cast(Source | None, first.group.source),
+        batch_size=None if math.isnan(first.batch_size) else first.batch_size,
+        **content,
+    )
+
+
+Names = str | int | Sequence[str | int] | None
+"""A tensor, layer or head by its name, a rank by its number, several of them, or none."""
+
+
+class Drawn:
+    """The verdict on a run, and its plots. All of it is imported on first use."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the run is: level, headline, cause, fix, findings. Prints itself, and displays itself in a notebook.
+
+        A run that was recorded without diagnosis is replayed first, which takes a while if it is long.
+
+        Raises:
+            RunError: If the run has no readings yet.
+        """
+        return cast("Verdict", _report().verdict_of(cast("Run", self)))
+
+    def plot(
+        self,
+        metric: str,
+        *,
+        tensor: Names = None,
+        layer: Names = None,
+        head: Names = None,
+        rank: Names = None,
+        kind: Kind | None = None,
+        source: str | None = None,
+        ax: Axes | None = None,
+        band: bool = True,
+        marks: bool = True,
+        **style: Any,
+    ) -> Axes:
+        """Draw one metric over steps with matplotlib (``pip install 'gradvitals[plots]'``).
+
+        Args:
+            metric: Its id, such as ``gsnr``.
+            tensor: A tensor's name, or several for a line each.
+            layer: Likewise of layers.
+            head: Likewise of attention heads.
+            rank: Likewise the number of a process.
+            kind: Instead of lines a map of all ``layers``, ``tensors``, ``heads`` or ``ranks``.
+            source: Which source; None takes the most trustworthy one present.
+            ax: Where to draw; None makes a new figure.
+            band: Shade the 95% interval, where the metric has one.
+            marks: Dotted lines where something was found that is more than a note.
+            **style: For matplotlib, such as ``color`` or ``linewidth``.
+
+        Returns:
+            The axes that were drawn on.
+
+        Example:
+            >>> run.plot("gsnr", tensor="head.weight")  # doctest: +SKIP
+            >>> run.plot("grad/norm", kind="layers")  # doctest: +SKIP
+        """
+        chosen = {"tensor": tensor, "layer": layer, "head": head, "rank": rank}
+        drawn = _report().plot(
+            cast("Run", self), metric, chosen, kind=kind, source=source, ax=ax, band=band, marks=marks, style=style
+        )
+        return cast("Axes", drawn)
+
+    def _repr_html_(self) -> str:
+        return str(_report().run_html(cast("Run", self)))
+
+
+def _report() -> ModuleType:
+    from gradvitals.report import notebook
+
+    return notebook
+
 
 Steps = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -81,7 +502,6 @@ class Run(Drawn):
         """What the run was started with, and how its process is doing."""
         with self._transaction():
             rows = self._db.execute("SELECT key, value FROM meta").fetchall()
-            check_nesting(value for _, value in rows)
             meta = {str(key): json.loads(value) for key, value in rows}
             segments = self._db.execute(
                 "SELECT hostname, pid, heartbeat, finished_at, started_at, dropped FROM segment ORDER BY id"
@@ -139,9 +559,9 @@ class Run(Drawn):
         last: int | None = None
         with self._transaction():
             for group, span in self._catalog.spans(self._catalog.groups(), None, None):
-                step = stored.last_step(self._db, group)
+                step = last_step_of(self._db, group)
                 if step is not None and step > span.until:
-                    steps = stored.read_info(self._db, group, span, name="time").steps
+                    steps = read_info(self._db, group, span, name="time").steps
                     step = int(steps.max()) if steps.size else None
                 if step is not None and (last is None or step > last):
                     last = step
@@ -196,7 +616,7 @@ class Run(Drawn):
         def read(group: Group, span: Span) -> Found | None:
             row = self._catalog.row(group, name)
             column = group.columns.index(metric)
-            return None if row is None else stored.read_row(self._db, group, column, row, span)
+            return None if row is None else read_row(self._db, group, column, row, span)
 
         with self._transaction():
             self._catalog.check_name(kind, name)
@@ -234,7 +654,7 @@ class Run(Drawn):
             current = self._catalog.layout_id()
 
             def read(group: Group, span: Span) -> Found:
-                found = stored.read_rows(self._db, group, group.columns.index(metric), span)
+                found = read_rows(self._db, group, group.columns.index(metric), span)
                 return found._replace(data=self._aligned(found.data, group, names, current))
 
             steps, rows = self._catalog.collect(self._catalog.select(metric, kind, source), since, until, read)
@@ -259,17 +679,17 @@ class Run(Drawn):
 
         Takes `tensor`, `layer`, `head`, `source` and `since` as `series` does, or `kind` as `matrix` does.
         """
-        return self._frame_info(metric, partial(stored.read_info, self._db, name="time"), where)
+        return self._frame_info(metric, partial(read_info, self._db, name="time"), where)
 
     def batch_sizes(self, metric: str, **where: Unpack[Where]) -> tuple[Steps, Floats]:
         """Samples each step of a series stands for, nan where the loop did not tell. Arguments as for `times`."""
-        return self._frame_info(metric, partial(stored.read_info, self._db, name="batch_size"), where)
+        return self._frame_info(metric, partial(read_info, self._db, name="batch_size"), where)
 
     def stage(self, metric: str, **where: Unpack[Where]) -> tuple[Steps, NDArray[np.str_]]:
         """Stage of the gradients at each step of a series. Arguments as for `times`."""
 
         def read(group: Group, span: Span) -> Found:
-            found = stored.read_info(self._db, group, span, name="time")
+            found = read_info(self._db, group, span, name="time")
             return found._replace(data=np.full(found.steps.shape, group.stage))
 
         return self._frame_info(metric, read, where)
@@ -314,10 +734,11 @@ class Run(Drawn):
         """All calls within it see the run as of one moment. Keep it short: meanwhile the writer's log cannot shrink."""
         return self._transaction()
 
-    def census(self) -> dict[str, int]:
-        """How many records there are and how long their texts are, counted without loading them."""
+    def num_records(self) -> int:
+        """How many findings and actions there are, counted without loading them."""
         with self._transaction():
-            return take_census(self._db)
+            query = "SELECT (SELECT count(*) FROM finding) + (SELECT count(*) FROM action)"
+            return int(self._db.execute(query).fetchone()[0])
 
     def close(self) -> None:
         """Let go of the file, once other threads have read what they are reading; they can read no more then."""
@@ -378,3 +799,54 @@ def _named_row(
     if len(given) > 1:
         raise RunError("a series is of one tensor, layer, head or rank; more than one was given")
     return given[0] if given else ("values", "")
+
+
+def run_id(path: Path) -> str | None:
+    """The identity of the run kept at a path; None where there is none."""
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return str(run.meta.get("run_id"))
+    return None
+
+
+def next_step(path: Path) -> int:
+    """The step after the last one kept at a path, 0 where there is no run."""
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return 0 if run.last_step is None else int(run.last_step) + 1
+    return 0
+
+
+def run_meta(path: Path) -> dict[str, Any]:
+    """What is kept with the run at a path; nothing where there is none."""
+    with contextlib.suppress(RunError), open_run(path) as run:
+        return dict(run.meta)
+    return {}
+
+
+def min_max_buckets(
+    steps: ArrayLike, values: ArrayLike, buckets: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Cut a series into at most `buckets` runs of neighbours and keep the lowest and highest value of each.
+
+    Args:
+        steps: Steps in order.
+        values: One number a step. NaN counts only where a bucket has nothing else.
+        buckets: The most points wanted, 1 or more.
+
+    Returns:
+        The first step, the lowest and the highest value of each bucket.
+
+    Example:
+        >>> steps, low, high = min_max_buckets([0, 1, 2, 3], [5.0, 1.0, float("nan"), 2.0], 2)
+        >>> steps.tolist(), low.tolist(), high.tolist()
+        ([0, 2], [1.0, 2.0], [5.0, 2.0])
+    """
+    step_array: NDArray[np.int64] = np.asarray(steps, dtype=np.int64)
+    value_array: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
+    if step_array.shape != value_array.shape or step_array.ndim != 1:
+        raise ValueError(f"steps have shape {step_array.shape} and values {value_array.shape}; expected one of each")
+    if buckets < 1:
+        raise ValueError(f"buckets is {buckets}; expected 1 or more")
+    if step_array.size <= buckets:
+        return step_array.copy(), value_array.copy(), value_array.copy()
+    starts: NDArray[Any] = np.arange(buckets) * step_array.size // buckets
+    return step_array[starts], np.fmin.reduceat(value_array, starts), np.fmax.reduceat(value_array, starts)

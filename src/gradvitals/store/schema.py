@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,6 @@ SCHEMA_VERSION = 1
 ROW_BITS = 20
 """A block's id is ``chunk id << 20 | row``: appended in order, found without an index."""
 MAX_ROWS = 1 << ROW_BITS
-
-MAX_NAMES = 1 << 18
-"""Tensors, layers or heads that a reader takes from one layout."""
-
-MAX_NESTED = 1 << 21
-"""Lists and mappings in words that are read at once: an empty one takes three bytes in a file and sixty in memory."""
 
 MAX_BLOB_BYTES = 64 << 20
 """Nothing a run holds is larger; a reader refuses to load more in one piece."""
@@ -148,13 +142,6 @@ def _columns(connection: sqlite3.Connection, table: str) -> frozenset[tuple[str,
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def check_nesting(texts: Iterable[str]) -> None:
-    """Refuse JSON of which little fills the memory, before it is parsed."""
-    found = sum(text.count("[") + text.count("{") for text in texts)
-    if found > MAX_NESTED:
-        raise ValueError(f"{found:,} lists and mappings; expected up to {MAX_NESTED:,}")
 
 
 @contextmanager

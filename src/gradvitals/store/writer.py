@@ -18,8 +18,8 @@ import numpy as np
 
 import gradvitals
 from gradvitals.errors import RunError, RunNotFoundError
-from gradvitals.store import journal, schema
-from gradvitals.store.frames import (
+from gradvitals.store import opening, schema
+from gradvitals.store.blocks import (
     PAGE_SIZE,
     GroupKey,
     block_frames,
@@ -30,7 +30,6 @@ from gradvitals.store.frames import (
     transposed,
 )
 from gradvitals.store.process import is_alive, pid_space
-from gradvitals.store.room import Room
 from gradvitals.types import Action, Finding, Layout, Reading
 
 Record = Reading | Finding | Action | Layout
@@ -85,8 +84,7 @@ class RunWriter:
         self.path = run_file(path)
         self.run_id = run_id or uuid.uuid4().hex
         self.dropped = 0
-        """Records that this segment was never given; written with every commit, with those it had no room for."""
-        self._refused = 0
+        """Records that this segment was never given; written with every commit."""
         self._meta = {**meta, "pid_space": pid_space()}
         self._first_step = first_step
         self._started_at = time.time()
@@ -97,13 +95,13 @@ class RunWriter:
     def _open(self, *, resume: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(
-            self.path, timeout=journal.BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            self.path, timeout=opening.BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
             self._db.execute(f"PRAGMA page_size = {PAGE_SIZE}")
             if not schema.is_blank(self._db):
                 schema.migrate(self._db, schema.check(self._db, self.path))
-            self.journal_mode = journal.set_journal(self._db, self.path)
+            self.journal_mode = opening.set_journal(self._db, self.path)
             self._db.execute("BEGIN IMMEDIATE")
             if schema.is_blank(self._db):
                 self._create()
@@ -160,7 +158,6 @@ class RunWriter:
         """Learn from the file what the next write needs to know."""
         one = self._db.execute("SELECT layout FROM segment WHERE id = ?", (self._segment,)).fetchone()
         self._layout_id = int(one[0])
-        self._rooms = {table: Room(self._db, table) for table in ("finding", "action")}
         queries = ("SELECT max(reading) FROM tail", "SELECT max(last_reading) FROM chunk")
         self._next_reading = 1 + max(int(self._db.execute(query).fetchone()[0] or 0) for query in queries)
         # Groups of this segment are found again as their frames come; only their rows in the tail matter.
@@ -205,27 +202,19 @@ class RunWriter:
             self._write_finding(record)
         elif isinstance(record, Action):
             step, content = int(record.step), dump_json(record.to_json())
-            if self._has_room("action", content):
-                self._execute("INSERT INTO action VALUES (NULL, ?, ?, ?)", (self._segment, step, content))
+            self._execute("INSERT INTO action VALUES (NULL, ?, ?, ?)", (self._segment, step, content))
         elif isinstance(record, Layout):
             self._write_layout(record)
         else:
             raise ValueError(f"a run keeps readings, findings, actions and layouts; got {type(record).__name__}")
 
-    def _has_room(self, table: str, content: str, instead_of: str | None = None) -> bool:
-        fits = self._rooms[table].take(content, instead_of)
-        self._refused += not fits
-        return fits
-
     def _write_finding(self, finding: Finding) -> None:
         key, content = finding_key(finding), dump_json(finding.to_json())
-        known = self._execute("SELECT content FROM finding WHERE key = ?", (key,)).fetchone()
-        if self._has_room("finding", content, known[0] if known else None):
-            self._execute(
-                "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
-                "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
-                (key, self._segment, int(finding.first_step), content),
-            )
+        self._execute(
+            "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
+            "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
+            (key, self._segment, int(finding.first_step), content),
+        )
 
     def _write_reading(self, reading: Reading) -> None:
         frames = frames_of(reading)
@@ -275,7 +264,7 @@ class RunWriter:
             raise RunNotFoundError(f"{self.path} was deleted or replaced while the run was being written")
         self._execute(
             "UPDATE segment SET heartbeat = ?, dropped = ? WHERE id = ?",
-            (time.time(), self.dropped + self._refused, self._segment),
+            (time.time(), self.dropped, self._segment),
         )
         for group, count in self._in_tail.items():
             key = self._keys[group]

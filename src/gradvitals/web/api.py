@@ -16,9 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
-from gradvitals.store.catalog import UnknownNameError
-from gradvitals.store.frames import KINDS, Kind
-from gradvitals.store.reader import Run
+from gradvitals.store.blocks import KINDS, Kind
+from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
 from gradvitals.web.run_index import Judge, RunFile, RunIndex, stamp

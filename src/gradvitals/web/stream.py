@@ -14,7 +14,6 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 
 from gradvitals.web.run_index import RunFile, RunIndex
-from gradvitals.web.views import num_records
 
 LOOK_SECONDS = 0.2
 """Between two looks at live runs, while anybody listens."""
@@ -143,7 +142,7 @@ class Watcher:
                 return {
                     "run": file.id,
                     "last_step": run.last_step,
-                    "findings": num_records(run),
+                    "findings": run.num_records(),
                     "segments": len(run.segments),
                     "live": run.is_live,
                 }

@@ -18,9 +18,8 @@ from gradvitals.report.format import clean, cut
 from gradvitals.report.series import CellReducer, Floats, is_averaged, table_of
 from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
 from gradvitals.report.verdict import RankedFinding, num_ranks, self_reports, state_of
-from gradvitals.store.downsample import min_max_buckets
-from gradvitals.store.frames import Kind
-from gradvitals.store.reader import Run, Where
+from gradvitals.store.blocks import Kind
+from gradvitals.store.reader import Run, Where, min_max_buckets
 from gradvitals.types import METRICS, Action, Finding
 from gradvitals.web.run_index import Judged, RunFile
 
@@ -107,12 +106,6 @@ def error_entry(file: RunFile, error: GradvitalsError, folder: str) -> dict[str,
     return {**unread_entry(file), "state": "error", "level": "unknown", "line": text}
 
 
-def num_records(run: Run) -> int:
-    """Returns how many findings and actions a run has, by which the page notices new ones; counted, not parsed."""
-    counts = run.census()
-    return counts["findings"] + counts["actions"]
-
-
 def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
     """Returns everything about a run that the first screen needs beside the charts."""
     verdict, meta = judged.verdict, run.meta
@@ -120,7 +113,7 @@ def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
     actions = run.actions()
     return {
         **list_entry(file, run, judged),
-        "told": num_records(run),
+        "told": run.num_records(),
         "segments": len(run.segments),
         "pending": judged.is_pending,
         "note": "" if judged.level == "unknown" else judged.note,

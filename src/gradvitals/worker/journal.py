@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradvitals.errors import RunError
+from gradvitals.store.opening import filesystem_type, is_shared
 
 MAGIC = b"gvjrnl01"
 HEADER_BYTES = 4096
@@ -30,11 +31,6 @@ _RECORD = struct.Struct("<II")  # payload bytes, kind
 _COUNTER = struct.Struct("<Q")
 PADDING = 0
 """Kind of the filler at the end of the ring: a record never wraps."""
-
-SHARED_FILESYSTEMS = (
-    "nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "fuse", "ceph", "glusterfs", "afs", "9p", "panfs", "wekafs",
-)  # fmt: skip
-"""Prefixes of the file systems that do not keep a mapped file coherent, or not cheaply."""
 
 
 class Journal:
@@ -195,36 +191,9 @@ class Journal:
         _COUNTER.pack_into(self._memory, at, value)
 
 
-def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Return the type of the file system that holds `path`, or None if the system does not say.
-
-    Of all mount points above the path the longest counts, and of equal ones the last mounted.
-    """
-    try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return None
-    path = path.resolve()
-    found: tuple[int, str] | None = None
-    for line in lines:
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = Path(fields[1].encode("latin-1", "replace").decode("unicode_escape"))
-        if (path == point or point in path.parents) and (found is None or len(point.parts) >= found[0]):
-            found = (len(point.parts), fields[2])
-    return found[1] if found else None
-
-
-def is_shared(path: Path) -> bool:
-    """Whether other machines may write to the file system that holds `path`."""
-    kind = filesystem_type(path)
-    return kind is not None and kind.lower().startswith(SHARED_FILESYSTEMS)
-
-
 def journal_folder(run: Path) -> Path:
     """Where the journals of a run live: its own folder, or local memory if that is on a network file system."""
-    if not is_shared(run):
+    if not is_shared(filesystem_type(run)):
         return run
     shm = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="gradvitals-", dir=shm if shm.is_dir() else None))
