@@ -13,7 +13,7 @@ from gradvitals.collect import reductions
 from gradvitals.collect import updates as changes
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.collect.updates import COORDINATES, Changes
-from gradvitals.kernels.changes import ChangeReader
+from gradvitals.kernels.reductions import ChangeReader
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 

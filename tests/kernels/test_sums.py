@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradvitals import kernels
-from gradvitals.kernels import sums
-from gradvitals.kernels.cut import Addresses, Cut
-from gradvitals.kernels.reader import Reader
+from gradvitals.kernels import reductions
+from gradvitals.kernels.reductions import Reader
+from gradvitals.kernels.tables import Addresses, Cut
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -116,14 +116,14 @@ def test_a_reading_is_two_launches_whatever_the_number_of_tensors(
 ) -> None:
     launched: list[str] = []
     for name in ("_chunk_sums", "_finish"):
-        kernel = getattr(sums, name)
+        kernel = getattr(reductions, name)
 
         class Counted:
             def __getitem__(self, grid, kernel=kernel, name=name):
                 launched.append(name)
                 return kernel[grid]
 
-        monkeypatch.setattr(sums, name, Counted())
+        monkeypatch.setattr(reductions, name, Counted())
     tensors = [torch.randn(3, device=device) for _ in range(40)]
     found = Reader().read(tensors, counts=True, others=tensors)[0].float()
     assert launched == ["_chunk_sums", "_finish"]

@@ -13,7 +13,7 @@ from gradvitals.collect import reductions
 from gradvitals.collect.parameters import MOMENT_OPTIMIZERS, HeadView
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
-from gradvitals.kernels.cut import upload
+from gradvitals.kernels.tables import upload
 
 SHARE_ELEMENTS = 2**10
 """Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""

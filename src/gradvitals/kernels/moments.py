@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.cut import Addresses, Cut, upload
-from gradvitals.kernels.sums import KINDS, finish, load, pointer
+from gradvitals.kernels.reductions import KINDS, finish, load, pointer
+from gradvitals.kernels.tables import Addresses, Cut, upload
 
 MOMENT_SUMS = ("first", "second", "alive", "below_one")
 """Of m squared, of v; coordinates with a v, and those of them whose GSNR is below 1."""

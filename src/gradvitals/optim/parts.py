@@ -1,24 +1,12 @@
-"""The gradients a step is made of: how far they scatter around their mean, without keeping any of them.
-
-During backward a hook on each parameter sees the gradient of one micro-batch before it is added to ``.grad``. With
-``.grad`` as the running sum S after d parts, the part p adds to the sum of squared deviations (Welford 1962)
-
-    noise += d / (d - 1) * (p - S / d)^2
-
-which loses nothing to rounding when the parts are almost equal, unlike a sum of squares. One accumulator a parameter
-is all there is to keep. Equal parts do not add up exactly, and what is left over would look like noise; so what
-rounding alone amounts to is taken off, and noise of zero or less is none.
-
-Where there are kernels and nobody else looks, autograd need not add either: ``.grad`` is taken away for the moment in
-which it would, the part it leaves instead is held, and one launch adds many of them and compares them at once. By the
-end of backward ``.grad`` is what it would have been, to the last bit, and so it is where backward fails.
-"""
+"""The gradients a step is made of."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +14,303 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
-from gradvitals.optim.adding import Adder, Arrived, Ending, Held, on_current_stream, stream_of
-from gradvitals.optim.blocks import Block, Kind, in_blocks, refuse_what_has_no_elements_here
-from gradvitals.optim.entry import Entry
+from gradvitals.kernels.tables import ALIGNMENT
+
+BLOCK_BYTES = 256 * 2**20
+"""Parameters that are worked on together in a step: it bounds what a step takes of memory for a moment."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must have in common to be worked on together."""
+
+    group: int
+    device: torch.device
+    dtype: torch.dtype
+    noise_dtype: torch.dtype
+    odd: bool
+    """Whether it has a number of elements that no vector instruction likes, and would shift all that follow."""
+
+
+class Block:
+    """The sums of squared deviations of some parameters of one kind, one after the other in one flat tensor."""
+
+    def __init__(self, kind: Kind, parameters: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device)
+        pieces = self.flat.split(sizes)
+        self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
+        self.cache: dict[str, Any] = {}
+        """What others work out once for this block."""
+
+    def fits(self) -> bool:
+        """Whether the parameters still are where and what they were."""
+        return all(
+            p.device == self.kind.device and p.dtype == self.kind.dtype and p.shape == noise.shape
+            for p, noise in zip(self.parameters, self.noises, strict=True)
+        )
+
+
+def in_blocks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list[tuple[Kind, list[Tensor]]]:
+    """Parameters of one kind together, in the order given, `BLOCK_BYTES` or one parameter at a time."""
+    found: list[tuple[Kind, list[Tensor]]] = []
+    open_chunks: dict[Kind, tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        kind, size = key(parameter), parameter.numel() * parameter.element_size()
+        chunk, used = open_chunks.get(kind, ([], BLOCK_BYTES + 1))
+        if used + size > BLOCK_BYTES:
+            chunk, used = [], 0
+            found.append((kind, chunk))
+        chunk.append(parameter)
+        open_chunks[kind] = (chunk, used + size)
+    return found
+
+
+def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
+    """A view of flat memory with a tensor's shape, and its order of elements where it has no gaps in memory."""
+    places = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in places:
+        if stride != expected:
+            return piece.view(tensor.shape)
+        expected *= size
+    return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, flat, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def refuse_what_has_no_elements_here(parameter: Tensor) -> None:
+    """Refuse a parameter of which no squares of elements can be summed here."""
+    if not parameter.is_floating_point():
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; expected real floating-point numbers"
+        )
+    if hasattr(parameter, "placements"):
+        raise TypeError(
+            "a parameter is a DTensor, sharded by FSDP2 or tensor parallelism; variance-reduced optimizers know only "
+            "whole parameters: use DistributedDataParallel and use_ranks(model)"
+        )
+
+
+class Entry:
+    """What is known of one parameter. Its hooks have it at hand: tensors are slow to look up by."""
+
+    __slots__ = (
+        "after", "arriving", "before", "count", "dirty", "dtype", "empty", "group", "handles", "noise", "noise_dtype",
+        "norm", "pending", "readable", "taken", "touched", "weak",
+    )  # fmt: skip
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.weak = weakref.ref(parameter)
+        self.handles: tuple[RemovableHandle, ...] = ()
+        self.before: Mapping[int, Any] = {}
+        """All hooks that see a gradient before it is added, ours and others'."""
+        self.after: Mapping[int, Any] = {}
+        """All that are called afterwards."""
+        self.group = 0
+        self.noise_dtype: torch.dtype | None = None
+        self.count = 0
+        """Gradients received since the last step."""
+        self.noise: Tensor | None = None
+        """Where squared deviations are summed, whatever is there now."""
+        self.dtype = parameter.dtype
+        """The parameter's own, when that was laid out."""
+        self.readable = False
+        """Whether kernels can read it."""
+        self.touched = False
+        """Whether there are deviations of parts since the last step."""
+        self.dirty = False
+        """Whether what is there is of no use, where nothing has been touched."""
+        self.arriving: Tensor | None = None
+        """A part that autograd is about to add to ``.grad``."""
+        self.empty = False
+        """Whether a function gave None for a gradient: autograd adds nothing, but calls hooks."""
+        self.taken: Tensor | None = None
+        """``.grad``, of which autograd is to know nothing for a moment."""
+        self.pending = False
+        """Whether a part is held."""
+        self.norm: Tensor | None = None
+        """Of ``.grad`` when backward ended."""
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.dirty, self.touched = self.dirty or self.touched, False
+        self.count, self.pending = 0, False
+        self.arriving = self.taken = self.norm = None
+
+
+MOST_SETS = 256
+"""Sets of tensors that tables are kept for."""
+
+
+class Held:
+    """Parts of one device, of one stream, that are held back: see `GradientParts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: list[tuple[Tensor, Entry, Tensor, Tensor | None, int, int]] = []
+        """Each with its parameter, the sum it goes into, and the count and version of that."""
+        self.nbytes = 0
+        self.stream = stream_of(device)
+
+
+class Ending:
+    """Called by autograd when a backward ends; one that fails drops it uncalled, before it raises."""
+
+    def __init__(self, parts: weakref.ref[Any], task: int) -> None:
+        self._parts, self._task, self._called = parts, task, False
+
+    def __call__(self) -> None:
+        """The backward has ended."""
+        self._called = True
+        if (parts := self._parts()) is not None:
+            parts.end(self._task)
+
+    def __del__(self) -> None:
+        if not self._called and (parts := self._parts()) is not None:
+            parts.fail(self._task)
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream of now, as a number; 0 where there are none."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def on_current_stream(held: Held, device: torch.device) -> None:
+    """Have the stream of now wait for what is held, and memory wait for that stream, where it came on another."""
+    if held.stream == stream_of(device):
+        return
+    now = torch.cuda.current_stream(device)
+    now.wait_stream(torch.cuda.ExternalStream(held.stream, device))
+    for _, _, part, total, *_ in held.parts:
+        for tensor in (part, total):
+            if tensor is not None:
+                tensor.record_stream(now)
+
+
+@dataclass
+class Arrived:
+    """Parts of some parameters' gradients, of one device."""
+
+    count: int
+    """Parts there are of each with this one: 2 at least."""
+    added: bool
+    """Whether the sums hold these parts already."""
+    fresh: bool
+    """Whether there are no deviations yet, whatever is in their place."""
+    readable: bool
+    """Whether kernels can read deviations, and so whatever is laid out like them."""
+    tensors: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Of each the part, the sum of all parts, and the sum of their squared deviations."""
+
+    @property
+    def columns(self) -> list[list[Tensor]]:
+        """All parts, all sums, all deviations."""
+        return [list(column) for column in zip(*self.tensors, strict=True)]
+
+    def split(self) -> list[Arrived]:
+        """By what kernels must know of tensors; `readable` then says whether they can read all."""
+        found: dict[tuple[Any, ...], Arrived] = {}
+        # For every tensor, in every backward: as little as can be.
+        for one in self.tensors:
+            part, total, noise = one
+            strides = noise.stride()
+            well = self.readable and total.stride() == strides
+            if well and part.stride() != strides:  # as autograd may hand it over, and adds it by itself
+                one = (torch.empty_like(noise, dtype=part.dtype).copy_(part), total, noise)
+            key = (well, not noise.data_ptr() % ALIGNMENT, part.dtype, total.dtype, noise.dtype)
+            same = found.get(key)
+            if same is None:
+                same = found[key] = Arrived(self.count, self.added, self.fresh, well)
+            same.tensors.append(one)
+        return list(found.values())
+
+
+class Adder:
+    """Adds parts, and remembers the tables of the sets that come again."""
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[Any, ...], Any] = {}
+
+    @torch.no_grad()
+    def add(self, arrived: Arrived) -> None:
+        """Take parts of one device into sums and deviations, in place."""
+        for some in arrived.split():
+            if not (some.readable and self._add_by_kernels(some)):
+                add_by_torch(some)
+
+    def _add_by_kernels(self, some: Arrived) -> bool:
+        module, (parts, totals, noises) = kernels.ready("vrgd"), some.columns
+        total = totals[0]
+        if module is None or not {parts[0].dtype, total.dtype} <= set(kernels.DTYPES):
+            return False
+        if any([type(tensor) is not Tensor for tensor in (*parts, *totals)]):
+            return False
+        sizes = tuple([one.numel() for one in totals])
+        key = (total.device, noises[0].data_ptr(), sizes)
+        try:
+            adding = self._sets.pop(key, None)
+            if adding is None:
+                if not module.can_be_cut(total.device):
+                    return False
+                adding = module.Adding(sizes, total.device)
+            self._sets[key] = adding  # the last of all
+            self._drop_oldest()
+            adding.add(
+                parts,
+                totals,
+                noises,
+                count=some.count,
+                rounding=rounding_of(total.dtype, some.count) / some.count**2,
+                added=some.added,
+                fresh=some.fresh,
+            )
+        except Exception as error:
+            kernels.give_up("vrgd", error, "parts of batches are added by torch")
+            return False
+        return True
+
+    def _drop_oldest(self) -> None:
+        if len(self._sets) > MOST_SETS:
+            # A CUDA graph reads the tables it was captured with whenever it is replayed.
+            oldest = next((key for key, adding in self._sets.items() if not adding.captured), None)
+            if oldest is not None:
+                del self._sets[oldest]
+
+
+def add_by_torch(some: Arrived) -> None:
+    """Take parts of one kind into sums and deviations."""
+    (parts, totals, noises), count = some.columns, some.count
+    if not some.added:
+        torch._foreach_add_(totals, parts)
+    if some.fresh:
+        torch._foreach_zero_(noises)
+    dtype = noises[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    deviations = torch._foreach_add(_cast(parts, wide), _cast(totals, wide), alpha=-1 / count)
+    narrow, sums = _cast(deviations, dtype), _cast(totals, dtype)
+    torch._foreach_addcmul_(noises, narrow, narrow, value=count / (count - 1))
+    rounding = rounding_of(totals[0].dtype, count) / count**2
+    torch._foreach_addcmul_(noises, sums, sums, value=-rounding * count / (count - 1))
+
+
+def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
+    """Squared deviation, over squared mean, that rounding leaves between equal parts that are added up.
+
+    Each sum may be rounded the same way, so that errors grow with the number of parts. To allow for that in 16 bits
+    would take real noise for rounding; there it is what errors in all directions amount to.
+    """
+    eps = float(torch.finfo(dtype).eps)
+    return eps**2 * (num_parts / 4 if eps > 1e-6 else num_parts**2 / 8)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor in tensors]
+
 
 HELD_BYTES = 16 * 2**20
 """Gradients held back to be compared together: so few that they are still in a GPU's cache by then."""
@@ -368,7 +650,7 @@ def _put_back(parameter: Tensor, entry: Entry) -> None:
 
 def _nobody_else_adds(parameter: Tensor) -> bool:
     """Whether this backward adds to ``.grad``, without building a graph of it and without ranks that wait for it."""
-    if torch.is_grad_enabled() or kernels.ready("adding") is None:
+    if torch.is_grad_enabled() or kernels.ready("vrgd") is None:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False

@@ -24,9 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.adding import rounding_of
-from gradvitals.optim.blocks import like_in_memory
-from gradvitals.optim.parts import GradientParts
+from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 

@@ -1,11 +1,8 @@
-"""One pass over many tensors: squares, extremes, counts and inner products of each, in two launches.
-
-Every program reads one chunk and writes its sums; a second kernel adds the chunks of each tensor up in float64. Both
-in a fixed order: the same tensors give the same sums, bit for bit.
-"""
+"""One pass over many tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.cut import Cut
+from gradvitals.kernels.tables import Addresses, Cut, upload
 
 KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -190,3 +187,146 @@ def chunk_sums(
         num_warps=NUM_WARPS,
     )
     return sums
+
+
+class Reader:
+    """One set of tensors that is read again and again; another set, once it comes, takes its place."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._slices: Mapping[int, int] = {}
+        self._cut: Cut | None = None
+        self._mine, self._others = Addresses(), Addresses()
+
+    def cut(self, tensors: Sequence[Tensor], slices: Mapping[int, int] | None = None) -> Cut:
+        """How these tensors are cut."""
+        sizes = [tensor.numel() for tensor in tensors]
+        slices = slices or {}
+        if self._cut is None or sizes != self._sizes or slices != self._slices:
+            self._sizes, self._slices = sizes, dict(slices)
+            self._cut = Cut(sizes, tensors[0].device, SPAN, slices)
+        return self._cut
+
+    def read(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        counts: bool = False,
+        others: Sequence[Tensor] | None = None,
+        slices: Mapping[int, int] | None = None,
+        norms: bool = True,
+    ) -> Tensor:
+        """What there is to say of each tensor, in two launches: rows in the order of `sums.GRADIENT_SUMS`.
+
+        Args:
+            tensors: Of one device and type, as `kernels.usable` wants them.
+            counts: Whether to take more than their norms.
+            others: A tensor beside each, of one type and laid out alike, to take inner products with.
+            slices: Tensors, by position, that are also to be read in so many equal parts. These come after the others.
+            norms: Whether the first row is norms; else their squares.
+        """
+        cut = self.cut(tensors, slices)
+        device = tensors[0].device
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            mine = self._mine.table(tensors)
+            theirs = None if others is None else self._others.table(others)
+            sums = chunk_sums(
+                cut,
+                mine,
+                tensors[0].dtype,
+                counts=counts,
+                others=theirs,
+                other_dtype=None if others is None else others[0].dtype,
+                aligned=self._mine.aligned and (others is None or self._others.aligned),
+            )
+            return finish(cut, sums, maxima=1 << LARGEST, roots=1 if norms else 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _compare(  # type: ignore[no-untyped-def]
+    addresses, strides, lengths, before, last, sums, num_tensors, KIND: tl.constexpr, COORDINATES: tl.constexpr
+):
+    tensor = tl.program_id(0)
+    places = tl.arange(0, COORDINATES)
+    inside = places < tl.load(lengths + tensor)
+    at = pointer(addresses, tensor, KIND, False)
+    now = tl.load(at + places * tl.load(strides + tensor), mask=inside, other=0.0).to(tl.float32)
+    mine = tensor * COORDINATES + places
+    change = now - tl.load(before + mine)
+    tl.store(sums + tensor, tl.sum(change * change, axis=0))
+    tl.store(sums + num_tensors + tensor, tl.sum(change * tl.load(last + mine), axis=0))
+    tl.store(before + mine, now)
+    tl.store(last + mine, change)
+
+
+class ChangeReader:
+    """One set of tensors that is looked at again and again.
+
+    Args:
+        tensors: Flat tensors of one device and type.
+        strides: From one coordinate that is looked at to the next, of each.
+        coordinates: How many are looked at, at most, of each: a power of two.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], strides: Sequence[int], coordinates: int) -> None:
+        self._tensors = list(tensors)
+        self._coordinates = coordinates
+        self._device = tensors[0].device
+        lengths = [-(-tensor.numel() // stride) for tensor, stride in zip(tensors, strides, strict=True)]
+        self._strides, self._lengths = (
+            upload(torch.tensor(numbers, dtype=torch.int64), self._device) for numbers in (strides, lengths)
+        )
+        self._addresses = Addresses().table(self._tensors)
+        size = len(tensors) * coordinates
+        self._memory = torch.zeros((2, size), dtype=torch.float32, device=self._device)
+        self._before, self._last = self._memory
+        self._stream = self._now_on()
+        self.look()
+
+    def look(self) -> Tensor:
+        """For each tensor the sum of squared changes, then its product with the changes of the look before."""
+        number, stream = len(self._tensors), self._now_on()
+        if stream is not None and stream != self._stream:  # what is written there must not be given away before
+            self._memory.record_stream(stream)
+        sums = torch.empty((2, number), dtype=torch.float32, device=self._device)
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            _compare[(number,)](
+                self._addresses,
+                self._strides,
+                self._lengths,
+                self._before,
+                self._last,
+                sums,
+                number,
+                KIND=KINDS[self._tensors[0].dtype],
+                COORDINATES=self._coordinates,
+                num_warps=1,
+            )
+        return sums
+
+    def _now_on(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+
+TABLE_ENTRIES = 8
+
+
+@triton.jit(do_not_specialize=["at", "a", "b", "c", "d", "e", "f", "g", "h"])
+def _put_table(table, at, a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+    tl.store(table + at, a)
+    tl.store(table + at + 1, b)
+    tl.store(table + at + 2, c)
+    tl.store(table + at + 3, d)
+    tl.store(table + at + 4, e)
+    tl.store(table + at + 5, f)
+    tl.store(table + at + 6, g)
+    tl.store(table + at + 7, h)
+
+
+def put_table(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """A table of whole numbers on the device."""
+    padded = [*numbers, *[0] * (-len(numbers) % TABLE_ENTRIES)]
+    table = torch.empty(len(padded), dtype=torch.int64, device=device)
+    for at in range(0, len(padded), TABLE_ENTRIES):
+        _put_table[(1,)](table, at, *padded[at : at + TABLE_ENTRIES])
+    return table

@@ -1,4 +1,4 @@
-"""How tensors are cut into chunks for one launch over all of them, and tables of where they lie."""
+"""How tensors are split into chunks for one launch, and tables of their addresses."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def is_capturing(device: torch.device) -> bool:
 def send(addresses: Sequence[int], device: torch.device) -> Tensor:
     """Addresses to the device, without waiting."""
     if is_capturing(device):
-        from gradvitals.kernels.putting import put
+        from gradvitals.kernels.reductions import put_table
 
-        return put(addresses, device)
+        return put_table(addresses, device)
     return upload(torch.tensor(addresses, dtype=torch.int64), device)
 
 
