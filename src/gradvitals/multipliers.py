@@ -1,4 +1,19 @@
-"""Learnable multipliers."""
+r"""Learnable multipliers: one number, or one per row and column, that lets a weight matrix choose its scale.
+
+Under weight decay, the norm of a matrix whose gradients are mostly noise settles where the noise of its updates and the
+decay balance, :math:`\mathrm{RMS}(W) = \sqrt{\eta / 2\lambda}` for AdamW, whatever norm the loss prefers. A multiplier
+sees the sum of many gradient elements, in which noise averages out, so it is free to move:
+
+.. math:: W = s \tilde W, \qquad W_{ij} = r_i \tilde W_{ij} c_j, \qquad
+          \frac{\partial L}{\partial s} = \sum_{ij} \tilde W_{ij} G_{ij}
+
+`attach` adds them before training, `param_groups` gives them their own weight decay, `clip_grad_norm_` excludes them
+from the clip norm, `merge` folds them into the weights after training, and `suggest` finds the tensors of a recorded
+run that would benefit from one.
+
+References:
+    Velikanov et al., "Learnable multipliers: freeing the scale of language model matrix layers", arXiv 2601.04890.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +35,23 @@ from gradvitals.diagnose.rules.scale import TrappedScale, beta1_of, decay_of, is
 from gradvitals.errors import ConfigError, GradvitalsError, expect
 from gradvitals.store.reader import Run, open_run
 
+__all__ = [
+    "WEIGHT_DECAY",
+    "Kind",
+    "Multiplier",
+    "Suggestion",
+    "attach",
+    "clip_grad_norm_",
+    "merge",
+    "named_multipliers",
+    "param_groups",
+    "plain_state_dict",
+    "suggest",
+    "without_multipliers",
+]
+
 Kind = Literal["scalar", "row", "column", "both"]
-"""One for the whole tensor; one for each row (output); one for each column (input); rows and columns."""
+"""One for the whole tensor; one per row (output); one per column (input); rows and columns."""
 
 PARTS: dict[Kind, tuple[str, ...]] = {
     "scalar": ("scale",),
@@ -32,29 +62,29 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 
 
 class Multiplier(nn.Module):
-    """The parametrization: gets the weight as it is stored and returns the weight as the model uses it.
+    """The parametrization: turns the stored weight into the weight that the model uses.
 
     Args:
-        weight: What it is for. Multipliers begin at 1, so that nothing changes when they are attached.
-        kind: Which multipliers.
+        weight: The stored weight. Multipliers start at 1, so attaching them changes nothing.
+        kind: Which multipliers to create.
     """
 
     def __init__(self, weight: Tensor, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
         self.handles: list[Any] = []
-        # In half precision a number near 1 could not make a step of less than 0.4 %.
+        # In half precision, a number near 1 cannot change by less than 0.4%.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         for name in PARTS[kind]:
             ones = torch.ones(_part_shape(name, weight.shape), dtype=dtype, device=weight.device)
             self.register_parameter(name, nn.Parameter(ones))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Multiply."""
-        return multiplied(weight, {name: getattr(self, name) for name in PARTS[self.kind]})
+        """Return the weight times its multipliers."""
+        return _multiplied(weight, {name: getattr(self, name) for name in PARTS[self.kind]})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Multiplier:
-        """What `model.bfloat16()` and the like do: multipliers go to the device and stay in float32 or above."""
+        """Move multipliers to the device but keep them in float32 or wider, e.g. in `model.bfloat16()`."""
 
         def at_least_single(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
@@ -65,12 +95,12 @@ class Multiplier(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """Return what print(model) shows."""
         return f"kind={self.kind!r}"
 
 
-def multiplied(weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """A weight times its multipliers, in the weight's own precision; the order is the same everywhere."""
+def _multiplied(weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return a weight times its multipliers in the weight's dtype, always in the same order."""
     product = weight
     for name in ("scale", "row", "column"):
         if name in parts:
@@ -85,10 +115,10 @@ def _part_shape(name: str, shape: torch.Size) -> tuple[int, ...]:
 
 
 def plain_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of the merged model from one with multipliers, for a model that has none.
+    """Return the state dict of the merged model, which a model without multipliers can load.
 
     Args:
-        state: From ``model.state_dict()``; one without multipliers is returned as it is.
+        state: From ``model.state_dict()``. One without multipliers is returned unchanged.
 
     Example:
         >>> import gradvitals as gv
@@ -106,8 +136,8 @@ def plain_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def fit_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, attribute: str, **__: Any) -> None:
-    """Before a module loads: a weight saved plain, or with other multipliers, becomes one with these, at 1."""
+def _fit_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, attribute: str, **__: Any) -> None:
+    """Convert a weight that was saved plain, or with other multipliers, to one with these, at 1, before a load."""
     multiplier: nn.Module = module.parametrizations[attribute][0]  # type: ignore[assignment,index]
     held = f"{prefix}parametrizations.{attribute}."
     mine = {f"{held}0.{name}" for name, _ in multiplier.named_parameters()}
@@ -122,14 +152,14 @@ def fit_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 
 def _fold(state: dict[str, Any], prefix: str, attribute: str) -> None:
-    """Replace a weight and its multipliers by their product, in a state dict."""
+    """Replace a weight and its multipliers in a state dict by their product."""
     held = f"{prefix}parametrizations.{attribute}."
     parts = {name: state[f"{held}0.{name}"] for name in ("scale", "row", "column") if f"{held}0.{name}" in state}
     if not parts:
-        return  # a parametrization of someone else's
+        return  # not our parametrization
     for name in parts:
         del state[f"{held}0.{name}"]
-    state[f"{prefix}{attribute}"] = multiplied(state.pop(f"{held}original"), parts)
+    state[f"{prefix}{attribute}"] = _multiplied(state.pop(f"{held}original"), parts)
 
 
 Where = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
@@ -137,28 +167,28 @@ Owners = list[tuple[nn.Module, str]]
 
 
 def attach(model: nn.Module, where: Where | None = None, kind: Kind = "scalar") -> tuple[str, ...]:
-    """Give weights of a model learnable multipliers, all 1 at first. Do it before the optimizer is made.
+    """Give weights of a model learnable multipliers, which start at 1. Call it before you create the optimizer.
 
-    The model computes what it did. Its parameters have other names from here on, as with every torch parametrization:
-    ``fc.weight`` is ``fc.parametrizations.weight.original``, beside ``fc.parametrizations.weight.0.scale``. A
-    checkpoint from before can still be loaded: what it has no multipliers for starts at 1. A weight that several
-    modules share (tied weights) gets one multiplier in all of them and stays tied.
+    The model's output does not change. Its parameters get new names, as with every torch parametrization: ``fc.weight``
+    becomes ``fc.parametrizations.weight.original``, next to ``fc.parametrizations.weight.0.scale``. The model still
+    loads older checkpoints: multipliers that a checkpoint lacks start at 1. A weight that several modules share (tied
+    weights) gets one multiplier and stays tied.
 
     Args:
-        model: Is changed.
-        where: A regular expression that is looked for in the names of weights of two or more dimensions; or names of
-            parameters, also as `suggest` returns them; or a function of name and parameter. None takes what is called
-            a weight (``weight``, ``in_proj_weight``), has two or more dimensions, is trained and has no parametrization
-            yet, but not the weights of norms and of embeddings, and what is tied to them.
-        kind: ``"scalar"``, ``"row"``, ``"column"`` or ``"both"``. Rows are the first dimension: of a linear layer the
-            outputs. The paper advises against rows on the output head of a language model.
+        model: Modified in place.
+        where: A regular expression to search in the names of weights of two or more dimensions; or names of parameters,
+            also a result of `suggest`; or a function of name and parameter. None chooses trained parameters of two or
+            more dimensions that are called a weight (``weight``, ``in_proj_weight``) and have no parametrization yet,
+            except those of norms and embeddings, and weights tied to them.
+        kind: ``"scalar"``, ``"row"``, ``"column"`` or ``"both"``. Rows are the first dimension: the outputs of a linear
+            layer. The paper advises against rows on the output head of a language model.
 
     Returns:
-        The names, as they were, of the weights that have one now.
+        The original names of the weights that have multipliers now.
 
     Raises:
-        GradvitalsError: when nothing is chosen, a name is not there, a chosen weight has a parametrization already, or
-            has no rows and columns and the kind wants them.
+        GradvitalsError: if nothing is chosen, a name does not exist, a chosen weight already has a parametrization, or
+            the kind needs rows or columns that it does not have.
 
     Example:
         >>> import gradvitals as gv
@@ -190,27 +220,26 @@ def attach(model: nn.Module, where: Where | None = None, kind: Kind = "scalar") 
         multiplier = Multiplier(weight, kind)
         for owner, attribute in owners:
             parametrize.register_parametrization(owner, attribute, multiplier)
-            hook = owner.register_load_state_dict_pre_hook(partial(fit_checkpoint, attribute=attribute))
+            hook = owner.register_load_state_dict_pre_hook(partial(_fit_checkpoint, attribute=attribute))
             multiplier.handles.append(hook)
     return tuple(names)
 
 
 def merge(model: nn.Module) -> tuple[str, ...]:
-    """Fold all multipliers into their weights and take them off: the plain model, with the same outputs.
+    """Fold all multipliers into their weights and remove them: the plain model, with the same outputs.
 
-    Weights are multiplied by the same operations as in the forward pass, so that outputs are the same to the bit where
-    the model is not compiled. Parameters keep their identity; an optimizer still has the multipliers, which no longer
-    do anything.
+    The operations are those of the forward pass, so outputs are equal bit for bit unless the model is compiled.
+    Parameters keep their identity. An optimizer still holds the multipliers, which no longer have an effect.
 
     Returns:
-        The names of the weights that had one.
+        The names of the weights that had multipliers.
     """
     found = list(_attached(model))
     with torch.no_grad():
         merged: set[int] = set()
         for _, owner, attribute, _ in found:
             original = owner.parametrizations[attribute].original  # type: ignore[index,union-attr]
-            if id(original) not in merged:  # what is tied is found more than once
+            if id(original) not in merged:  # tied weights come up more than once
                 original.copy_(getattr(owner, attribute))
                 merged.add(id(original))
     for _, owner, attribute, multiplier in found:
@@ -222,7 +251,7 @@ def merge(model: nn.Module) -> tuple[str, ...]:
 
 
 def named_multipliers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All multipliers of a model with their names in it."""
+    """Yield all multipliers of a model with their names."""
     for module_name, module in model.named_modules():
         if isinstance(module, Multiplier):
             for name, parameter in module.named_parameters():
@@ -230,13 +259,13 @@ def named_multipliers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def without_multipliers(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters but the multipliers: what a norm to clip by is made of."""
+    """Return all parameters except the multipliers: those that count for the clip norm."""
     ours = {id(parameter) for _, parameter in named_multipliers(model)}
     return [parameter for parameter in model.parameters() if id(parameter) not in ours]
 
 
 class _Place(NamedTuple):
-    """One parameter, and all modules that use it: several where it is tied."""
+    """One parameter, and all modules that use it; several if it is tied."""
 
     weight: nn.Parameter
     owners: Owners
@@ -244,7 +273,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
-    """Every parameter once, by its first name as users know it."""
+    """Return every parameter once, by its first name without parametrizations."""
     found: dict[int, _Place] = {}
     for module_name, module in model.named_modules():
         if isinstance(module, (Multiplier, parametrize.ParametrizationList)):
@@ -261,12 +290,12 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 
 
 def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
-    """First names of the chosen parameters; a tied one is chosen by any of its names."""
+    """Return the first names of the chosen parameters. Any name of a tied one chooses it."""
     if where is None:
         large = [place for place in places.values() if place.weight.dim() > 1]
-        if large and all(map(_is_taken, large)):
+        if large and all(map(_is_parametrized, large)):
             raise GradvitalsError("every matrix has a parametrization already; merge(model) folds multipliers in")
-        names = [name for name, place in places.items() if _is_usual(place)]
+        names = [name for name, place in places.items() if _is_default(place)]
     elif isinstance(where, str):
         matrices = {name: place for name, place in places.items() if place.weight.dim() > 1}
         names = [name for name, place in matrices.items() if any(re.search(where, alias) for alias in place.names)]
@@ -285,21 +314,21 @@ def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
 
 
 def _matrices(places: Mapping[str, _Place]) -> str:
-    """The names to choose from, a few of them."""
+    """Return some of the names to choose from."""
     return ", ".join([name for name, place in places.items() if place.weight.dim() > 1][:20])
 
 
-def _is_usual(place: _Place) -> bool:
-    """Whether it gets a multiplier where nothing is said: a matrix that multiplies activations and is trained."""
+def _is_default(place: _Place) -> bool:
+    """Return whether it gets a multiplier by default: a trained matrix that multiplies activations."""
     return (
         place.weight.dim() > 1
         and place.weight.requires_grad
-        and not _is_taken(place)
+        and not _is_parametrized(place)
         and all("weight" in attribute and not _embeds_or_norms(owner) for owner, attribute in place.owners)
     )
 
 
-def _is_taken(place: _Place) -> bool:
+def _is_parametrized(place: _Place) -> bool:
     return any(parametrize.is_parametrized(owner, attribute) for owner, attribute in place.owners)
 
 
@@ -317,29 +346,29 @@ def _attached(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Multiplie
 
 
 def _own_class(module: nn.Module) -> None:
-    """Make a parametrized module's class its own: copies share it, and taking one off would break the others."""
+    """Give a parametrized module its own class: copies share it, so removing from one would break the others."""
     shared = type(module)
     content = {key: value for key, value in vars(shared).items() if key not in ("__dict__", "__weakref__")}
     module.__class__ = type(shared.__name__, shared.__bases__, content)
 
 
 WEIGHT_DECAY = 2e-3
-"""What the paper gives multipliers: enough to stop a drift along directions in which only their product matters."""
+"""The paper's value: enough to stop drift along directions in which only the product matters."""
 
 
 def param_groups(
     model: nn.Module, groups: Iterable[Any] | None = None, *, weight_decay: float = WEIGHT_DECAY
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: yours, and the multipliers in one of their own.
+    """Return parameter groups for an optimizer: yours, and a separate one for the multipliers.
 
     Args:
         model: With or without multipliers.
-        groups: Groups of your own, or parameters as an optimizer takes them, also with names. Multipliers that are in
-            them are taken out. None: one group of all parameters.
+        groups: Your groups, or parameters as an optimizer takes them, with or without names. Multipliers are removed
+            from them. None: one group of all parameters.
         weight_decay: For the multipliers.
 
     Returns:
-        Groups to give to an optimizer; the options that they do not name are the optimizer's.
+        Groups for an optimizer, whose defaults apply to options that a group does not set.
 
     Example:
         >>> import gradvitals as gv
@@ -354,12 +383,12 @@ def param_groups(
     given = list(model.parameters() if groups is None else groups)
     if not all(isinstance(group, Mapping) for group in given):
         if any(isinstance(group, Mapping) for group in given):
-            raise ConfigError("groups holds groups and parameters beside each other; expected one or the other")
+            raise ConfigError("groups mixes groups and parameters; expected one or the other")
         given = [{"params": given}]
     found, named = [], False
     for group in map(dict, given):
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        # torch wants all groups to have names, or none.
+        # torch requires names in all groups or in none.
         named = named or any(isinstance(member, tuple) for member in members)
         group["params"] = [item for item in members if id(item[1] if isinstance(item, tuple) else item) not in held]
         found.append(group)
@@ -368,7 +397,7 @@ def param_groups(
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, **options: Any) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of everything but the multipliers, whose gradients stay as they are.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, except the multipliers, whose gradients stay unchanged.
 
     Args:
         model: With or without multipliers.
@@ -376,20 +405,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, **options: Any) -> Tensor
         options: As in torch: `norm_type`, `error_if_nonfinite`, `foreach`.
 
     Returns:
-        The norm without the multipliers, before clipping.
+        The norm before clipping, without the multipliers.
     """
     return torch.nn.utils.clip_grad_norm_(without_multipliers(model), max_norm, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Tensors that ask for a multiplier. It can be gone through like the tuple of their names."""
+    """Tensors that would benefit from a multiplier. Iterates over their names."""
 
     names: tuple[str, ...] = ()
     reason: str = ""
-    """What it rests on, or why nothing can be said."""
+    """The evidence, or why there is no suggestion."""
     ratios: Mapping[str, float] = field(default_factory=dict)
-    """Of every matrix that could be judged: its norm over the one that noise alone would have made."""
+    """For every matrix that could be judged: its norm over the norm that noise alone would give it."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -402,17 +431,17 @@ class Suggestion:
 
 
 def suggest(run: Run | str | os.PathLike[str]) -> Suggestion:
-    """Which tensors have the norm that noise and weight decay would give them, from a run's record.
+    """Find the tensors of a run whose norm is the one that noise and weight decay alone would give them.
 
-    The norm that the noise of AdamW's updates alone would have by now follows from the learning rates, the weight decay
-    and the norm at the start; `gradvitals.diagnose.rules.scale` has the formula. A tensor is named where its norm has
-    been that one over the last readings, and where the run is long enough to have forgotten the norm it began with.
+    That norm follows from the learning rates, the weight decay and the initial norm; `gradvitals.diagnose.rules.scale`
+    has the formula. A tensor is suggested if its norm matched over the last readings, in a run long enough for its
+    initial norm to have decayed.
 
     Args:
-        run: A run, or where it is.
+        run: A run, or its path.
 
     Returns:
-        The names, to be given to `attach` as `where`, and in words what they rest on.
+        The names, which `attach` takes as `where`, and the evidence.
     """
     if isinstance(run, Run):
         return _suggestion(run)
@@ -449,19 +478,3 @@ def _suggestion(run: Run) -> Suggestion:
     names = tuple(run.tensors[i].name for i in np.flatnonzero(held).tolist())
     reason = f"{len(names)} of {len(ratios)} matrices have the norm that noise and weight decay make"
     return Suggestion(names=names, reason=reason, ratios=ratios)
-
-
-__all__ = [
-    "WEIGHT_DECAY",
-    "Kind",
-    "Multiplier",
-    "Suggestion",
-    "attach",
-    "clip_grad_norm_",
-    "merge",
-    "named_multipliers",
-    "param_groups",
-    "plain_state_dict",
-    "suggest",
-    "without_multipliers",
-]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from torch import nn
 from gradvitals import kernels
 from gradvitals.collect import reductions
 from gradvitals.collect import updates as changes
-from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.collect.transfer import ReadingBuffer, Transfer
 from gradvitals.collect.updates import COORDINATES, Changes
 from gradvitals.kernels.reductions import ChangeReader
+from gradvitals.worker.record import StepRecord
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 
@@ -51,19 +54,18 @@ def test_nothing_beyond_a_tensor_is_looked_at(device: torch.device) -> None:
     assert reader.look()[0].tolist() == [4.0, 9.0]
 
 
-def test_kernels_and_torch_tell_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_torch_agree(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(3,), (70, 2), (4, 5, 6, 7)]
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     parameters.append(nn.Parameter(torch.zeros(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last)))
-    rows = [7, 2, 5, 0]
     by_kernels, by_torch = Changes(), Changes()
-    by_kernels.follow(rows, parameters)
-    by_torch.follow(rows, parameters)
-    by_kernels.begin()
+    for one in (by_kernels, by_torch):
+        one.follow([7, 2, 5, 0], parameters)
+    by_kernels.before_step()
     assert isinstance(by_kernels._groups[0], changes._KernelGroup)
     with monkeypatch.context() as without:
         without.setattr(kernels, "ready", lambda name: None)
-        by_torch.begin()
+        by_torch.before_step()
     assert not isinstance(by_torch._groups[0], changes._KernelGroup)
     assert by_kernels.lengths == by_torch.lengths
     generator = torch.Generator().manual_seed(1)
@@ -71,16 +73,25 @@ def test_kernels_and_torch_tell_the_same(device: torch.device, monkeypatch: pyte
         with torch.no_grad():
             for parameter in parameters:
                 parameter += torch.randn(parameter.shape, generator=generator).to(device)
-        told = []
-        for one in (by_kernels, by_torch):
-            packet = ReadingBuffer()
-            one.add(packet)
-            told.append(ship([packet])[0].wait())
-        for names in told:
-            names.pop("last_change_sq", None)  # of weights on the host, so that steps between can be passed over
-        assert [set(names) for names in told] == [{"change_sq", "change_dot"} if step else {"change_sq"}] * 2
-        for name in told[0]:
-            sums = [torch.from_numpy(arrived[name].sums(8)) for arrived in told]
-            if name == "change_dot":  # of all together, by torch
-                sums = [values.sum() for values in sums]
-            torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-4)
+        found, expected = read(by_kernels), read(by_torch)
+        assert set(found) == set(expected) == ({"change_sq", "change_dot"} if step else {"change_sq"})
+        torch.testing.assert_close(found["change_sq"], expected["change_sq"], rtol=1e-5, atol=1e-4)
+        if step:  # torch sums over all tensors
+            both = (found["change_dot"].sum(), expected["change_dot"].sum())
+            torch.testing.assert_close(*both, rtol=1e-5, atol=1e-4)
+
+
+def read(one: Changes) -> dict[str, torch.Tensor]:
+    """The values per row, by name."""
+    buffer, found = ReadingBuffer(), dict[str, torch.Tensor]()
+    one.add(buffer)
+    transfer = Transfer(lambda record, parts: found.update({name: in_rows(*part) for name, *part in parts}))
+    transfer.add(StepRecord(step=1), buffer)
+    transfer.finish(10.0)
+    return found
+
+
+def in_rows(rows: Sequence[int], values: np.ndarray) -> torch.Tensor:
+    placed = torch.zeros(8, dtype=torch.float64)
+    placed[list(rows)] = torch.from_numpy(values).double()
+    return placed

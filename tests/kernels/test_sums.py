@@ -8,7 +8,7 @@ import torch
 from gradvitals import kernels
 from gradvitals.kernels import reductions
 from gradvitals.kernels.reductions import Reader
-from gradvitals.kernels.tables import Addresses, Cut
+from gradvitals.kernels.tables import Addresses, Chunks
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -88,9 +88,9 @@ def test_a_table_is_sent_again_only_when_something_moved(device: torch.device) -
 
 
 def test_every_element_is_in_one_chunk() -> None:
-    cut = Cut([5, 100, 96], torch.device("cpu"), 32, {2: 3, 1: 3})
+    cut = Chunks([5, 100, 96], torch.device("cpu"), 32, {2: 3, 1: 3})
     assert cut.slices == {2: 3}  # 100 is not cut into 3
-    tensors, starts, ends = cut.chunks.tolist()
+    tensors, starts, ends = cut.table.tolist()
     covered = {0: set(), 1: set(), 2: set()}
     for tensor, start, end in zip(tensors, starts, ends, strict=True):
         assert 0 < end - start <= 32

@@ -292,7 +292,7 @@ class VitalSums:
     @property
     def expected(self) -> bool:
         """Whether the coming step will most likely tell."""
-        return self.available and self._handle is not None and bool(self.optimizer.tells_vitals)
+        return self.available and self._handle is not None and bool(self.optimizer.reports_vitals)
 
     @property
     def max_norm(self) -> float | None:

@@ -1,4 +1,9 @@
-"""One pass over many tensors."""
+"""One pass over many tensors: squares, extremes, counts and inner products of each, in two launches.
+
+Every program reads one chunk and writes its sums; a second kernel adds up the chunks of each tensor in float64. The
+order is fixed, so the same tensors give the same sums, bit for bit. `ChangeReader` compares a few coordinates of each
+tensor with those of its last call.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.tables import Addresses, Cut, upload
+from gradvitals.kernels.tables import Addresses, Chunks, upload
 
 KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 GRADIENT_SUMS = ("square", "largest", "nonzero", "nonfinite", "inner", "other_square")
-"""What `_chunk_sums` writes: the last two where there is another tensor beside each."""
+"""Rows that `_chunk_sums` writes; the last two only with `others`."""
 
 LARGEST = GRADIENT_SUMS.index("largest")
 NUM_WARPS = 8
@@ -26,7 +31,7 @@ FINISH_BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer(addresses, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tensor lies."""
+    """Return a tensor's address."""
     at = tl.load(addresses + tensor).to(tl.pointer_type(KIND))
     if ALIGNED:
         at = tl.multiple_of(at, 16)
@@ -35,7 +40,7 @@ def pointer(addresses, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load(at, offsets, end, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some elements in float32; zeros beyond the end. Without a mask, where there is no end, loads are wide."""
+    """Load elements as float32, zeros beyond the end. WHOLE chunks need no mask, so their loads are wide."""
     if WHOLE:
         return tl.load(at + offsets).to(tl.float32)
     return tl.load(at + offsets, mask=offsets < end, other=0.0).to(tl.float32)
@@ -43,7 +48,7 @@ def load(at, offsets, end, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def put(at, offsets, end, x, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store some elements; nothing beyond the end."""
+    """Store elements, none beyond the end."""
     if WHOLE:
         tl.store(at + offsets, x)
     else:
@@ -52,7 +57,7 @@ def put(at, offsets, end, x, WHOLE: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def absolute_bits(x):  # type: ignore[no-untyped-def]
-    """The bits of |x|: as whole numbers they are in order, with inf above all numbers and nan above inf."""
+    """Return the bits of |x|. As integers they sort like the values, with inf above all numbers and NaN above inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -114,7 +119,7 @@ def _chunk_sums(  # type: ignore[no-untyped-def]
 def _finish(  # type: ignore[no-untyped-def]
     sums, ranges, out, num_chunks, num_ranges, MAXIMA: tl.constexpr, ROOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up one number of one tensor over its chunks, or take the largest; and its root, where a norm is wanted."""
+    """Sum one row of one tensor over its chunks, or take the maximum; then take the root if it is in ROOTS."""
     which, number = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(ranges + 2 * which), tl.load(ranges + 2 * which + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -132,24 +137,24 @@ def _finish(  # type: ignore[no-untyped-def]
     tl.store(out + number * num_ranges + which, value)
 
 
-def finish(cut: Cut, sums: Tensor, *, maxima: int = 0, roots: int = 0) -> Tensor:
-    """Add the numbers of all chunks up: a row for each number, a column for each tensor and slice, in float64.
+def finish(chunks: Chunks, sums: Tensor, *, maxima: int = 0, roots: int = 0) -> Tensor:
+    """Return the sums over chunks, in float64: a row per number, a column per tensor and then per slice.
 
     Args:
-        cut: What the chunks are of.
-        sums: A row for each number, a column for each chunk.
-        maxima: A bit for each number of which the largest is wanted instead.
-        roots: A bit for each number of which the square root is wanted.
+        chunks: Of the tensors.
+        sums: A row per number, a column per chunk.
+        maxima: Bit mask of the rows to take the maximum of instead.
+        roots: Bit mask of the rows to take the square root of.
     """
-    out = torch.empty((len(sums), cut.num_ranges), dtype=torch.float64, device=sums.device)
-    _finish[(cut.num_ranges, len(sums))](
-        sums, cut.ranges, out, cut.num_chunks, cut.num_ranges, MAXIMA=maxima, ROOTS=roots, BLOCK=FINISH_BLOCK
+    out = torch.empty((len(sums), chunks.num_ranges), dtype=torch.float64, device=sums.device)
+    _finish[(chunks.num_ranges, len(sums))](
+        sums, chunks.ranges, out, chunks.num_chunks, chunks.num_ranges, MAXIMA=maxima, ROOTS=roots, BLOCK=FINISH_BLOCK
     )
     return out
 
 
 def chunk_sums(
-    cut: Cut,
+    chunks: Chunks,
     addresses: Tensor,
     dtype: torch.dtype,
     *,
@@ -158,25 +163,25 @@ def chunk_sums(
     other_dtype: torch.dtype | None = None,
     aligned: bool = True,
 ) -> Tensor:
-    """The sums of every chunk, a row for each of `GRADIENT_SUMS`; those not asked for are left out.
+    """Return the sums of every chunk, a row for each of `GRADIENT_SUMS` that was requested.
 
     Args:
-        cut: Of the tensors.
-        addresses: Where they lie.
+        chunks: Of the tensors.
+        addresses: Of the tensors.
         dtype: Of the tensors.
-        counts: Whether to take more than squares.
-        others: Addresses of a tensor beside each, laid out alike, to take inner products with.
-        other_dtype: Of these.
-        aligned: Whether all addresses allow wide loads.
+        counts: Whether to compute more than squares.
+        others: Addresses of one tensor for each, of the same layout, for inner products.
+        other_dtype: Of `others`.
+        aligned: Whether all addresses are aligned.
     """
     rows = 6 if others is not None else 4 if counts else 1
-    sums = torch.empty((rows, cut.num_chunks), dtype=torch.float32, device=addresses.device)
-    _chunk_sums[(cut.num_chunks,)](
-        cut.chunks,
+    sums = torch.empty((rows, chunks.num_chunks), dtype=torch.float32, device=addresses.device)
+    _chunk_sums[(chunks.num_chunks,)](
+        chunks.table,
         addresses,
         addresses if others is None else others,
         sums,
-        cut.num_chunks,
+        chunks.num_chunks,
         KIND=KINDS[dtype],
         OTHER_KIND=KINDS[other_dtype or dtype],
         COUNTS=counts or others is not None,
@@ -190,22 +195,21 @@ def chunk_sums(
 
 
 class Reader:
-    """One set of tensors that is read again and again; another set, once it comes, takes its place."""
+    """Reads one set of tensors repeatedly. A new set replaces the old one."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._slices: Mapping[int, int] = {}
-        self._cut: Cut | None = None
+        self._chunks: Chunks | None = None
         self._mine, self._others = Addresses(), Addresses()
 
-    def cut(self, tensors: Sequence[Tensor], slices: Mapping[int, int] | None = None) -> Cut:
-        """How these tensors are cut."""
+    def _split(self, tensors: Sequence[Tensor], slices: Mapping[int, int] | None) -> Chunks:
         sizes = [tensor.numel() for tensor in tensors]
         slices = slices or {}
-        if self._cut is None or sizes != self._sizes or slices != self._slices:
+        if self._chunks is None or sizes != self._sizes or slices != self._slices:
             self._sizes, self._slices = sizes, dict(slices)
-            self._cut = Cut(sizes, tensors[0].device, SPAN, slices)
-        return self._cut
+            self._chunks = Chunks(sizes, tensors[0].device, SPAN, slices)
+        return self._chunks
 
     def read(
         self,
@@ -216,22 +220,22 @@ class Reader:
         slices: Mapping[int, int] | None = None,
         norms: bool = True,
     ) -> Tensor:
-        """What there is to say of each tensor, in two launches: rows in the order of `sums.GRADIENT_SUMS`.
+        """Return sums of each tensor, in two launches: rows in the order of `GRADIENT_SUMS`.
 
         Args:
-            tensors: Of one device and type, as `kernels.usable` wants them.
-            counts: Whether to take more than their norms.
-            others: A tensor beside each, of one type and laid out alike, to take inner products with.
-            slices: Tensors, by position, that are also to be read in so many equal parts. These come after the others.
-            norms: Whether the first row is norms; else their squares.
+            tensors: Of one device and dtype, all `kernels.usable`.
+            counts: Whether to compute more than norms.
+            others: One tensor for each, of one dtype and the same layout, for inner products.
+            slices: Number of equal slices by position, of the tensors to read by slice too. Their columns come last.
+            norms: Whether the first row has norms instead of squared norms.
         """
-        cut = self.cut(tensors, slices)
+        chunks = self._split(tensors, slices)
         device = tensors[0].device
         with torch.cuda.device(device if device.type == "cuda" else -1):
             mine = self._mine.table(tensors)
             theirs = None if others is None else self._others.table(others)
             sums = chunk_sums(
-                cut,
+                chunks,
                 mine,
                 tensors[0].dtype,
                 counts=counts,
@@ -239,7 +243,7 @@ class Reader:
                 other_dtype=None if others is None else others[0].dtype,
                 aligned=self._mine.aligned and (others is None or self._others.aligned),
             )
-            return finish(cut, sums, maxima=1 << LARGEST, roots=1 if norms else 0)
+            return finish(chunks, sums, maxima=1 << LARGEST, roots=1 if norms else 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,12 +264,12 @@ def _compare(  # type: ignore[no-untyped-def]
 
 
 class ChangeReader:
-    """One set of tensors that is looked at again and again.
+    """Compares sampled coordinates of a set of tensors with those of the last call, in one launch.
 
     Args:
-        tensors: Flat tensors of one device and type.
-        strides: From one coordinate that is looked at to the next, of each.
-        coordinates: How many are looked at, at most, of each: a power of two.
+        tensors: Flat tensors of one device and dtype.
+        strides: Distance between sampled coordinates, per tensor.
+        coordinates: Most coordinates per tensor, a power of two.
     """
 
     def __init__(self, tensors: Sequence[Tensor], strides: Sequence[int], coordinates: int) -> None:
@@ -280,13 +284,13 @@ class ChangeReader:
         size = len(tensors) * coordinates
         self._memory = torch.zeros((2, size), dtype=torch.float32, device=self._device)
         self._before, self._last = self._memory
-        self._stream = self._now_on()
+        self._stream = self._current_stream()
         self.look()
 
     def look(self) -> Tensor:
-        """For each tensor the sum of squared changes, then its product with the changes of the look before."""
-        number, stream = len(self._tensors), self._now_on()
-        if stream is not None and stream != self._stream:  # what is written there must not be given away before
+        """Return the sum of squared changes per tensor, then the inner product with the previous changes."""
+        number, stream = len(self._tensors), self._current_stream()
+        if stream is not None and stream != self._stream:  # its memory must not be reused before this stream is done
             self._memory.record_stream(stream)
         sums = torch.empty((2, number), dtype=torch.float32, device=self._device)
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
@@ -304,7 +308,7 @@ class ChangeReader:
             )
         return sums
 
-    def _now_on(self) -> torch.cuda.Stream | None:
+    def _current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
 
@@ -324,7 +328,7 @@ def _put_table(table, at, a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-de
 
 
 def put_table(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A table of whole numbers on the device."""
+    """Return a table of integers on the device, passed as kernel arguments: a CUDA graph can capture only that."""
     padded = [*numbers, *[0] * (-len(numbers) % TABLE_ENTRIES)]
     table = torch.empty(len(padded), dtype=torch.int64, device=device)
     for at in range(0, len(padded), TABLE_ENTRIES):

@@ -1,4 +1,8 @@
-"""VRGD's kernels."""
+"""VRGD for many tensors per launch: the paper's rule, and sums of gradients with their squared deviations.
+
+The rule takes one pass for the mean ratio and one to apply it; partial sums have a fixed order, so the same gradients
+give the same factors, bit for bit. `Adding` reads every gradient once; its sums are those of `torch.add`, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,25 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradvitals.kernels.reductions import KINDS, finish, load, pointer, put
-from gradvitals.kernels.tables import Addresses, Cut, is_capturing
+from gradvitals.kernels.tables import Addresses, Chunks, is_capturing
 
 BLOCK = 1024
 SPAN = 8192
-"""The same as AdamW's, which shares its cuts with this."""
+"""The same as AdamW's, which shares its chunks."""
 NUM_WARPS = 4
 
 
 @triton.jit
 def factor_of(grad, deviations, inverse, gamma):  # type: ignore[no-untyped-def]
-    """The factor of each element; 1 where there is no noise, or something that is no number."""
+    """Return the factor of each element; 1 if there is no noise, or for NaN."""
     ratio = grad * grad / deviations * inverse
-    # Comparisons with nan are false; minimum and maximum would lose it.
+    # Comparisons with NaN are false; minimum and maximum would drop it.
     return tl.where((deviations > 0) & (ratio < 1.0), tl.where(ratio > gamma, ratio, gamma), 1.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def taken_in(average, factor, weight, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A moving average with another factor in it."""
+def updated_average(average, factor, weight, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a moving average updated with a new factor."""
     return tl.fma(weight, factor - average, average).to(KIND)
 
 
@@ -85,7 +89,7 @@ def _apply_to_chunk(  # type: ignore[no-untyped-def]
         if KEEP:
             put(factor_at, offsets, end, factor, WHOLE)
         if AVERAGED:
-            average = taken_in(load(average_at, offsets, end, WHOLE), factor, weight, GRAD)
+            average = updated_average(load(average_at, offsets, end, WHOLE), factor, weight, GRAD)
             put(average_at, offsets, end, average, WHOLE)
             factor = average.to(tl.float32)
         put(grad_at, offsets, end, (grad * factor).to(GRAD), WHOLE)
@@ -121,25 +125,25 @@ def _apply(  # type: ignore[no-untyped-def]
 
 
 def sum_ratios(
-    cut: Cut, grads: Tensor, noises: Tensor, *, dtype: torch.dtype, noise_dtype: torch.dtype, aligned: bool
+    chunks: Chunks, grads: Tensor, noises: Tensor, *, dtype: torch.dtype, noise_dtype: torch.dtype, aligned: bool
 ) -> Tensor:
-    """The sum of every tensor's ratios of signal to noise, and their number: two rows, in float64.
+    """Return the sum of every tensor's signal-to-noise ratios, and their count: two rows, in float64.
 
     Args:
-        cut: Of the gradients, by `SPAN`.
-        grads: Where they lie.
-        noises: Where their squared deviations lie, laid out alike.
+        chunks: Of the gradients, by `SPAN`.
+        grads: Addresses of the gradients.
+        noises: Addresses of their squared deviations, of the same layout.
         dtype: Of the gradients.
         noise_dtype: Of the deviations.
-        aligned: Whether all addresses allow wide loads.
+        aligned: Whether all addresses are aligned.
     """
-    sums = torch.empty((2, cut.num_chunks), dtype=torch.float32, device=grads.device)
-    _sum_ratios[(cut.num_chunks,)](
-        cut.chunks,
+    sums = torch.empty((2, chunks.num_chunks), dtype=torch.float32, device=grads.device)
+    _sum_ratios[(chunks.num_chunks,)](
+        chunks.table,
         grads,
         noises,
         sums,
-        cut.num_chunks,
+        chunks.num_chunks,
         GRAD=KINDS[dtype],
         NOISE=KINDS[noise_dtype],
         ALIGNED=aligned,
@@ -147,11 +151,11 @@ def sum_ratios(
         SPAN=SPAN,
         num_warps=NUM_WARPS,
     )
-    return finish(cut, sums)
+    return finish(chunks, sums)
 
 
 def scale(
-    cut: Cut,
+    chunks: Chunks,
     grads: Tensor,
     noises: Tensor,
     averages: Tensor | None,
@@ -163,29 +167,29 @@ def scale(
     weight: float,
     aligned: bool,
 ) -> None:
-    """Multiply gradients by the paper's factors, in place, and take those into their moving averages.
+    """Multiply gradients by the paper's factors, in place, and update the moving averages of the factors.
 
     Args:
-        cut: Of the gradients, by `SPAN`.
-        grads: Where the sums of parts lie.
-        noises: Where summed squared deviations lie, laid out alike; none where not positive.
-        averages: Where the moving averages lie, where there are any: gradients are multiplied by these.
-        factors: Where to put the factors, in float32; None where they are not wanted.
+        chunks: Of the gradients, by `SPAN`.
+        grads: Addresses of the sums of parts.
+        noises: Addresses of summed squared deviations, of the same layout; not positive means no noise.
+        averages: Addresses of the moving averages. If given, they multiply the gradients.
+        factors: Addresses of float32 tensors that receive the factors, if wanted.
         dtype: Of gradients and averages.
         noise_dtype: Of the deviations.
         gamma: Smallest factor.
-        weight: Of the new factors in the averages.
-        aligned: Whether all addresses allow wide loads.
+        weight: Weight of the new factors in the averages.
+        aligned: Whether all addresses are aligned.
     """
-    ratios = sum_ratios(cut, grads, noises, dtype=dtype, noise_dtype=noise_dtype, aligned=aligned)
-    _apply[(cut.num_chunks,)](
-        cut.chunks,
+    ratios = sum_ratios(chunks, grads, noises, dtype=dtype, noise_dtype=noise_dtype, aligned=aligned)
+    _apply[(chunks.num_chunks,)](
+        chunks.table,
         grads,
         noises,
         grads if averages is None else averages,
         grads if factors is None else factors,
         ratios,
-        cut.num_chunks,
+        chunks.num_chunks,
         ratios.shape[1],
         gamma,
         weight,
@@ -201,8 +205,8 @@ def scale(
 
 
 STAGES = 3
-MOST_COUNTS = 64
-"""Parts of a step that tables are kept for."""
+MAX_COUNTS = 64
+"""Parts of a step to keep tables for."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -220,7 +224,7 @@ def _add_chunk(  # type: ignore[no-untyped-def]
             kept = (total + part).to(TOTAL)
             put(total_at, offsets, end, kept, WHOLE)
             total = kept.to(tl.float32)
-        # Spelt out, so that the sums are the same, bit for bit, whoever has added the part.
+        # Explicit fma, so that the sums are the same bit for bit, whether autograd or this kernel adds the part.
         deviation = tl.fma(total, -share, part)
         if FRESH:
             noise = spread * deviation * deviation
@@ -258,15 +262,15 @@ def _add(  # type: ignore[no-untyped-def]
 
 
 class Adding:
-    """One set of tensors whose gradients are added up again and again."""
+    """Adds up the gradients of one set of tensors, repeatedly."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._device = device
-        self._cut = Cut(sizes, device, SPAN)
+        self._chunks = Chunks(sizes, device, SPAN)
         self._totals, self._noises = Addresses(), Addresses()
-        self._parts: dict[int, Addresses] = {}  # those of one count lie where they lay a step ago, most likely
+        self._parts: dict[int, Addresses] = {}  # parts of one count most likely keep their addresses from step to step
         self.captured = False
-        """Whether a CUDA graph uses its tables."""
+        """Whether a CUDA graph uses the tables."""
 
     def add(
         self,
@@ -279,27 +283,27 @@ class Adding:
         added: bool,
         fresh: bool,
     ) -> None:
-        """Take one part of every tensor into its sum and its squared deviations, in place.
+        """Add one part of every tensor to its sum and its squared deviations, in place.
 
         Args:
-            parts: Of one device and type, laid out like the sums, without gaps. They are left as they are.
-            totals: Sums of parts, of one type.
-            noises: Sums of squared deviations, of one type.
-            count: Parts there are with these.
-            rounding: Share of the squared sum that rounding alone may amount to; it is taken off.
-            added: Whether the sums hold these parts already.
-            fresh: Whether there is nothing in `noises` yet, whatever they hold.
+            parts: Of one device and dtype, with the layout of the sums, without gaps. They stay unchanged.
+            totals: Sums of parts, of one dtype.
+            noises: Sums of squared deviations, of one dtype.
+            count: Number of parts including these.
+            rounding: Share of the squared sum that rounding alone may cause; it is subtracted.
+            added: Whether the sums already include these parts.
+            fresh: Whether `noises` are uninitialized.
         """
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             self.captured = self.captured or is_capturing(self._device)
-            of_count = self._parts.setdefault(count % MOST_COUNTS, Addresses())
+            of_count = self._parts.setdefault(count % MAX_COUNTS, Addresses())
             given = ((of_count, parts), (self._totals, totals), (self._noises, noises))
             tables = [table.table(tensors) for table, tensors in given]
             spread = count / (count - 1)
-            _add[(self._cut.num_chunks,)](
-                self._cut.chunks,
+            _add[(self._chunks.num_chunks,)](
+                self._chunks.table,
                 *tables,
-                self._cut.num_chunks,
+                self._chunks.num_chunks,
                 1 / count,
                 spread,
                 rounding * spread,
@@ -319,6 +323,6 @@ class Adding:
                 increment_version(total)
 
 
-def can_be_cut(device: torch.device) -> bool:
-    """Whether tables of a new set can be sent: a CUDA graph would send them again from memory that is gone."""
+def can_build_tables(device: torch.device) -> bool:
+    """Return whether tables of a new set can be uploaded; a CUDA graph would copy them again from freed memory."""
     return not is_capturing(device)

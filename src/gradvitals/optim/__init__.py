@@ -1,4 +1,4 @@
-"""AdamW in one pass, optimizers that weigh the gradient by how much of it is signal (VRGD), and their baselines."""
+"""AdamW in one pass, optimizers that scale gradients by their signal-to-noise ratio (VRGD), and their baselines."""
 
 from gradvitals.optim import schedules
 from gradvitals.optim.adamw import AdamW

@@ -1,4 +1,4 @@
-"""LAMB and LARS."""
+"""LAMB and LARS: every tensor's step is in proportion to the norm of its weights."""
 
 from __future__ import annotations
 
@@ -11,31 +11,51 @@ from torch import Tensor
 
 
 class Layerwise(torch.optim.Optimizer):
-    """An optimizer that works on lists of dense gradients."""
+    """An optimizer that updates lists of parameters from their dense gradients."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step.
 
         Args:
-            closure: Runs forward and backward and returns the loss.
+            closure: Runs forward and backward, and returns the loss.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters, grads in dense_grads(self, group):
+            for parameters, grads in self._dense_grads(group):
                 self._update(group, parameters, grads)
         return loss
 
     @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
-        """Change parameters of one device and dtype."""
+        """Update parameters of one device and dtype."""
+
+    def _dense_grads(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield the parameters that have gradients, with the gradients (negated to maximize).
+
+        Those of one device and dtype come together, or one by one if the group has foreach=False.
+        """
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            grad = parameter.grad.detach()
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} needs dense gradients, but one of shape {tuple(parameter.shape)} is "
+                    f"{grad.layout}: build the embedding with sparse=False"
+                )
+            kind = index if group["foreach"] is False else (parameter.device, parameter.dtype)
+            alike.setdefault(kind, []).append((parameter, -grad if group["maximize"] else grad))
+        for pairs in alike.values():
+            yield [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
 
 
-def check_settings(**settings: float | Tensor) -> None:
-    """Refuse settings that cannot be meant."""
+def _check_settings(**settings: float | Tensor) -> None:
+    """Raise if a setting is out of range."""
     for name, value in settings.items():
         if value < 0:
             raise ValueError(f"{name} is {value!r}; expected a number that is not negative")
@@ -43,24 +63,9 @@ def check_settings(**settings: float | Tensor) -> None:
             raise ValueError(f"{name} is {value!r}; expected a decay in [0, 1), e.g. 0.9")
 
 
-def dense_grads(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The parameters of a group that have gradients, with these, uphill ones turned around.
-
-    All of one device and dtype together, or one by one where the group has foreach=False.
-    """
-    found = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
-    for parameter, grad in found:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} needs dense gradients, and one of shape {tuple(parameter.shape)} is "
-                f"{grad.layout}: build the embedding with sparse=False"
-            )
-    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for index, (parameter, grad) in enumerate(found):
-        kind = index if group["foreach"] is False else (parameter.device, parameter.dtype)
-        alike.setdefault(kind, []).append((parameter, -grad if group["maximize"] else grad))
-    for pairs in alike.values():
-        yield [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
+def _trust_ratio(weights: Tensor, lengths: Tensor, ratio: Tensor) -> Tensor:
+    """Return the ratio, or 1 if the weights or what they are compared with are 0."""
+    return torch.where((weights == 0) | (lengths == 0), 1.0, ratio)
 
 
 class LAMB(Layerwise):
@@ -68,16 +73,16 @@ class LAMB(Layerwise):
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \qquad w \leftarrow w - \eta \frac{|w|}{|u|} u
 
-    Every parameter is a layer. Where :math:`|w|` or :math:`|u|` is 0 the ratio is 1.
+    Every parameter is a layer. If :math:`|w|` or :math:`|u|` is 0, the ratio is 1.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: decays of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`, part of the update that is measured.
-        maximize: go up.
-        foreach: work on all tensors at once, which is the default; False: one by one.
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Decays of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: :math:`\lambda`; part of the update :math:`u`.
+        maximize: Maximize the objective.
+        foreach: Update all tensors at once, which is the default; False updates them one by one.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class LAMB(Layerwise):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        check_settings(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
+        _check_settings(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -129,13 +134,13 @@ class LAMB(Layerwise):
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
 
         weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(updates))
-        ratios = torch.where((weights == 0) | (lengths == 0), 1.0, weights / lengths) * -group["lr"]
+        ratios = _trust_ratio(weights, lengths, weights / lengths) * -group["lr"]
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(parameters, updates)
 
 
 def _number(step: Tensor) -> Any:
-    """A step's count as a number; a tensor stays one where it is compiled, or a new count would compile it anew."""
+    """Return a step count as a number; a tensor if compiled, or every new count would recompile."""
     return step if torch.compiler.is_compiling() else step.item()
 
 
@@ -145,18 +150,18 @@ class LARS(Layerwise):
     .. math:: \lambda = \eta \frac{|w|}{|g| + \beta |w|}, \qquad
               v \leftarrow m v + \mathrm{lr}\, \lambda\, (g + \beta w), \qquad w \leftarrow w - v
 
-    Every parameter is a layer. Where the ratio is undefined, because weights or gradients are 0, it is 1.
+    Every parameter is a layer. If weights or gradients are 0, the ratio is 1.
 
     Args:
-        params: parameters, or groups of them.
-        lr: global learning rate.
-        momentum: m.
+        params: Parameters, or groups of them.
+        lr: Global learning rate.
+        momentum: :math:`m`.
         weight_decay: :math:`\beta`.
         trust_coefficient: :math:`\eta`.
-        eps: added to the denominator.
-        nesterov: look ahead.
-        maximize: go up.
-        foreach: work on all tensors at once, which is the default; False: one by one.
+        eps: Added to the denominator.
+        nesterov: Use Nesterov momentum.
+        maximize: Maximize the objective.
+        foreach: Update all tensors at once, which is the default; False updates them one by one.
     """
 
     def __init__(
@@ -172,11 +177,11 @@ class LARS(Layerwise):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        check_settings(
+        _check_settings(
             lr=lr, eps=eps, weight_decay=weight_decay, momentum=momentum, trust_coefficient=trust_coefficient
         )
         if nesterov and not momentum:
-            raise ValueError("nesterov is True and momentum 0; expected a momentum to look ahead with, e.g. 0.9")
+            raise ValueError("nesterov is True and momentum 0; expected a momentum, e.g. 0.9")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -194,7 +199,7 @@ class LARS(Layerwise):
         decay, momentum = group["weight_decay"], group["momentum"]
         weights, lengths = torch.stack(torch._foreach_norm(parameters)), torch.stack(torch._foreach_norm(grads))
         local = group["trust_coefficient"] * weights / (lengths + decay * weights + group["eps"])
-        ratios = torch.where((weights == 0) | (lengths == 0), 1.0, local) * group["lr"]
+        ratios = _trust_ratio(weights, lengths, local) * group["lr"]
         updates = torch._foreach_add(grads, parameters, alpha=decay)
         torch._foreach_mul_(updates, ratios.unbind())
         if momentum:

@@ -1,4 +1,4 @@
-"""The variance-reduced optimizers."""
+"""The variance-reduced optimizers: each scales its gradients as `VarianceReduced` does, then makes its base's step."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import Tensor
 
 from gradvitals import kernels
 from gradvitals.kernels.tables import ALIGNMENT, Addresses, upload
-from gradvitals.optim.adamw import AdamW, Batch, OnePass, modules
+from gradvitals.optim.adamw import AdamW, Batch, FusedStep, kernel_modules
 from gradvitals.optim.layerwise import LAMB, LARS
-from gradvitals.optim.vrgd import VarianceReduced, VROptions, room_for_factors, weights_of
+from gradvitals.optim.vrgd import FactorsHook, VarianceReduced, VROptions, empty_factors, new_factor_weights
 
 
 class VRSGD(VarianceReduced, torch.optim.SGD):
-    """SGD on gradients scaled by their signal-to-noise ratio; with `momentum` it is VR-Momentum.
+    r"""SGD on gradients scaled by their signal-to-noise ratio; with `momentum` it is VR-Momentum.
+
+    .. math:: w \leftarrow w - \eta \left(\mathrm{clip}\left(\frac{r}{\bar r}, \gamma, 1\right) \odot g\right),
+              \qquad r = \frac{g^2}{\sigma^2}
+
+    with the mean :math:`g` and the variance :math:`\sigma^2` of the step's micro-batch gradients, element by element,
+    and the mean :math:`\bar r` of r over the tensor.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        momentum: as in `torch.optim.SGD`, like all that follow.
-        dampening: of the momentum.
-        weight_decay: added to the scaled gradient.
-        nesterov: look ahead.
-        maximize: go up.
-        foreach: work on all tensors at once, which is the default; False: one by one.
-        fused: one kernel for the base's part of the step.
-        vr: `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`, see `VROptions`.
+        params: Parameters, or groups of them.
+        options: Arguments of `torch.optim.SGD`, and `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`
+            of `VROptions`. `weight_decay` is added to the scaled gradient.
 
     Example:
         The loop is the ordinary one that accumulates gradients over micro-batches.
@@ -47,43 +46,14 @@ class VRSGD(VarianceReduced, torch.optim.SGD):
         Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-
 
 class VRAdam(VarianceReduced, torch.optim.Adam):
-    """Adam on gradients scaled by a moving average of their signal-to-noise factors, of decay `beta3` (0.9).
+    """Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
 
-    A factor that stays the same over time changes nothing, because Adam divides by the gradient's size. What has an
-    effect is how the factor changes over Adam's memory. `weight_decay` is added to the scaled gradient.
+    A factor that stays constant over time changes nothing, because Adam divides by the gradient's size. Only changes of
+    the factor within Adam's memory have an effect. `weight_decay` is added to the scaled gradient.
 
-    Arguments are those of `torch.optim.Adam`, then those of `VROptions`.
+    The arguments are those of `torch.optim.Adam` and of `VROptions`.
 
     References:
         Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
@@ -91,118 +61,143 @@ class VRAdam(VarianceReduced, torch.optim.Adam):
 
     default_beta3 = 0.9
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-
 
 class VRLAMB(VarianceReduced, LAMB):
-    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, of decay `beta3` (0.9).
+    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
 
-    Arguments are those of `LAMB`, then those of `VROptions`.
+    The arguments are those of `LAMB` and of `VROptions`.
     """
 
     default_beta3 = 0.9
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, foreach=foreach)
 
 
 class VRLARS(VarianceReduced, LARS):
     """LARS on gradients scaled by their signal-to-noise ratio.
 
-    Arguments are those of `LARS`, then those of `VROptions`.
+    The arguments are those of `LARS` and of `VROptions`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 1e-3,
-        *,
-        eps: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            weight_decay,
-            trust_coefficient,
-            eps=eps,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-        )
+
+class VRAdamW(VarianceReduced, AdamW):
+    """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
+
+    `weight_decay` shrinks the weights directly. The arguments are those of `AdamW` and of `VROptions`.
+
+    On NVIDIA GPUs with Triton, the paper's rule is applied while `AdamW`'s kernel reads the gradient, and ``.grad``
+    stays unchanged. On other devices, with another rule, or with `max_norm`, ``.grad`` is scaled in place first.
+    """
+
+    default_beta3 = 0.9
+
+    def _new_fused(self) -> FusedVRStep:
+        return FusedVRStep(self)
+
+    def _scale_and_step(self) -> bool:
+        fused: Any = self._fused
+        # Clipping would need the norm of the scaled gradient before the pass that scales it.
+        if self.max_norm is not None or not all(map(_uses_paper_rule, self.param_groups)):
+            return False
+        fused.scaling = Scaling(self._parts.noise_of, self._report_factors if self._factors_hooks else None)
+        try:
+            self.reports_vitals = self._step_by_kernels()
+        finally:
+            fused.scaling = None
+        return self.reports_vitals
 
 
-Tell = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
+def _uses_paper_rule(group: dict[str, Any]) -> bool:
+    return group["scale"] == "paper" and group["granularity"] in (None, "tensor")
+
+
+class VRGD(VarianceReduced):
+    """Scales gradients by their signal-to-noise ratio, then runs the step of the optimizer it wraps.
+
+    It shares parameter groups and state with the wrapped optimizer, so schedulers and checkpoints work on either.
+
+    Args:
+        base: Any optimizer that takes its gradients from ``.grad`` in one step.
+        vr: `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`, see `VROptions`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = VRGD(torch.optim.RMSprop([weight], lr=1e-3), gamma=0.2)
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["gamma"]
+        (0.001, 0.2)
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, **vr: Unpack[VROptions]) -> None:
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(f"VRGD got a {type(base).__name__}; expected a torch.optim.Optimizer to wrap")
+        if isinstance(base, VarianceReduced):
+            raise TypeError(f"VRGD got a {type(base).__name__}, which is already variance-reduced")
+        if isinstance(base, torch.optim.LBFGS):
+            raise TypeError("VRGD got an LBFGS, which evaluates several gradients per step; expected another optimizer")
+        self.base = base
+        self._set_options(dict(vr))
+        # Optimizer.__init__ would create its own groups and state.
+        torch.optim.Optimizer.__setstate__(self, {"defaults": base.defaults})
+        for index, group in enumerate(base.param_groups):
+            self._complete_group(group, index)
+            self._follow(index)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    def _add_to_base(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+
+    def _base_step(self) -> None:
+        self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict, which includes the settings and averages of this one."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a wrapper or of the wrapped optimizer alone."""
+        self.base.load_state_dict(state_dict)
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        kept = ("base", "defaults", "_options", "_schedules", "_rules")
+        return {name: self.__dict__[name] for name in kept}
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What gradients are scaled by in one step."""
+    """How `FusedVRStep` scales the gradients of one step."""
 
     noise_of: Callable[[Tensor], Tensor]
-    """The summed squared deviations of a parameter's parts."""
-    tell: Tell | None
-    """Called with some parameters, their factors, and gamma, where somebody listens."""
+    """Returns the summed squared deviations of a parameter's parts."""
+    report: FactorsHook | None
+    """Receives some parameters, their factors, and gamma; None if no hook is registered."""
 
 
-class ScaledPass(OnePass):
-    """Makes the steps of one VRAdamW, as far as kernels can."""
+class FusedVRStep(FusedStep):
+    """Makes the step of a `VRAdamW` by kernels, if they can: two passes, as a tensor's mean ratio must come first."""
 
-    needs = "vrgd"  # where it fails, AdamW may still do without
+    needs = "vrgd"  # AdamW's own kernels may still work if these fail
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.scaling: Scaling | None = None
-        """Of the step in progress; None where it is AdamW's own."""
+        """For the step in progress; None if it is AdamW's own."""
 
     def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
         if self.scaling is None:
@@ -214,11 +209,11 @@ class ScaledPass(OnePass):
             kernels.usable(average) and average.stride() == grad.stride() and average.dtype == grad.dtype
         ):
             return None
-        # What begins anywhere in memory must not keep the rest from wide loads.
+        # An unaligned tensor must not keep the others from wide loads.
         return noise.dtype, noise.data_ptr() % ALIGNMENT == 0
 
-    def _holds(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
-        if not super()._holds(batch, grads) or (self.scaling is None) != ("noises" not in batch.extra):
+    def _matches(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
+        if not super()._matches(batch, grads) or (self.scaling is None) != ("noises" not in batch.extra):
             return False
         if self.scaling is None:
             return True
@@ -244,36 +239,34 @@ class ScaledPass(OnePass):
         batch.extra["weights"] = ([], None)
         batch.addresses |= {name: Addresses() for name in ("noises", "averages", "factors")}
 
-    # -- the step -----------------------------------------------------------------------------------------------
-
     def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
         if self.scaling is None:
             return None, None, True
-        adam, vrgd = modules("adam", "vrgd")
+        adam, vrgd = kernel_modules("adam", "vrgd")
         group, extra, at = self.optimizer.param_groups[batch.group], batch.extra, batch.addresses
-        factors = room_for_factors(grads) if self.scaling.tell is not None else []
+        factors = empty_factors(grads) if self.scaling.report is not None else []
         noises = at["noises"].table(extra["noises"])
         averages = at["averages"].table(extra["averages"]) if extra["averages"] else None
-        room = at["factors"].table(factors) if factors else None
+        factors_at = at["factors"].table(factors) if factors else None
         noise_dtype = extra["noises"][0].dtype
-        of_ratios = at["grads"].aligned and at["noises"].aligned
+        ratios_aligned = at["grads"].aligned and at["noises"].aligned
         sums = vrgd.sum_ratios(
-            batch.cut, grads_at, noises, dtype=grads[0].dtype, noise_dtype=noise_dtype, aligned=of_ratios
+            batch.chunks, grads_at, noises, dtype=grads[0].dtype, noise_dtype=noise_dtype, aligned=ratios_aligned
         )
         extra["factors"] = factors
-        reduction = adam.Reduction(noises, averages, room, noise_dtype, group["gamma"])
-        aligned = of_ratios and at["averages"].aligned and at["factors"].aligned
+        reduction = adam.Reduction(noises, averages, factors_at, noise_dtype, group["gamma"])
+        aligned = ratios_aligned and at["averages"].aligned and at["factors"].aligned
         return adam.Ratios(sums, self._weights(batch, group["beta3"])), reduction, aligned
 
     @staticmethod
     def _weights(batch: Batch, beta3: float) -> Tensor:
-        """Of the new factors in their averages; sent when they have changed, which ends after some hundred steps."""
-        weights = weights_of(batch.states, beta3)
-        known, sent = batch.extra["weights"]
-        if sent is None or weights != known:
-            sent = upload(torch.tensor(weights, dtype=torch.float32), batch.device)
-            batch.extra["weights"] = (weights, sent)
-        found: Tensor = sent
+        """Return the weights of the new factors in their averages, uploaded only if they changed."""
+        weights = new_factor_weights(batch.states, beta3)
+        known, uploaded = batch.extra["weights"]
+        if uploaded is None or weights != known:
+            uploaded = upload(torch.tensor(weights, dtype=torch.float32), batch.device)
+            batch.extra["weights"] = (weights, uploaded)
+        found: Tensor = uploaded
         return found
 
     def _after(self, batch: Batch) -> None:
@@ -283,137 +276,5 @@ class ScaledPass(OnePass):
             for state in batch.states:
                 state["factor_step"] += 1
         factors = batch.extra.pop("factors")
-        if self.scaling.tell is not None:
-            self.scaling.tell(batch.parameters, factors, self.optimizer.param_groups[batch.group]["gamma"])
-
-
-class VRAdamW(VarianceReduced, AdamW):
-    """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
-
-    `weight_decay` shrinks the weights directly. Arguments are those of `torch.optim.AdamW`, then those of `VROptions`.
-
-    On NVIDIA GPUs with Triton the paper's rule is applied on the gradient's way into `AdamW`'s one pass, and ``.grad``
-    stays as it is. Everywhere else, with another rule, and with `max_norm`, it is scaled in place first.
-    """
-
-    default_beta3 = 0.9
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **vr: Unpack[VROptions],
-    ) -> None:
-        self._prepare(vr)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-
-    def _new_pass(self) -> ScaledPass:
-        return ScaledPass(self)
-
-    def _step_at_once(self) -> bool:
-        scaled_pass: Any = self._pass
-        # To clip, the norm of what has been scaled would have to be known before.
-        if self.max_norm is not None or not all(map(_is_papers, self.param_groups)):
-            return False
-        scaled_pass.scaling = Scaling(self._parts.noise_of, self._tell_factors if self._factors_hooks else None)
-        try:
-            self.tells_vitals = self._step_by_kernels()
-        finally:
-            scaled_pass.scaling = None
-        return self.tells_vitals
-
-
-def _is_papers(group: dict[str, Any]) -> bool:
-    return group["scale"] == "paper" and group["granularity"] in (None, "tensor")
-
-
-class VRGD(VarianceReduced):
-    """Scales gradients by their signal-to-noise ratio, then lets another optimizer make its step.
-
-    Parameter groups and state are those of the wrapped optimizer, so that schedulers and checkpoints work on either.
-
-    Args:
-        base: any optimizer that takes its gradients from ``.grad`` in one step.
-        vr: `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`, see `VROptions`.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = VRGD(torch.optim.RMSprop([weight], lr=1e-3), gamma=0.2)
-        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["gamma"]
-        (0.001, 0.2)
-    """
-
-    def __init__(self, base: torch.optim.Optimizer, **vr: Unpack[VROptions]) -> None:
-        if not isinstance(base, torch.optim.Optimizer):
-            raise TypeError(f"VRGD got a {type(base).__name__}; expected a torch.optim.Optimizer to wrap")
-        if isinstance(base, VarianceReduced):
-            raise TypeError(f"VRGD got a {type(base).__name__}, which is variance-reduced already")
-        if isinstance(base, torch.optim.LBFGS):
-            raise TypeError("VRGD got an LBFGS, which evaluates several gradients in one step; expected another")
-        self.base = base
-        self._prepare(vr)
-        # Optimizer.__init__ would make groups and state of its own.
-        torch.optim.Optimizer.__setstate__(self, {"defaults": base.defaults})
-        for index, group in enumerate(base.param_groups):
-            self._settle(group, index)
-            self._follow(index)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.base.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.base.state = state
-
-    def _add_to_base(self, param_group: dict[str, Any]) -> None:
-        self.base.add_param_group(param_group)
-
-    def _base_step(self) -> None:
-        self.base.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, with the settings and averages of this one in it."""
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state, of a wrapper or of the optimizer alone."""
-        self.base.load_state_dict(state_dict)
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs."""
-        kept = ("base", "defaults", "_options", "_schedules", "_rules")
-        return {name: self.__dict__[name] for name in kept}
+        if self.scaling.report is not None:
+            self.scaling.report(batch.parameters, factors, self.optimizer.param_groups[batch.group]["gamma"])
