@@ -257,7 +257,7 @@ def _rows(
 
 def statistics_works(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Work]:
     """Readings of a set of gradients, by kernels and by torch."""
-    reader: Any = kernels.ready("reader")
+    reader: Any = kernels.ready("reductions")
     counting, norms, inner = (reader.Reader() for _ in range(3))
     beside = [weight.detach() for weight in weights]
     return {
@@ -519,7 +519,7 @@ def backward(parameters: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 def passes(parameters: Sequence[nn.Parameter]) -> dict[str, VRWork]:
     """The parts of a variance-reduced step, one by one."""
-    adding: Any = kernels.ready("adding")
+    vrgd: Any = kernels.ready("vrgd")
     sizes, device = [p.numel() for p in parameters], parameters[0].device
     optimizer = optim.VRAdamW(parameters, lr=1e-6)
     given = [1e-3 * torch.randn_like(p) for p in parameters]
@@ -533,7 +533,7 @@ def passes(parameters: Sequence[nn.Parameter]) -> dict[str, VRWork]:
         optimizer.step()
     totals = [p.grad for p in parameters if p.grad is not None]
     noises = [optimizer._parts.noise_of(p) for p in parameters]
-    second, later, compared = (adding.Adding(sizes, device) for _ in range(3))
+    second, later, compared = (vrgd.Adding(sizes, device) for _ in range(3))
 
     def step() -> None:
         optimizer.graph_replayed()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from experiments.vrgd.loop import GraphedPasses
 from experiments.vrgd.text import TRAIN_FILE, VALID_FILE, Text, read_text
 from gradvitals.demo import shakespeare
-from gradvitals.multipliers.parametrization import PARTS, Kind
+from gradvitals.multipliers import PARTS, Kind
 
 VOCAB_SIZE = 256
 """Bytes."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from experiments.vrgd.trial import Trial, make_optimizer, warmup_cosine
 from gradvitals.errors import GradvitalsError
-from gradvitals.optim.reduced import VarianceReduced
+from gradvitals.optim.vrgd import VarianceReduced
 
 WARM_UP = 3
 """Steps that run as they always do, before the passes are captured."""

@@ -24,7 +24,7 @@ from experiments.vrgd.loop import WARM_UP, GraphedPasses, make_recorder
 from experiments.vrgd.trial import Trial, make_optimizer, warmup_cosine
 from gradvitals import optim
 from gradvitals.demo import CharLMConfig, shakespeare
-from gradvitals.optim.reduced import VarianceReduced
+from gradvitals.optim.vrgd import VarianceReduced
 
 CPU = torch.device("cpu")
 NUM_STEPS = 6

@@ -62,7 +62,7 @@ def test_a_thousand_steps_on_the_same_gradients_are_those_of_torch() -> None:
         nn.utils.clip_grad_norm_(theirs, 1.0)
         one.step()
         other.step()
-    assert one.tells_vitals
+    assert one.reports_vitals
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.detach(), yours.detach(), rtol=1e-4, atol=3e-6)
 
@@ -187,7 +187,7 @@ def test_torch_compile_leaves_the_step_as_it_is() -> None:
     for _ in range(2):
         parameter.grad = torch.ones_like(parameter)
         step()
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 0.98), rtol=1e-4, atol=1e-5)
 
 

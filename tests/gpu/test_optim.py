@@ -71,8 +71,8 @@ MAKERS = {
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were used, call by call."""
-    from gradvitals.kernels import adam, paper
-    from gradvitals.kernels.adding import Adding
+    from gradvitals.kernels import adam, vrgd
+    from gradvitals.kernels.vrgd import Adding
 
     calls: list[str] = []
 
@@ -86,7 +86,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(paper, "scale")
+    count(vrgd, "scale")
     count(adam, "update")
     count(Adding, "add")
     return calls

@@ -52,7 +52,7 @@ def assert_equal(found, expected, **tolerance) -> None:
 @pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"betas": (0.0, 0.9)}, {"eps": 1e-3}])
 def test_steps_are_those_of_torch(settings: dict, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, **settings)
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device, **settings)[0])
 
 
@@ -93,7 +93,7 @@ def test_a_learning_rate_on_the_device(device: torch.device) -> None:
             give_gradients(parameters, step)
             optimizer.step()
         kept.append(parameters)
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     assert_equal(*kept)
 
 
@@ -145,7 +145,7 @@ def test_a_scale_is_divided_out_and_a_found_inf_skips(found: float, device: torc
         parameters[0].grad[0, 0] = torch.inf
     optimizer.grad_scale, optimizer.found_inf = (torch.tensor(value, device=device) for value in (1024.0, found))
     optimizer.step()
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     if not found:
         plain = [parameter.grad.clone() for parameter in expected]
         nn.utils.clip_grad_norm_(expected, 1.0)
@@ -158,7 +158,7 @@ def test_a_scale_is_divided_out_and_a_found_inf_skips(found: float, device: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, steps=3, dtype=dtype)
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     expected = train(torch.optim.AdamW, device, steps=3)[0]  # in float32: torch's own eps is 0 in float16
     assert_equal([weight.float() for weight in found], expected, rtol=2e-2, atol=2e-2)
 
@@ -174,7 +174,7 @@ def test_stochastic_rounding_keeps_what_nearest_loses(by_kernels: bool, device: 
         for _ in range(8):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        assert optimizer.tells_vitals == by_kernels
+        assert optimizer.reports_vitals == by_kernels
         kept.append(parameter.detach().float())
     if not by_kernels or device.type == "cuda":  # the interpreter cuts off instead of rounding to the nearest
         assert torch.equal(kept[1], torch.ones_like(kept[1]))
@@ -245,7 +245,7 @@ def test_being_heard_changes_no_bit(device: torch.device) -> None:
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"foreach": True}, {"foreach": False}])
 def test_what_kernels_do_not_do_torch_does(settings: dict, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, max_norm=1.0, **settings)
-    assert not optimizer.tells_vitals
+    assert not optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device, clip=1.0, **settings)[0])
 
 
@@ -260,7 +260,7 @@ def test_kernels_that_fail_leave_the_step_to_torch(
     with pytest.warns(UserWarning, match="no compiler"):
         found, optimizer = train(gv.optim.AdamW, device)
     kernels._State.broken.clear()
-    assert not optimizer.tells_vitals
+    assert not optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device)[0])
 
 
@@ -272,7 +272,7 @@ def test_a_copy_goes_on_alone(device: torch.device) -> None:
     for some, one in ((parameters, optimizer), (copied, other)):
         give_gradients(some, 2)
         one.step()
-    assert other.tells_vitals
+    assert other.reports_vitals
     assert_equal(parameters, copied, rtol=0, atol=0)
 
 
@@ -280,5 +280,5 @@ def test_torch_compile_leaves_the_step_as_it_is(device: torch.device) -> None:
     parameters, optimizer = train(gv.optim.AdamW, device, steps=2, max_norm=1.0)
     give_gradients(parameters, 2)
     torch.compile(optimizer.step, backend="eager")()
-    assert optimizer.tells_vitals
+    assert optimizer.reports_vitals
     assert_equal(parameters, train(torch.optim.AdamW, device, steps=3, clip=1.0)[0])

@@ -12,11 +12,10 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals import kernels
-from gradvitals.kernels import adding
-from gradvitals.kernels.adding import Adding
-from gradvitals.optim import adding as adding_module
+from gradvitals.kernels import vrgd
+from gradvitals.kernels.vrgd import Adding
 from gradvitals.optim import parts as parts_module
-from gradvitals.optim.adding import Arrived, add_by_torch, rounding_of
+from gradvitals.optim.parts import PartBatch, add_by_torch, rounding_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -56,7 +55,7 @@ def test_a_launch_is_what_torch_does(added: bool, fresh: bool, device: torch.dev
             share = rounding_of(torch.float32, 3) / 9
             Adding(sizes, device).add(given, totals, noises, count=3, rounding=share, added=added, fresh=fresh)
         else:
-            add_by_torch(Arrived(3, added, fresh, False, list(zip(given, totals, noises, strict=True))))
+            add_by_torch(PartBatch(3, added, fresh, False, list(zip(given, totals, noises, strict=True))))
         kept.append((totals, noises))
     for one, other in zip(kept[0][0], kept[1][0], strict=True):
         assert torch.equal(one, other)  # the sum is torch's, to the last bit
@@ -69,7 +68,7 @@ def test_a_part_in_another_order_of_elements_goes_the_same_way(device: torch.dev
     kept = []
     for given in (part, part.contiguous()):
         totals, noises = total.clone(), noise.clone()
-        adding_module.Adder().add(Arrived(3, True, False, True, [(given, totals, noises)]))
+        parts_module.PartAdder().add(PartBatch(3, True, False, True, [(given, totals, noises)]))
         kept.append(noises)
     assert len(launches) == 2
     assert torch.equal(*kept)
@@ -239,7 +238,7 @@ def test_gradients_zeroed_after_a_failure_stay_so(
     first, second, optimizer = two_ones(device)
     with monkeypatch.context() as patch:
         if late:  # a device's own thread may let go of a backward after it has raised
-            patch.setattr(parts_module.Ending, "__del__", lambda self: None)
+            patch.setattr(parts_module.BackwardEnd, "__del__", lambda self: None)
         fail_after_the_first(first, second)
     for parameter in (first, second):
         parameter.grad.zero_()
@@ -301,7 +300,6 @@ def test_parts_of_other_streams_are_not_held_together(
     first, second, _ = two_ones(device)
     del launches[:]
     numbers = iter((1, 2, 2, 2, 2, 2))
-    monkeypatch.setattr(adding_module, "stream_of", lambda device: next(numbers))
     monkeypatch.setattr(parts_module, "stream_of", lambda device: next(numbers))
     monkeypatch.setattr(parts_module, "on_current_stream", lambda held, device: waited.append(held.stream))
     (first.sum() + second.sum()).backward()
@@ -317,19 +315,19 @@ def test_one_table_of_chunks_for_all_parts_of_a_step(device: torch.device, monke
         cut.append(args)
         return original(*args)
 
-    original = adding.Cut
-    monkeypatch.setattr(adding, "Cut", count)
+    original = vrgd.Chunks
+    monkeypatch.setattr(vrgd, "Chunks", count)
     train(device, steps=2)
     assert len(cut) == len({args[:1] for args in cut}) <= 4  # two kinds of places, in autograd's first part and ours
 
 
 def test_the_set_that_was_used_longest_ago_is_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adding_module, "MOST_SETS", 2)
-    adder = adding_module.Adder()
+    monkeypatch.setattr(parts_module, "MAX_SETS", 2)
+    adder = parts_module.PartAdder()
 
     def add(size: int) -> None:
         tensors = tuple(torch.ones(size, device=device) for _ in range(2))
-        adder.add(Arrived(2, False, True, True, [(*tensors, noises[size])]))
+        adder.add(PartBatch(2, False, True, True, [(*tensors, noises[size])]))
 
     noises = {size: torch.zeros(size, device=device) for size in (4, 8, 12)}
     for size in (4, 8, 4, 12):
@@ -389,7 +387,7 @@ def test_a_kernel_that_fails_leaves_it_to_torch(
         raise RuntimeError("no compiler")
 
     expected = without_kernels()
-    monkeypatch.setattr(adding.Adding, "add", fail)
+    monkeypatch.setattr(vrgd.Adding, "add", fail)
     with pytest.warns(UserWarning, match="no compiler"):
         found = train(device)
     kernels._State.broken.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from torch import nn
 from gradvitals import kernels
 from gradvitals.collect import reductions
 from gradvitals.collect import updates as changes
-from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.collect.transfer import ReadingBuffer, Transfer
 from gradvitals.collect.updates import COORDINATES, Changes
-from gradvitals.kernels.changes import ChangeReader
+from gradvitals.kernels.reductions import ChangeReader
+from gradvitals.worker.record import StepRecord
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 
@@ -55,10 +58,9 @@ def test_kernels_and_torch_agree(device: torch.device, monkeypatch: pytest.Monke
     shapes = [(3,), (70, 2), (4, 5, 6, 7)]
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     parameters.append(nn.Parameter(torch.zeros(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last)))
-    rows = [7, 2, 5, 0]
     by_kernels, by_torch = Changes(), Changes()
-    by_kernels.follow(rows, parameters)
-    by_torch.follow(rows, parameters)
+    for one in (by_kernels, by_torch):
+        one.follow([7, 2, 5, 0], parameters)
     by_kernels.before_step()
     assert isinstance(by_kernels._groups[0], changes._KernelGroup)
     with monkeypatch.context() as without:
@@ -71,26 +73,25 @@ def test_kernels_and_torch_agree(device: torch.device, monkeypatch: pytest.Monke
         with torch.no_grad():
             for parameter in parameters:
                 parameter += torch.randn(parameter.shape, generator=generator).to(device)
-        found = []
-        for one in (by_kernels, by_torch):
-            buffer = ReadingBuffer()
-            one.add(buffer)
-            found.append(sums_of(buffer))
-        assert [set(sums) for sums in found] == [{"change_sq", "change_dot"} if step else {"change_sq"}] * 2
-        for name in found[0]:
-            first, second = (sums[name] for sums in found)
-            if name == "change_dot":  # of all together, by torch
-                first, second = first.sum(), second.sum()
-            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-4)
+        found, expected = read(by_kernels), read(by_torch)
+        assert set(found) == set(expected) == ({"change_sq", "change_dot"} if step else {"change_sq"})
+        torch.testing.assert_close(found["change_sq"], expected["change_sq"], rtol=1e-5, atol=1e-4)
+        if step:  # torch sums over all tensors
+            both = (found["change_dot"].sum(), expected["change_dot"].sum())
+            torch.testing.assert_close(*both, rtol=1e-5, atol=1e-4)
 
 
-def sums_of(buffer: ReadingBuffer) -> dict[str, torch.Tensor]:
-    """The numbers of every name, added up by row."""
-    parts = [(name, rows, torch.from_numpy(values)) for name, rows, values in buffer.host_parts()]
-    for device in buffer.devices:
-        if device.type != "cpu":
-            parts += [(name, rows, torch.as_tensor(values).cpu()) for name, rows, values in buffer.parts(device)]
-    sums: dict[str, torch.Tensor] = {}
-    for name, rows, values in parts:
-        sums.setdefault(name, torch.zeros(8, dtype=torch.float64)).index_add_(0, torch.tensor(rows), values.double())
-    return sums
+def read(one: Changes) -> dict[str, torch.Tensor]:
+    """The values per row, by name."""
+    buffer, found = ReadingBuffer(), dict[str, torch.Tensor]()
+    one.add(buffer)
+    transfer = Transfer(lambda record, parts: found.update({name: in_rows(*part) for name, *part in parts}))
+    transfer.add(StepRecord(step=1), buffer)
+    transfer.finish(10.0)
+    return found
+
+
+def in_rows(rows: Sequence[int], values: np.ndarray) -> torch.Tensor:
+    placed = torch.zeros(8, dtype=torch.float64)
+    placed[list(rows)] = torch.from_numpy(values).double()
+    return placed

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks import gpu
 from benchmarks.gpu import PAIRS, format_gpu, moments_works
-from gradvitals.kernels.adding import Adding
+from gradvitals.kernels.vrgd import Adding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 

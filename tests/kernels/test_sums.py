@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradvitals import kernels
-from gradvitals.kernels import sums
-from gradvitals.kernels.cut import Addresses, Cut
-from gradvitals.kernels.reader import Reader
+from gradvitals.kernels import reductions
+from gradvitals.kernels.reductions import Reader
+from gradvitals.kernels.tables import Addresses, Chunks
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -88,9 +88,9 @@ def test_a_table_is_sent_again_only_when_something_moved(device: torch.device) -
 
 
 def test_every_element_is_in_one_chunk() -> None:
-    cut = Cut([5, 100, 96], torch.device("cpu"), 32, {2: 3, 1: 3})
+    cut = Chunks([5, 100, 96], torch.device("cpu"), 32, {2: 3, 1: 3})
     assert cut.slices == {2: 3}  # 100 is not cut into 3
-    tensors, starts, ends = cut.chunks.tolist()
+    tensors, starts, ends = cut.table.tolist()
     covered = {0: set(), 1: set(), 2: set()}
     for tensor, start, end in zip(tensors, starts, ends, strict=True):
         assert 0 < end - start <= 32
@@ -116,14 +116,14 @@ def test_a_reading_is_two_launches_whatever_the_number_of_tensors(
 ) -> None:
     launched: list[str] = []
     for name in ("_chunk_sums", "_finish"):
-        kernel = getattr(sums, name)
+        kernel = getattr(reductions, name)
 
         class Counted:
             def __getitem__(self, grid, kernel=kernel, name=name):
                 launched.append(name)
                 return kernel[grid]
 
-        monkeypatch.setattr(sums, name, Counted())
+        monkeypatch.setattr(reductions, name, Counted())
     tensors = [torch.randn(3, device=device) for _ in range(40)]
     found = Reader().read(tensors, counts=True, others=tensors)[0].float()
     assert launched == ["_chunk_sums", "_finish"]

@@ -14,8 +14,8 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals import kernels
-from gradvitals.kernels import adam, paper
-from gradvitals.kernels.cut import Addresses, Cut
+from gradvitals.kernels import adam, vrgd
+from gradvitals.kernels.tables import Addresses, Chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -90,9 +90,9 @@ CASES = [{}, {"beta3": 0.0}, {"maximize": True}, {"gamma": 1.0}, {"moments_dtype
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_steps_are_those_of_torch(settings: dict, device: torch.device, by_torch) -> None:
     found = trained(device, **settings)
-    assert found.optimizer.tells_vitals
+    assert found.optimizer.reports_vitals
     expected = by_torch(lambda: trained(device, **settings))
-    assert not expected.optimizer.tells_vitals
+    assert not expected.optimizer.reports_vitals
     # An element whose accumulator is rounded to 16 bits may fall to the other side of what rounding amounts to.
     loose = {"rtol": 0.1, "atol": 2e-2} if "moments_dtype" in settings else {"rtol": 2e-5, "atol": 2e-6}
     torch.testing.assert_close(found.values, expected.values, **loose)
@@ -103,7 +103,7 @@ def test_steps_are_those_of_torch(settings: dict, device: torch.device, by_torch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, device: torch.device, by_torch) -> None:
     found = trained(device, dtype=dtype, eps=1e-4)
-    assert found.optimizer.tells_vitals
+    assert found.optimizer.reports_vitals
     expected = by_torch(lambda: trained(device, eps=1e-4))  # in float32: torch's second moment is 0 in float16
     for one, other in zip(found.parameters, expected.parameters, strict=True):
         distance = (one.float() - other).abs()
@@ -214,8 +214,8 @@ def test_steps_of_too_few_parts_and_of_others_rules(device: torch.device, by_tor
 @pytest.mark.parametrize("make", [gv.optim.VRLAMB, gv.optim.VRAdam, lambda p, lr: gv.optim.VRSGD(p, lr, momentum=0.9)])
 def test_others_scale_in_place_by_kernels(make, device: torch.device, by_torch, monkeypatch) -> None:
     calls = []
-    original = paper.scale
-    monkeypatch.setattr(paper, "scale", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
+    original = vrgd.scale
+    monkeypatch.setattr(vrgd, "scale", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
     found = trained(device, make=make)
     assert calls
     torch.testing.assert_close(found.values, by_torch(lambda: trained(device, make=make)).values, rtol=2e-5, atol=2e-6)
@@ -231,18 +231,18 @@ def test_kernels_that_fail_leave_the_step_to_torch(part: str, device: torch.devi
     with pytest.warns(UserWarning, match="no compiler"):
         found = trained(device)
     kernels._State.broken.clear()
-    assert not found.optimizer.tells_vitals
+    assert not found.optimizer.reports_vitals
     torch.testing.assert_close(found.values, expected.values, rtol=2e-5, atol=2e-6)
 
 
 def test_sums_over_many_chunks_are_those_of_float64(device: torch.device) -> None:
-    sizes = (3 * paper.SPAN + 5, 16, paper.SPAN)
+    sizes = (3 * vrgd.SPAN + 5, 16, vrgd.SPAN)
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=generator).to(device) for size in sizes]
     noises = [torch.randn(size, generator=generator).to(device) for size in sizes]  # half of them are none
-    cut = Cut(sizes, device, paper.SPAN)
+    cut = Chunks(sizes, device, vrgd.SPAN)
     tables = [Addresses().table(tensors) for tensors in (grads, noises)]
-    found = paper.sum_ratios(cut, *tables, dtype=torch.float32, noise_dtype=torch.float32, aligned=True).cpu()
+    found = vrgd.sum_ratios(cut, *tables, dtype=torch.float32, noise_dtype=torch.float32, aligned=True).cpu()
     for column, (grad, noise) in enumerate(zip(grads, noises, strict=True)):
         ratio = (grad.double().square() / noise.double())[noise > 0]
         assert found[1, column] == len(ratio)

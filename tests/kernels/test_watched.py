@@ -12,7 +12,7 @@ from torch import nn
 import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.collect import moments
-from gradvitals.kernels import reader
+from gradvitals.kernels import reductions
 
 # The interpreter computes with numpy, which warns of what is an answer on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -120,13 +120,13 @@ def test_what_the_optimizer_tells_is_not_read_again(
 ) -> None:
     """After the first step nothing but micro-batches goes through a pass of its own."""
     reads: list[bool] = []
-    original = reader.Reader.read
+    original = reductions.Reader.read
 
     def counted(self, tensors, **options):
         reads.append(options.get("others") is not None)  # only micro-batches are read beside their weights
         return original(self, tensors, **options)
 
-    monkeypatch.setattr(reader.Reader, "read", counted)
+    monkeypatch.setattr(reductions.Reader, "read", counted)
     train(MAKERS["ours"], tmp_path / "run", device)
     assert reads.count(True) == 2 * STEPS
     assert reads.count(False) <= 4  # the first step
@@ -140,10 +140,10 @@ def test_kernels_that_fail_leave_the_reading_to_torch(
     def fail(*args, **kwargs):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(reader, "chunk_sums", fail)
+    monkeypatch.setattr(reductions, "chunk_sums", fail)
     with pytest.warns(UserWarning, match="no compiler"):
         train(MAKERS["torch"], tmp_path / "run", device)
-    assert kernels._State.broken == {"reader": "no compiler"}
+    assert kernels._State.broken == {"reductions": "no compiler"}
     kernels._State.broken.clear()
     with gv.open_run(tmp_path / "run") as kept:
         assert np.isfinite(kept.matrix("grad/norm")[1]).all()

@@ -13,7 +13,7 @@ from gradvitals.collect import reductions
 from gradvitals.collect.parameters import MOMENT_OPTIMIZERS, HeadView
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
-from gradvitals.kernels.cut import upload
+from gradvitals.kernels.tables import upload
 
 SHARE_ELEMENTS = 2**10
 """Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""
@@ -292,7 +292,7 @@ class VitalSums:
     @property
     def expected(self) -> bool:
         """Whether the coming step will most likely tell."""
-        return self.available and self._handle is not None and bool(self.optimizer.tells_vitals)
+        return self.available and self._handle is not None and bool(self.optimizer.reports_vitals)
 
     @property
     def max_norm(self) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradvitals import kernels
 from gradvitals.collect.transfer import Known, ReadingBuffer
-from gradvitals.kernels.cut import sliceable
+from gradvitals.kernels.tables import sliceable
 
 if TYPE_CHECKING:
     from gradvitals.collect.parameters import HeadView
@@ -286,7 +286,7 @@ class FusedReducer:
             Positions of the tensors that kernels cannot read; all of them where there are no kernels.
         """
         every = list(range(len(rows)))
-        if not tensors or not kernels.on_device(tensors[0]) or kernels.ready("reader") is None:
+        if not tensors or not kernels.on_device(tensors[0]) or kernels.ready("reductions") is None:
             return every
         others = others or [None] * len(rows)
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -312,7 +312,7 @@ class FusedReducer:
             try:
                 numbers = self._numbers(names, some, [tensors[p] for p in places], beside, views)
             except Exception as error:
-                kernels.give_up("reader", error, "gradients are read by torch")
+                kernels.give_up("reductions", error, "gradients are read by torch")
                 left += places
                 continue
             self._add(buffer, names, some, numbers, views, name_of_heads, heads_instead, bool(beside))
@@ -336,7 +336,7 @@ class FusedReducer:
         if key not in self._readers:
             if len(self._readers) >= MOST_SETS:
                 self._readers.clear()
-            reader: Any = kernels.ready("reader")
+            reader: Any = kernels.ready("reductions")
             self._readers[key] = reader.Reader()
         slices = {place: len(view.heads) for place, view in views.items()}
         counts = any(name in names for name in (LARGEST, NONZERO, NONFINITE))

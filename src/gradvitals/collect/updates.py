@@ -107,11 +107,11 @@ Group = _Group | _HostGroup | _KernelGroup
 
 
 def _group(rows: list[int], tensors: list[Tensor]) -> Group:
-    if all(map(kernels.usable, tensors)) and (reader := kernels.ready("changes")) is not None:
+    if all(map(kernels.usable, tensors)) and (reader := kernels.ready("reductions")) is not None:
         try:
             return _KernelGroup(rows, tensors, reader)
         except Exception as error:
-            kernels.give_up("changes", error, "changes of weights are read by torch")
+            kernels.give_up("reductions", error, "changes of weights are read by torch")
     on_host = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float64)
     return _HostGroup(rows, tensors) if on_host else _Group(rows, tensors)
 

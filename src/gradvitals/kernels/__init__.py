@@ -1,7 +1,7 @@
-"""Kernels that read many tensors in one launch, on NVIDIA GPUs with Triton. Importing this needs neither.
+"""Triton kernels that process many tensors per launch, on NVIDIA GPUs. Importing this package needs neither.
 
-`usable` says whether they can be used for a tensor; `ready` imports them. Everything that uses them has a form in plain
-torch beside it, with equal results.
+`usable` returns whether kernels can read a tensor; `ready` imports a module of kernels. Every caller also has an
+implementation in plain torch, with equal results.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read; sums are kept in float32, and in float64 from one chunk to the next."""
+"""What the kernels read. They sum in float32 within a chunk and in float64 across chunks."""
 
 
 class _State:
     interpreted = False
-    """Set by tests: tensors in the host's memory go through Triton's interpreter."""
+    """Set by tests: CPU tensors go through Triton's interpreter."""
     broken: ClassVar[dict[str, str]] = {}
-    """By module, why its kernels could not be compiled or launched; from then on nobody tries again."""
+    """Modules whose kernels failed to compile or launch, with the error. They are not tried again."""
 
 
 def ready(name: str) -> ModuleType | None:
-    """The module of kernels of this name; None where there is no Triton, or it has failed before."""
+    """Return a module of kernels by name; None if there is no Triton, or the module failed before."""
     return None if name in _State.broken else _import(name)
 
 
@@ -40,19 +40,19 @@ def _import(name: str) -> ModuleType | None:
 
 
 def give_up(name: str, error: Exception, instead: str) -> None:
-    """Kernels of a module have failed: no compiler, a device too old. Say so once, and do without from now on."""
+    """Stop using a module whose kernels failed (no compiler, an old device), and warn once per error."""
     if str(error) not in _State.broken.values():
         warnings.warn(f"{instead}, without kernels, which failed: {error}", stacklevel=3)
     _State.broken[name] = str(error)
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether a tensor is where kernels can reach it."""
+    """Return whether kernels can reach a tensor."""
     return (tensor.is_cuda and torch.version.hip is None) or (_State.interpreted and tensor.device.type == "cpu")
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether kernels can read this tensor as it lies in memory: dense, on a device of theirs, of a type they know."""
+    """Return whether kernels can read a tensor: dense, without gaps, on a supported device, of a supported dtype."""
     return (
         on_device(tensor)
         and tensor.dtype in DTYPES
@@ -63,7 +63,7 @@ def usable(tensor: Tensor) -> bool:
 
 
 def is_gapless(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill one stretch of memory, in whatever order."""
+    """Return whether a tensor's elements fill one contiguous range of memory, in any order."""
     expected = 1
     places = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     for stride, size in places:

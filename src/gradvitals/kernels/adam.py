@@ -1,11 +1,12 @@
-"""AdamW's update of many tensors in one pass, with the vitals of gradients, weights and moments out of the registers.
+"""AdamW's update of many tensors in one pass, which also measures the vitals of gradients, weights and moments.
 
-`prepare` is one small launch before it: it counts the steps, and turns them, the norm to clip to and the loss scale
-into the few numbers each tensor needs, on the device. Variance-reduced updates scale the gradient on the way.
+`prepare` is one small launch before it: it counts the steps, and computes the few coefficients that each tensor needs
+from the steps, the clip norm and the loss scale, on the device. Variance-reduced updates scale the gradient on the way.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,161 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.cut import Cut
-from gradvitals.kernels.paper import factor_of, taken_in
-from gradvitals.kernels.preparing import Prepared, Ratios, Rule, prepare
-from gradvitals.kernels.sums import KINDS, absolute_bits, load, pointer, put
+from gradvitals.kernels.reductions import KINDS, absolute_bits, load, pointer, put
+from gradvitals.kernels.tables import Chunks
+from gradvitals.kernels.vrgd import factor_of, updated_average
+
+NUM_COEFFICIENTS = 8
+"""Numbers per tensor: decay, size, root and limit of its update, its step, inverse mean ratio and factor weight."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The settings of a parameter group."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare(  # type: ignore[no-untyped-def]
+    steps, squares, num_squares, lr_at, scale_at, found_at, coefficients, common, counts, norm_at,
+    ratios, num_ratios, weights, lr, log_beta1, log_beta2, spread, weight_decay, max_norm,
+    CLIP: tl.constexpr, SCALED: tl.constexpr, FOUND: tl.constexpr, LR_ON_DEVICE: tl.constexpr, REDUCED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.program_id(0)
+    factor = 1.0
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_at).to(tl.float32)
+        factor = 1.0 / scale
+    skip = 0.0
+    if FOUND:
+        skip = tl.load(found_at).to(tl.float32)
+    if tensor == 0:
+        if CLIP:
+            total = tl.zeros((BLOCK,), dtype=tl.float64)
+            for at in range(0, num_squares, BLOCK):
+                offsets = at + tl.arange(0, BLOCK)
+                total += tl.load(squares + offsets, mask=offsets < num_squares, other=0.0)
+            norm = (tl.sqrt(tl.sum(total, axis=0)) / scale).to(tl.float32)
+            share = max_norm / (norm + 1e-6)
+            factor *= tl.where(share >= 1.0, 1.0, share)  # NaN stays
+            tl.store(norm_at, norm)
+        tl.store(common, factor)
+        tl.store(common + 1, skip)
+    step_at = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
+    step = tl.load(step_at) + tl.where(skip != 0.0, 0.0, 1.0)
+    tl.store(step_at, step)
+    tl.store(counts + tensor, step.to(tl.float64))
+    if LR_ON_DEVICE:
+        lr = tl.load(lr_at).to(tl.float32)
+    many = step.to(tl.float64)
+    power1 = tl.exp2(many * log_beta1)
+    power2 = tl.exp2(many * log_beta2)
+    debias1 = 1.0 - power1
+    debias2 = 1.0 - power2
+    limit = (1.0 + spread * (1.0 + power1) / debias1) / 2.0 * debias1 * debias1 / debias2
+    mine = coefficients + tensor * 8
+    tl.store(mine, 1.0 - lr * weight_decay)
+    tl.store(mine + 1, (lr / debias1).to(tl.float32))
+    tl.store(mine + 2, (1.0 / tl.sqrt(debias2)).to(tl.float32))
+    tl.store(mine + 3, limit.to(tl.float32))
+    tl.store(mine + 4, step)
+    if REDUCED:
+        total, number = tl.load(ratios + tensor), tl.load(ratios + num_ratios + tensor)
+        tl.store(mine + 5, (number / total).to(tl.float32))
+        tl.store(mine + 6, tl.load(weights + tensor))
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """What a variance-reduced step needs per tensor, on the device."""
+
+    sums: Tensor
+    """Sums of the signal-to-noise ratios, and their counts; see `vrgd.sum_ratios`."""
+    weights: Tensor
+    """Weights of this step's factors in their moving averages."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` computes for `update`, on the device."""
+
+    coefficients: Tensor
+    common: Tensor
+    steps: Tensor
+    """Number of steps of each tensor, including this one."""
+    norm: Tensor
+    """Norm of all gradients, without the loss scale; undefined if nothing is clipped."""
+
+
+def prepare(
+    steps: Tensor,
+    number: int,
+    rule: Rule,
+    *,
+    squares: Tensor | None,
+    max_norm: float | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    ratios: Ratios | None = None,
+) -> Prepared:
+    """Count a step of each tensor, and compute the coefficients of its update.
+
+    Args:
+        steps: Addresses of the step counts.
+        number: Number of tensors.
+        rule: Settings of their group.
+        squares: Squared norms of all gradients to clip together.
+        max_norm: The norm to clip to.
+        grad_scale: Loss scale that gradients still contain.
+        found_inf: Not 0 to skip the step.
+        ratios: For a variance-reduced update.
+    """
+    device = steps.device
+    numbers = torch.empty(number * NUM_COEFFICIENTS + 4, dtype=torch.float32, device=device)
+    coefficients, common, norm = numbers[:-4], numbers[-4:-2], numbers[-2:-1]
+    counts = torch.empty(number, dtype=torch.float64, device=device)
+    clip = squares is not None and max_norm is not None
+    _prepare[(number,)](
+        steps,
+        squares if clip else counts,
+        squares.numel() if squares is not None and clip else 0,
+        rule.lr if isinstance(rule.lr, Tensor) else numbers,
+        numbers if grad_scale is None else grad_scale,
+        numbers if found_inf is None else found_inf,
+        coefficients,
+        common,
+        counts,
+        norm,
+        counts if ratios is None else ratios.sums,
+        0 if ratios is None else ratios.sums.shape[1],
+        numbers if ratios is None else ratios.weights,
+        0.0 if isinstance(rule.lr, Tensor) else float(rule.lr),
+        _log2(rule.beta1),
+        _log2(rule.beta2),
+        (1 - rule.beta1) / (1 + rule.beta1),
+        float(rule.weight_decay),
+        float(max_norm or 0.0),
+        CLIP=clip,
+        SCALED=grad_scale is not None,
+        FOUND=found_inf is not None,
+        LR_ON_DEVICE=isinstance(rule.lr, Tensor),
+        REDUCED=ratios is not None,
+        BLOCK=1024,
+    )
+    return Prepared(coefficients, common, counts, norm)
+
+
+def _log2(beta: float) -> float:
+    return math.log2(beta) if beta > 0 else -1e30
+
 
 __all__ = ["MAXIMA", "ROOTS", "SPAN", "VITALS", "Ratios", "Reduction", "Rule", "Tables", "prepare", "update"]
 
@@ -24,21 +176,21 @@ VITALS = (
     "square", "largest", "nonzero", "nonfinite", "along_weight", "along_momentum", "momentum_before", "weight_before",
     "weight", "update", "first", "second", "alive", "below_one",
 )  # fmt: skip
-"""What is summed over each tensor: of the gradient as it lies in memory, then of weights and moments."""
+"""Sums over each tensor: of the gradient as in memory, then of weights and moments."""
 
 MAXIMA = 1 << VITALS.index("largest")
 ROOTS = sum(1 << VITALS.index(name) for name in ("square", "weight_before", "weight", "first"))
 
 BLOCK = 512
 SPAN = 8192
-"""Below 2¹⁵: counts share 32 bits."""
+"""Below 2¹⁵, because two counts share 32 bits."""
 NUM_WARPS = 4
 STAGES = 3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(x, seed, offsets, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To the type of the weights: to the nearest, or up as often as the rest is long."""
+    """Round to the dtype of the weights: to nearest, or up with a probability equal to the remainder."""
     if STOCHASTIC:
         bits = x.to(tl.uint32, bitcast=True)
         noise = tl.randint(seed, offsets).to(tl.uint32, bitcast=True) & 0xFFFF
@@ -58,7 +210,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     square = tl.zeros((BLOCK,), dtype=tl.float32)
     bits = tl.zeros((BLOCK,), dtype=tl.int32)
-    counts = tl.zeros((BLOCK,), dtype=tl.int32)  # of non-zero numbers, and in the upper half of non-finite ones
+    counts = tl.zeros((BLOCK,), dtype=tl.int32)  # of nonzero elements; the upper half counts nonfinite ones
     along_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     along_momentum = tl.zeros((BLOCK,), dtype=tl.float32)
     momentum_before = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -67,7 +219,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
     update = tl.zeros((BLOCK,), dtype=tl.float32)
     first_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     second_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    alive = tl.zeros((BLOCK,), dtype=tl.int32)  # and in the upper half of those below 1
+    alive = tl.zeros((BLOCK,), dtype=tl.int32)  # the upper half counts those below 1
     length = SPAN if WHOLE else end - start
     for i in tl.range(0, length, BLOCK, num_stages=STAGES):
         offsets = start + i + tl.arange(0, BLOCK)
@@ -81,14 +233,14 @@ def _update_chunk(  # type: ignore[no-untyped-def]
             if KEEP:
                 put(factor_at, offsets, end, reduced, WHOLE)
             if AVERAGED:
-                average = taken_in(load(average_at, offsets, end, WHOLE), reduced, share, GRAD)
+                average = updated_average(load(average_at, offsets, end, WHOLE), reduced, share, GRAD)
                 put(average_at, offsets, end, average, WHOLE)
                 reduced = average.to(tl.float32)
             grad = (raw * reduced).to(GRAD).to(tl.float32)
         grad = grad * factor
         if MAXIMIZE:
             grad = -grad
-        # Spelt out, so that the step is the same, bit for bit, whatever is summed up beside it.
+        # Explicit fma, so that the step is the same bit for bit with and without vitals.
         m = tl.fma(beta1, m_old, rest1 * grad)
         v = tl.fma(rest2 * grad, grad, beta2 * v_old)
         new = tl.fma(-size, m / tl.fma(tl.sqrt(v), root, eps), old * decay)
@@ -100,7 +252,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
         put(weight_at, offsets, end, kept, WHOLE)
         put(first_at, offsets, end, m.to(MOMENT), WHOLE)
         put(second_at, offsets, end, v.to(MOMENT), WHOLE)
-        if SCALED:  # torch's fused optimizers leave gradients unscaled too
+        if SCALED:  # torch's fused optimizers unscale .grad too
             put(grad_at, offsets, end, (raw * scale).to(GRAD), WHOLE)
         if VITALS:
             found = absolute_bits(raw)
@@ -155,7 +307,7 @@ def _update(  # type: ignore[no-untyped-def]
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     first_at = pointer(firsts, tensor, MOMENT, ALIGNED)
     second_at = pointer(seconds, tensor, MOMENT, ALIGNED)
-    # What is not asked for is never read: its tables are those of the weights.
+    # Unused tables are those of the weights, and are never read.
     noise_at = pointer(noises, tensor, NOISE, ALIGNED)
     average_at = pointer(averages, tensor, GRAD, ALIGNED)
     factor_at = pointer(factors, tensor, tl.float32, ALIGNED)
@@ -188,7 +340,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tables:
-    """Where the four tensors of every parameter lie, and their types."""
+    """Addresses of the four tensors of every parameter, and their dtypes."""
 
     weights: Tensor
     grads: Tensor
@@ -201,20 +353,20 @@ class Tables:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Where the tensors lie that a variance-reduced update needs beside the four, and its smallest factor."""
+    """Addresses of the other tensors of a variance-reduced update, and its smallest factor."""
 
     noises: Tensor
-    """Squared deviations; none where not positive."""
+    """Squared deviations; a value that is not positive means no noise."""
     averages: Tensor | None
-    """Moving averages of the factors, of the gradients' type: these, where there are any, are multiplied by."""
+    """Moving averages of the factors, in the gradients' dtype. If given, they multiply the gradients."""
     factors: Tensor | None
-    """Take the factors in float32, where they are wanted."""
+    """Receive the factors in float32, if wanted."""
     noise_dtype: torch.dtype
     gamma: float
 
 
 def update(
-    cut: Cut,
+    chunks: Chunks,
     tables: Tables,
     rule: Rule,
     prepared: Prepared,
@@ -225,23 +377,23 @@ def update(
     seed: int | None,
     reduction: Reduction | None = None,
 ) -> Tensor | None:
-    """Make the step. Returns the sums of every chunk, in the order of `VITALS`, where asked for.
+    """Make the step. Return the sums of every chunk in the order of `VITALS`, if wanted.
 
     Args:
-        cut: Of the parameters.
-        tables: Where everything lies.
-        rule: Of their group.
-        prepared: By `prepare`, for this step.
-        vitals: Whether to sum up what there is to tell.
-        grad_scale: What gradients are still multiplied by; they are divided in memory too.
-        found_inf: Other than 0 where nothing is to be changed.
-        seed: Where weights are to be rounded stochastically.
-        reduction: Where gradients are to be scaled by the paper's factors on the way; ``.grad`` stays as it is.
+        chunks: Of the parameters.
+        tables: Addresses of all tensors.
+        rule: Settings of their group.
+        prepared: From `prepare`, for this step.
+        vitals: Whether to compute the sums.
+        grad_scale: Loss scale that gradients still contain; it is removed from ``.grad`` too.
+        found_inf: Not 0 to change nothing.
+        seed: Rounds weights stochastically, if given.
+        reduction: Scales gradients by the paper's factors; ``.grad`` stays unchanged.
     """
     device = tables.weights.device
-    sums = torch.empty((len(VITALS), cut.num_chunks), dtype=torch.float32, device=device) if vitals else None
-    _update[(cut.num_chunks,)](
-        cut.chunks,
+    sums = torch.empty((len(VITALS), chunks.num_chunks), dtype=torch.float32, device=device) if vitals else None
+    _update[(chunks.num_chunks,)](
+        chunks.table,
         tables.weights,
         tables.grads,
         tables.firsts,
@@ -253,7 +405,7 @@ def update(
         prepared.common,
         prepared.common if grad_scale is None else grad_scale,
         prepared.common if sums is None else sums,
-        cut.num_chunks,
+        chunks.num_chunks,
         seed or 0,
         rule.beta1,
         rule.beta2,

@@ -1,9 +1,8 @@
-"""Adam's moments of many tensors: sums of both in one read, and the median over coordinates of m²/v from a sample.
+"""Adam's moments of many tensors: sums of both in one read, and the median of m²/v over a sample of coordinates.
 
-The sample is stretches of `BLOCK` coordinates, at most `MOST_STRETCHES` of them, spread evenly over a tensor; all of it
-where it is shorter than `SPAN`. It is counted in bins whose edges are spaced like float32 numbers with three bits of
-mantissa, eight to an octave; the median is found between the edges of its bin, in proportion. Nothing is added up in an
-order that could change.
+The sample consists of at most `MAX_RUNS` runs of `BLOCK` coordinates, spread evenly over a tensor, or of the whole
+tensor if it is shorter than `SPAN`. It is counted in bins whose edges are float32 numbers with three bits of mantissa,
+eight per octave; the median is interpolated within its bin. All sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.cut import Addresses, Cut, upload
-from gradvitals.kernels.sums import KINDS, finish, load, pointer
+from gradvitals.kernels.reductions import KINDS, finish, load, pointer
+from gradvitals.kernels.tables import Addresses, Chunks, upload
 
 MOMENT_SUMS = ("first", "second", "alive", "below_one")
-"""Of m squared, of v; coordinates with a v, and those of them whose GSNR is below 1."""
+"""Sums of m² and of v; counts of coordinates with v > 0, and of those whose GSNR is below 1."""
 
 BLOCK = 512
 SPAN = 8192
 NUM_WARPS = 4
 BINS = 256
 FIRST_BIN = tl.constexpr(8 * (127 - 28))
-"""The bits of 2⁻²⁸ but for the last 20; smaller ratios count with it, and those from 16 on with the last bin."""
+"""The bits of 2⁻²⁸ without the last 20. Smaller ratios go into this bin, and those from 16 up into the last."""
 CHUNKS_AT_ONCE = 16
-MOST_STRETCHES = 64
-"""Where coordinates are alike, the rank of what is found is off by less than 1 % then; rows that differ add to that."""
+MAX_RUNS = 64
+"""If coordinates are alike, the rank of the result is then off by less than 1%; rows that differ add to that."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,7 +39,7 @@ def _sums_of_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     first_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     second_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    counts = tl.zeros((BLOCK,), dtype=tl.int32)  # of those alive, and in the upper half of those below 1
+    counts = tl.zeros((BLOCK,), dtype=tl.int32)  # of those alive; the upper half counts those below 1
     length = SPAN if WHOLE else end - start
     for i in range(0, length, BLOCK):
         offsets = start + i + tl.arange(0, BLOCK)
@@ -96,7 +95,7 @@ def _count(  # type: ignore[no-untyped-def]
         v = load(second_at, offsets, end, False)
         ratio = m * m / v
         which = (ratio.to(tl.int32, bitcast=True) >> 20) - FIRST_BIN
-        counted = v > 0.0  # not where v is 0, or beyond the end
+        counted = v > 0.0  # not if v is 0, or beyond the end
         which = tl.where(counted, tl.minimum(tl.maximum(which, 0), BINS - 1), 0)
         idle = BLOCK - tl.sum(counted.to(tl.int32), axis=0)
         found += tl.histogram(which, BINS) - tl.where(tl.arange(0, BINS) == 0, idle, 0)
@@ -121,71 +120,71 @@ def _medians(  # type: ignore[no-untyped-def]
     mine = tl.sum((up_to < half).to(tl.int32), axis=0)
     below = tl.max(tl.where(bins < mine, up_to, 0.0), axis=0)
     inside = tl.sum(tl.where(bins == mine, found, 0.0), axis=0)
-    share = (half - below) / inside  # nan where nothing was counted
+    share = (half - below) / inside  # NaN if nothing was counted
     low = ((mine + FIRST_BIN) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     high = ((mine + 1 + FIRST_BIN) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     tl.store(medians + tensor, low + share * (high - low))
 
 
 class MomentReader:
-    """One set of moments that is read again and again."""
+    """Reads one set of moments repeatedly."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._device = device
-        self._cut = Cut(sizes, device, SPAN)
+        self._chunks = Chunks(sizes, device, SPAN)
         self._firsts, self._seconds = Addresses(), Addresses()
-        numbers = [end - begin for begin, end in pairwise([*self._cut.firsts, self._cut.num_chunks])]
-        # Odd, and staggered within their chunks: what comes again with every row or head must not always be hit.
-        taken = [range(0, number, -(-number // MOST_STRETCHES) | 1) for number in numbers]
+        numbers = [end - begin for begin, end in pairwise([*self._chunks.firsts, self._chunks.num_chunks])]
+        # An odd stride, staggered within chunks, so that samples do not align with rows or heads.
+        taken = [range(0, number, -(-number // MAX_RUNS) | 1) for number in numbers]
         shifts = [
             BLOCK * (7 * place % (SPAN // BLOCK)) if place < number - 1 else 0
             for number, some in zip(numbers, taken, strict=True)
             for place in some
         ]
-        which = [first + place for first, some in zip(self._cut.firsts, taken, strict=True) for place in some]
-        self._stretches = self._cut.chunks[:, upload(torch.tensor(which, dtype=torch.int64), device)].contiguous()
-        self._stretches[1] += upload(torch.tensor(shifts, dtype=torch.int64), device)
+        which = [first + place for first, some in zip(self._chunks.firsts, taken, strict=True) for place in some]
+        self._runs = self._chunks.table[:, upload(torch.tensor(which, dtype=torch.int64), device)].contiguous()
+        self._runs[1] += upload(torch.tensor(shifts, dtype=torch.int64), device)
         per_tensor = [size if size < SPAN else BLOCK * len(some) for size, some in zip(sizes, taken, strict=True)]
         self.num_sampled = sum(per_tensor)
-        """Coordinates that medians are taken of, or some more."""
+        """Upper bound of the number of coordinates in the sample."""
         ends = list(accumulate(map(len, taken), initial=0))
         self._of_tensors = upload(torch.tensor(list(pairwise(ends)), dtype=torch.int64).reshape(-1, 2), device)
 
     def sums(self, firsts: Sequence[Tensor], seconds: Sequence[Tensor], limits: Tensor) -> Tensor:
-        """Rows in the order of `MOMENT_SUMS`, the first of them norms; a column for each tensor, in float64.
+        """Return rows in the order of `MOMENT_SUMS`, the first as norms, with a column per tensor, in float64.
 
         Args:
-            firsts: Averages m of gradients, of one device and type.
-            seconds: Averages v of their squares, laid out alike.
-            limits: In float32, for each tensor: its GSNR is below 1 where m² is below this times v.
+            firsts: Averages m of gradients, of one device and dtype.
+            seconds: Averages v of their squares, of the same layout.
+            limits: In float32, per tensor: the GSNR is below 1 if m² is below this times v.
         """
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             mine, theirs = self._firsts.table(firsts), self._seconds.table(seconds)
-            shape = (len(MOMENT_SUMS), self._cut.num_chunks)
+            shape = (len(MOMENT_SUMS), self._chunks.num_chunks)
             sums = torch.empty(shape, dtype=torch.float32, device=self._device)
-            _sums[(self._cut.num_chunks,)](
-                self._cut.chunks,
+            _sums[(self._chunks.num_chunks,)](
+                self._chunks.table,
                 mine,
                 theirs,
                 limits,
                 sums,
-                self._cut.num_chunks,
+                self._chunks.num_chunks,
                 KIND=KINDS[firsts[0].dtype],
                 ALIGNED=self._firsts.aligned and self._seconds.aligned,
                 BLOCK=BLOCK,
                 SPAN=SPAN,
                 num_warps=NUM_WARPS,
             )
-            return finish(self._cut, sums, roots=1)
+            return finish(self._chunks, sums, roots=1)
 
     def medians(self, firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
-        """The median of m²/v over the coordinates of each tensor that have a v, in float64; nan where none has."""
+        """Return the median of m²/v over each tensor's coordinates with v > 0, in float64; NaN if there are none."""
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             mine, theirs = self._firsts.table(firsts), self._seconds.table(seconds)
-            number = self._stretches.shape[1]
+            number = self._runs.shape[1]
             counts = torch.empty((number, BINS), dtype=torch.int32, device=self._device)
             _count[(number,)](
-                self._stretches,
+                self._runs,
                 mine,
                 theirs,
                 counts,
@@ -197,6 +196,6 @@ class MomentReader:
                 BINS=BINS,
                 num_warps=NUM_WARPS,
             )
-            medians = torch.empty(self._cut.num_tensors, dtype=torch.float64, device=self._device)
-            _medians[(self._cut.num_tensors,)](counts, self._of_tensors, medians, BINS=BINS, AT_ONCE=CHUNKS_AT_ONCE)
+            medians = torch.empty(self._chunks.num_tensors, dtype=torch.float64, device=self._device)
+            _medians[(self._chunks.num_tensors,)](counts, self._of_tensors, medians, BINS=BINS, AT_ONCE=CHUNKS_AT_ONCE)
             return medians

@@ -1,14 +1,10 @@
-"""AdamW in one pass, optimizers that weigh the gradient by how much of it is signal (VRGD), and their baselines."""
+"""AdamW in one pass, optimizers that scale gradients by their signal-to-noise ratio (VRGD), and their baselines."""
 
 from gradvitals.optim import schedules
 from gradvitals.optim.adamw import AdamW
-from gradvitals.optim.family import VRLAMB, VRLARS, VRSGD, VRAdam
-from gradvitals.optim.lamb import LAMB
-from gradvitals.optim.lars import LARS
-from gradvitals.optim.options import VROptions
-from gradvitals.optim.reduced import VarianceReduced
-from gradvitals.optim.vradamw import VRAdamW
-from gradvitals.optim.wrapper import VRGD
+from gradvitals.optim.layerwise import LAMB, LARS
+from gradvitals.optim.vrgd import VarianceReduced, VROptions
+from gradvitals.optim.vrgd_optimizers import VRGD, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW
 
 __all__ = [
     "LAMB",

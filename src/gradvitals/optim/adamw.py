@@ -1,19 +1,274 @@
-"""AdamW in one pass over everything it touches, clipping included, with the vitals of that step for free."""
+"""AdamW in one pass over its tensors, clipping included, which also measures the step's vitals at no extra cost."""
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
-from gradvitals.optim.one_pass import OnePass, Vitals
-from gradvitals.optim.stochastic import step_in_float32
+from gradvitals.kernels.tables import Addresses, Chunks
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What one step measured of the parameters of one group, device and dtype."""
+
+    parameters: Sequence[Tensor]
+    numbers: Mapping[str, Tensor]
+    """One number per parameter under each name, in float64 on the device.
+
+    Gradients as in ``.grad``: ``square`` (their norm), ``largest``, ``nonzero``, ``nonfinite``, the inner products
+    ``along_weight`` and ``along_momentum``. Norms of weights before the step (``weight_before``) and after it
+    (``weight``). Squared norms of the ``update`` and of ``momentum_before``. The norm of the ``first`` moment and the
+    sum of the ``second``. Counts of coordinates that are ``alive`` (second moment above 0) and ``below_one`` in GSNR.
+    The ``step``.
+    """
+    slices: Mapping[Tensor, Tensor]
+    """Norms of the requested equal slices of gradients."""
+    betas: tuple[float, float]
+    max_norm: float | None
+
+
+class Batch:
+    """Parameters of one group, device and dtype, with their state."""
+
+    def __init__(
+        self, group: int, entries: Sequence[tuple[Tensor, dict[str, Any]]], slices: Mapping[Tensor, int]
+    ) -> None:
+        (adam,) = kernel_modules("adam")
+        self.group = group
+        self.parameters = [parameter for parameter, _ in entries]
+        self.states = [state for _, state in entries]
+        self.device = self.parameters[0].device
+        for state in self.states:
+            state["step"] = torch.as_tensor(state["step"]).to(self.device, torch.float32, non_blocking=True)
+        self.firsts = [state["exp_avg"] for state in self.states]
+        self.seconds = [state["exp_avg_sq"] for state in self.states]
+        self.steps = [state["step"] for state in self.states]
+        self.strides = [parameter.stride() for parameter in self.parameters]
+        self.dtypes = (self.parameters[0].dtype, _grad(self.parameters[0]).dtype, self.firsts[0].dtype)
+        wanted = {place: slices[p] for place, p in enumerate(self.parameters) if p in slices}
+        self.chunks = Chunks([p.numel() for p in self.parameters], self.device, adam.SPAN, wanted)
+        self.slices: dict[Tensor, slice] = {}
+        start = len(self.parameters)
+        for place, number in self.chunks.slices.items():
+            self.slices[self.parameters[place]] = slice(start, start + number)
+            start += number
+        self.addresses = {name: Addresses() for name in ("weights", "grads", "firsts", "seconds", "steps")}
+        self.extra: dict[str, Any] = {}
+        """What a variance-reduced step needs in addition."""
+
+    def matches(self, grads: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether state and gradients are still the same; a loaded checkpoint or a reset replaces them."""
+        kept = zip(self.parameters, self.states, self.firsts, self.seconds, self.steps, strict=True)
+        return (
+            all(
+                state[p] is entry and entry["exp_avg"] is m and entry["exp_avg_sq"] is v and entry["step"] is step
+                for p, entry, m, v, step in kept
+            )
+            and [grad.stride() for grad in grads] == self.strides
+            and {grad.dtype for grad in grads} == {self.dtypes[1]}
+        )
+
+
+class FusedStep:
+    """Makes the steps of one AdamW by kernels: groups parameters, keeps address tables, and launches."""
+
+    needs: ClassVar[str] = "adam"
+    """The module of kernels to give up if a step fails."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.total_norm: Tensor | None = None
+        self.has_started = False
+        """Whether the step in progress has changed some weights."""
+        self._batches: list[Batch] = []
+        self._members: list[list[int]] = []
+        self._slices: Mapping[Tensor, int] = {}
+        self._grads: list[list[Tensor]] = []
+        self._readers: dict[tuple[torch.device, torch.dtype], Any] = {}
+        self._reachable: tuple[list[int], bool] = ([], False)
+
+    def is_possible(self) -> bool:
+        """Return whether settings and parameters allow a step by kernels."""
+        groups = self.optimizer.param_groups
+        known = [len(group["params"]) for group in groups]
+        if self._reachable[0] != known:
+            every = [p for group in groups for p in group["params"]]
+            self._reachable = (known, bool(every) and all(kernels.usable(p) for p in every))
+        return self._reachable[1] and all(_is_ours(group) for group in groups) and kernels.ready(self.needs) is not None
+
+    def collect(self, slices: Mapping[Tensor, int]) -> bool:
+        """Collect the gradients. Return whether kernels can make the step with them."""
+        self.has_started = False
+        groups = self.optimizer.param_groups
+        present = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        members = [list(map(id, some)) for some in present]
+        if members != self._members or slices != self._slices or not self._all_match():
+            if not self._lay_out(present, slices):
+                self._members = []
+                return False
+            self._members, self._slices = members, dict(slices)
+            return self._all_match()
+        return True
+
+    def _all_match(self) -> bool:
+        self._grads = [[_grad(p) for p in batch.parameters] for batch in self._batches]
+        return all(self._matches(batch, grads) for batch, grads in zip(self._batches, self._grads, strict=True))
+
+    def _matches(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
+        return batch.matches(grads, self.optimizer.state)
+
+    def _lay_out(self, present: Sequence[Sequence[Tensor]], slices: Mapping[Tensor, int]) -> bool:
+        alike: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = {}
+        for index, parameters in enumerate(present):
+            self.optimizer._lists_of(self.optimizer.param_groups[index])
+            for parameter in parameters:
+                grad, state = _grad(parameter), self.optimizer.state[parameter]
+                moments = (state["exp_avg"], state["exp_avg_sq"])
+                if not all(kernels.usable(t) and t.stride() == parameter.stride() for t in (parameter, grad, *moments)):
+                    return False
+                if moments[0].dtype != moments[1].dtype or not parameter.numel():
+                    return False
+                more = self._kind(parameter, grad, state)
+                if more is None:
+                    return False
+                kind = (index, parameter.device, parameter.dtype, grad.dtype, moments[0].dtype, *more)
+                alike.setdefault(kind, []).append((parameter, state))
+        self._batches = [Batch(kind[0], entries, slices) for kind, entries in alike.items()]
+        for batch in self._batches:
+            self._complete(batch)
+        return True
+
+    # A variance-reduced step overrides these.
+
+    def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return what else the parameters of a batch must have in common; None if kernels cannot make the step."""
+        return ()
+
+    def _complete(self, batch: Batch) -> None:
+        """Add what else a new batch needs."""
+
+    def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
+        """Return what `prepare` and `update` need to scale gradients, and whether all of it is aligned."""
+        return None, None, True
+
+    def _after(self, batch: Batch) -> None:
+        """Called after the update of a batch."""
+
+    def step(self, *, vitals: bool) -> list[Vitals]:
+        """Make the step with the collected gradients, and return its vitals if wanted."""
+        optimizer = self.optimizer
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        max_norm: float | None = optimizer.max_norm
+        self.total_norm = None
+        squares = self._squares() if max_norm is not None and self._batches else None
+        measured = []
+        for batch, grads in zip(self._batches, self._grads, strict=True):
+            on_device = partial(_to, device=batch.device)
+            with torch.cuda.device(batch.device if batch.device.type == "cuda" else -1):
+                measured += self._step_batch(
+                    batch, grads, on_device(squares), max_norm, on_device(scale), on_device(found), vitals
+                )
+        self._grads = []
+        return measured
+
+    def _squares(self) -> Tensor:
+        """Return the squared norm of every gradient, in one pass per device and dtype."""
+        (reductions,) = kernel_modules("reductions")
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for batch, grads in zip(self._batches, self._grads, strict=True):
+            alike.setdefault((batch.device, batch.dtypes[1]), []).extend(grads)
+        found = [
+            self._readers.setdefault(kind, reductions.Reader()).read(grads, norms=False)[0]
+            for kind, grads in alike.items()
+        ]
+        return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
+
+    def _step_batch(
+        self,
+        batch: Batch,
+        grads: Sequence[Tensor],
+        squares: Tensor | None,
+        max_norm: float | None,
+        scale: Tensor | None,
+        found: Tensor | None,
+        vitals: bool,
+    ) -> list[Vitals]:
+        adam, reductions = kernel_modules("adam", "reductions")
+        group, at = self.optimizer.param_groups[batch.group], batch.addresses
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device != batch.device:
+            lr = float(lr)
+        beta1, beta2 = map(float, group["betas"])
+        rule = adam.Rule(lr, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
+        clip = {"squares": squares, "max_norm": max_norm}
+        amp = {"grad_scale": scale, "found_inf": found}
+        grads_at = at["grads"].table(grads)
+        ratios, reduction, reduction_aligned = self._reduce(batch, grads, grads_at)
+        prepared = adam.prepare(at["steps"].table(batch.steps), len(batch.steps), rule, **clip, **amp, ratios=ratios)
+        lists = {"weights": batch.parameters, "firsts": batch.firsts, "seconds": batch.seconds}
+        addresses = {"grads": grads_at} | {name: at[name].table(tensors) for name, tensors in lists.items()}
+        aligned = reduction_aligned and all(at[name].aligned for name in addresses)
+        tables = adam.Tables(**addresses, dtypes=batch.dtypes, aligned=aligned)
+        stochastic = self.optimizer.stochastic_rounding and batch.dtypes[0] == torch.bfloat16
+        seed = torch.initial_seed() % 2**31 + 7919 * batch.group if stochastic else None
+        try:
+            sums = adam.update(
+                batch.chunks, tables, rule, prepared, vitals=vitals, **amp, seed=seed, reduction=reduction
+            )
+        except Exception:
+            if not self.has_started:
+                torch._foreach_sub_(batch.steps, 1.0)
+            raise
+        self.has_started = True
+        self._after(batch)
+        if squares is not None and self.total_norm is None:
+            self.total_norm = prepared.norm[0]
+        if sums is None:
+            return []
+        numbers = reductions.finish(batch.chunks, sums, maxima=adam.MAXIMA, roots=adam.ROOTS)
+        whole = numbers[:, : len(batch.parameters)]
+        norms = numbers[0]
+        return [
+            Vitals(
+                parameters=batch.parameters,
+                numbers={**dict(zip(adam.VITALS, whole, strict=True)), "step": prepared.steps},
+                slices={parameter: norms[part] for parameter, part in batch.slices.items()},
+                betas=(beta1, beta2),
+                max_norm=max_norm,
+            )
+        ]
+
+
+def kernel_modules(*names: str) -> list[Any]:
+    """Return modules of kernels that are known to be available."""
+    return [kernels.ready(name) for name in names]
+
+
+def _is_ours(group: Mapping[str, Any]) -> bool:
+    """Return whether a group leaves the choice of implementation to us."""
+    plain = not (group["amsgrad"] or group["differentiable"]) and group["foreach"] is None
+    return plain and not any(isinstance(beta, Tensor) for beta in group["betas"])
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _to(tensor: Tensor | None, *, device: torch.device) -> Tensor | None:
+    return tensor if tensor is None else tensor.to(device)
+
 
 VitalsHook = Callable[[Vitals], object]
 
@@ -22,13 +277,13 @@ ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, in one pass on NVIDIA GPUs with Triton, and as it is everywhere else.
+    """`torch.optim.AdamW`, in one pass on NVIDIA GPUs with Triton, and torch's own step everywhere else.
 
-    Arguments, state and state dicts are those of `torch.optim.AdamW`, and results are equal to rounding. With `foreach`
-    given, with `amsgrad` or with `differentiable` the step is torch's own. `torch.compile` leaves it as it is.
+    Arguments, state and state dicts are those of `torch.optim.AdamW`, and results agree up to rounding. With `foreach`
+    set, with `amsgrad` or with `differentiable`, the step is torch's own. `torch.compile` does not compile it.
 
-    Under `gv.watch` the step hands over norms, extremes and counts of gradients, weights, moments and updates, which
-    then need not be read again.
+    Under `gv.watch` the step also returns norms, extremes and counts of gradients, weights, moments and updates, so
+    the monitor need not read them again.
 
     Args:
         params: Parameters, or groups of them.
@@ -36,14 +291,14 @@ class AdamW(torch.optim.AdamW):
         betas: Decays of the averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Shrinks the weights directly.
-        amsgrad: As in `torch.optim.AdamW`, like all that follow.
-        maximize: Go up.
-        foreach: True or False leave the step to torch.
-        capturable: The step may be captured in a CUDA graph; this one may be in any case.
-        differentiable: Leaves the step to torch.
-        fused: Torch's fused step where this one cannot be used.
-        max_norm: Clip the norm of all gradients to this, inside the step. ``.grad`` stays as it is. It is what
-            `torch.nn.utils.clip_grad_norm_` before the step would do, and `total_norm` is what that would return.
+        amsgrad: As in `torch.optim.AdamW`. It uses torch's step.
+        maximize: Maximize the objective.
+        foreach: True or False use torch's step.
+        capturable: As in torch; the step by kernels can always be captured in a CUDA graph.
+        differentiable: As in torch. It uses torch's step.
+        fused: Use torch's fused step if kernels cannot make the step.
+        max_norm: Clip the norm of all gradients to this inside the step, without changing ``.grad``. The result is that
+            of `torch.nn.utils.clip_grad_norm_` before the step, and `total_norm` is what it would return.
         stochastic_rounding: Round bfloat16 weights up or down at random, so that small updates are not lost.
 
     Example:
@@ -74,7 +329,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
             raise ValueError(f"max_norm is {max_norm!r}; expected a norm above 0, e.g. 1.0, or None")
-        self._begin_passes(max_norm, stochastic_rounding)
+        self._start_fused(max_norm, stochastic_rounding)
         super().__init__(
             params,
             lr,
@@ -89,28 +344,28 @@ class AdamW(torch.optim.AdamW):
             fused=fused,
         )
 
-    def _begin_passes(self, max_norm: float | None, stochastic_rounding: bool) -> None:
+    def _start_fused(self, max_norm: float | None, stochastic_rounding: bool) -> None:
         self.max_norm = max_norm
-        """What the norm of all gradients is clipped to; may be changed at any time."""
+        """The norm to clip all gradients to; it may change at any time."""
         self.stochastic_rounding = stochastic_rounding
         self.total_norm: Tensor | None = None
-        """Of all gradients in the last step, before clipping, on their device; None without `max_norm`."""
-        self.tells_vitals = False
-        """Whether the last step went through kernels, so that the next will call the hooks most likely."""
-        self._pass = self._new_pass()
+        """The norm of all gradients in the last step before clipping, on their device; None without `max_norm`."""
+        self.reports_vitals = False
+        """Whether the last step ran by kernels; the next one then most likely calls the vitals hooks."""
+        self._fused = self._new_fused()
         self._vitals_hooks: OrderedDict[int, VitalsHook] = OrderedDict()
         self._slices: dict[int, Mapping[Tensor, int]] = {}
         self._clip_factor: Tensor | None = None
 
-    def _new_pass(self) -> OnePass:
-        return OnePass(self)
+    def _new_fused(self) -> FusedStep:
+        return FusedStep(self)
 
     def register_vitals_hook(self, hook: VitalsHook, slices: Mapping[Tensor, int] | None = None) -> RemovableHandle:
-        """Have a function called after each step that goes through kernels, with what it saw in passing.
+        """Call a function after each step that runs by kernels, with what the step measured.
 
         Args:
-            hook: Called with `Vitals` for each type and group of parameters.
-            slices: Parameters that are to be summed in so many equal parts too, e.g. attention heads.
+            hook: Called with `Vitals` for each group, device and dtype of parameters.
+            slices: Parameters to measure in this many equal slices too, e.g. attention heads.
         """
         handle = RemovableHandle(self._vitals_hooks)
         self._vitals_hooks[handle.id] = hook
@@ -119,12 +374,12 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler is to leave dividing and skipping to the step."""
-        return all(group["fused"] for group in self.param_groups) or self._pass.is_possible()
+        """Whether a GradScaler leaves unscaling and skipping to the step."""
+        return all(group["fused"] for group in self.param_groups) or self._fused.is_possible()
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """Torch says so itself where `fused` is given."""
+        """Ignore the value: torch sets it if `fused` is given."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -142,54 +397,50 @@ class AdamW(torch.optim.AdamW):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _make_step(self) -> None:
-        self.tells_vitals = self._step_by_kernels()
-        if not self.tells_vitals:
+        self.reports_vitals = self._step_by_kernels()
+        if not self.reports_vitals:
             self._step_by_torch()
-
-    # -- one pass -----------------------------------------------------------------------------------------------
 
     def _step_by_kernels(self) -> bool:
         try:
             live = {key: slices for key, slices in self._slices.items() if key in self._vitals_hooks}
             wanted = {parameter: number for slices in live.values() for parameter, number in slices.items()}
-            if not self._pass.is_possible() or not self._pass.look(wanted):
+            if not self._fused.is_possible() or not self._fused.collect(wanted):
                 return False
-            told = self._pass.step(vitals=bool(self._vitals_hooks))
+            measured = self._fused.step(vitals=bool(self._vitals_hooks))
         except Exception as error:
-            if self._pass.has_begun:  # what is half made cannot be made otherwise
+            if self._fused.has_started:  # torch cannot finish a half-made step
                 raise
-            kernels.give_up(self._pass.needs, error, f"{type(self).__name__} goes on with torch's step")
+            kernels.give_up(self._fused.needs, error, f"{type(self).__name__} continues with torch's step")
             return False
-        self.total_norm = self._pass.total_norm
-        for vitals in told:
+        self.total_norm = self._fused.total_norm
+        for vitals in measured:
             for hook in list(self._vitals_hooks.values()):
                 hook(vitals)
         return True
 
-    # -- as torch does it ---------------------------------------------------------------------------------------
-
     def _step_by_torch(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not grads or self._left_out(grads):
+        if not grads or self._unscale_or_skip(grads):
             return
         self.total_norm = self._clip_factor = None
         if self.max_norm is not None:
             self.total_norm = _total_norm(grads)
             self._clip_factor = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
         if self.stochastic_rounding and any(grad.dtype == torch.bfloat16 for grad in grads):
-            step_in_float32(self, self._clip_factor)
+            _step_in_float32(self, self._clip_factor)
             return
         step: Any = torch.optim.AdamW.step
-        if getattr(step, "hooked", False):  # torch wraps the steps of classes it has met; ours is wrapped already
+        if getattr(step, "hooked", False):  # torch wraps `step` of every class it has seen, and ours already is
             step = step.__wrapped__
         step(self)
 
-    def _left_out(self, grads: Sequence[Tensor]) -> bool:
-        """Do a GradScaler's part where it counts on the step and the step is not one that does it."""
+    def _unscale_or_skip(self, grads: Sequence[Tensor]) -> bool:
+        """Do what a GradScaler left to the step, if torch's step does not. Return whether to skip the step."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is None or all(group["fused"] for group in self.param_groups):
             return False
-        self.found_inf = self.grad_scale = None  # torch's other steps refuse these
+        self.found_inf = self.grad_scale = None  # torch's other steps reject these
         if bool(found):
             return True
         if scale is not None:
@@ -204,37 +455,87 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
     def _lists_of(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Parameters that have gradients, these, both moments, largest second ones, and steps; made where missing."""
+        """Return parameters with gradients, their gradients, state tensors and steps. Creates missing state."""
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         more = (group["amsgrad"],) if ASKS_FOR_AMSGRAD else ()
         self._init_group(group, *lists[:2], *more, *lists[2:])
         return lists
 
     def __repr__(self) -> str:
-        """What torch shows of an optimizer, with what is set for all groups."""
+        """Return torch's description, with the settings that hold for all groups."""
         text = super().__repr__()
         own = {"max_norm": self.max_norm, "stochastic_rounding": self.stochastic_rounding or None}
         lines = "".join(f"{name}: {value}\n" for name, value in own.items() if value is not None)
         return f"{text.removesuffix(')')}{lines})"
 
-    # -- copies and state ---------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs; hooks and tables are its own."""
+        """Return what a copy needs; it gets its own hooks and tables."""
         return super().__getstate__() | {"max_norm": self.max_norm, "stochastic_rounding": self.stochastic_rounding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy, or take over what was loaded."""
-        if "_pass" not in self.__dict__:
-            self._begin_passes(state.get("max_norm"), state.get("stochastic_rounding", False))
+        """Become a copy, or take over a loaded state."""
+        if "_fused" not in self.__dict__:
+            self._start_fused(state.get("max_norm"), state.get("stochastic_rounding", False))
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, as `torch.nn.utils.get_total_norm` has it, which a Monitor would hear."""
+    """Return the norm of all gradients as `torch.nn.utils.get_total_norm` does, which a Monitor would intercept."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
     norms = [norm.to(grads[0].device) for some in alike.values() for norm in torch._foreach_norm(some)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+def _step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
+    """Make one AdamW step of all groups by torch, in float32 for bfloat16 parameters, with stochastic rounding.
+
+    Args:
+        optimizer: An AdamW, which creates the state.
+        clip_factor: Multiplies the gradients; None does not clip.
+    """
+    for group in optimizer.param_groups:
+        optimizer._clip_factor = None  # clip below, in float32
+        params, *lists = optimizer._lists_of(group)
+        optimizer._clip_factor = clip_factor
+        wide = [[_wide(tensor) for tensor in column] for column in (params, *lists[:4])]
+        if clip_factor is not None:
+            wide[1] = [grad * clip_factor.to(grad.device, grad.dtype) for grad in wide[1]]
+        adamw(
+            wide[0],
+            wide[1],
+            wide[2],
+            wide[3],
+            wide[4],
+            lists[4],
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        for parameter, new in zip(params, wide[0], strict=True):
+            if new is not parameter:
+                parameter.copy_(_rounded(new))
+        for column, results in zip(lists[1:4], wide[2:], strict=True):
+            for state, new in zip(column, results, strict=True):
+                if new is not state:
+                    state.copy_(new)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Round to bfloat16, up or down with probabilities that make the mean exact."""
+    bits = values.view(torch.int32)
+    noise = torch.randint_like(bits, 1 << 16)
+    kept = torch.where(values.isfinite(), bits + noise, bits) & -(1 << 16)
+    return kept.view(torch.float32).to(torch.bfloat16)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

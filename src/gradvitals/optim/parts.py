@@ -1,24 +1,26 @@
-"""The gradients a step is made of: how far they scatter around their mean, without keeping any of them.
+"""The gradients that a step combines, and how far they scatter around their mean, without keeping any of them.
 
-During backward a hook on each parameter sees the gradient of one micro-batch before it is added to ``.grad``. With
+During backward, a hook on each parameter sees the gradient of one micro-batch before it is added to ``.grad``. With
 ``.grad`` as the running sum S after d parts, the part p adds to the sum of squared deviations (Welford 1962)
 
     noise += d / (d - 1) * (p - S / d)^2
 
-which loses nothing to rounding when the parts are almost equal, unlike a sum of squares. One accumulator a parameter
-is all there is to keep. Equal parts do not add up exactly, and what is left over would look like noise; so what
-rounding alone amounts to is taken off, and noise of zero or less is none.
+which, unlike a sum of squares, loses no precision when the parts are almost equal. It needs one accumulator per
+parameter. Equal parts do not add up exactly, and the remainder would look like noise; so the expected rounding error is
+subtracted, and noise of zero or less counts as none.
 
-Where there are kernels and nobody else looks, autograd need not add either: ``.grad`` is taken away for the moment in
-which it would, the part it leaves instead is held, and one launch adds many of them and compares them at once. By the
-end of backward ``.grad`` is what it would have been, to the last bit, and so it is where backward fails.
+If there are kernels and no other hooks, autograd need not add either: ``.grad`` is removed for the moment in which
+autograd would add, the part that autograd leaves there instead is held, and one launch adds and compares many of them.
+At the end of backward ``.grad`` is what it would have been, bit for bit, even if backward fails.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,72 +28,362 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
-from gradvitals.optim.adding import Adder, Arrived, Ending, Held, on_current_stream, stream_of
-from gradvitals.optim.blocks import Block, Kind, in_blocks, refuse_what_has_no_elements_here
-from gradvitals.optim.entry import Entry
+from gradvitals.kernels.tables import ALIGNMENT
+
+BLOCK_BYTES = 256 * 2**20
+"""Size of a block of parameters, which bounds the temporary memory of a step."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a block have in common."""
+
+    group: int
+    device: torch.device
+    dtype: torch.dtype
+    noise_dtype: torch.dtype
+    odd: bool
+    """Whether the number of elements is no multiple of 4, which would misalign the parameters that follow."""
+
+
+class Block:
+    """The sums of squared deviations of some parameters of one kind, one after the other in a flat tensor."""
+
+    def __init__(self, kind: Kind, parameters: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device)
+        pieces = self.flat.split(sizes)
+        self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
+        self.cache: dict[str, Any] = {}
+        """What users of the block compute once."""
+
+    def fits(self) -> bool:
+        """Return whether the parameters still have the device, dtype and shape that they had."""
+        return all(
+            p.device == self.kind.device and p.dtype == self.kind.dtype and p.shape == noise.shape
+            for p, noise in zip(self.parameters, self.noises, strict=True)
+        )
+
+
+def in_blocks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> list[tuple[Kind, list[Tensor]]]:
+    """Group parameters by kind, in order, into blocks of at most `BLOCK_BYTES` or one parameter."""
+    found: list[tuple[Kind, list[Tensor]]] = []
+    open_chunks: dict[Kind, tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        kind, size = key(parameter), parameter.numel() * parameter.element_size()
+        chunk, used = open_chunks.get(kind, ([], BLOCK_BYTES + 1))
+        if used + size > BLOCK_BYTES:
+            chunk, used = [], 0
+            found.append((kind, chunk))
+        chunk.append(parameter)
+        open_chunks[kind] = (chunk, used + size)
+    return found
+
+
+def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
+    """Return a view of flat memory with a tensor's shape, and its memory order if it has no gaps."""
+    if kernels.is_gapless(tensor):
+        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+    return piece.view(tensor.shape)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps, flat, in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def check_parameter(parameter: Tensor) -> None:
+    """Raise if squared elements of a parameter cannot be summed."""
+    if not parameter.is_floating_point():
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; expected real floating-point numbers"
+        )
+    if hasattr(parameter, "placements"):
+        raise TypeError(
+            "a parameter is a DTensor, sharded by FSDP2 or tensor parallelism; variance-reduced optimizers need "
+            "whole parameters: use DistributedDataParallel and use_ranks(model)"
+        )
+
+
+class Entry:
+    """The state of one parameter. Its hooks hold it, because looking up by tensor is slow."""
+
+    __slots__ = (
+        "after", "arriving", "before", "count", "dirty", "dtype", "empty", "group", "handles", "noise", "noise_dtype",
+        "norm", "pending", "readable", "taken", "touched", "weak",
+    )  # fmt: skip
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.weak = weakref.ref(parameter)
+        self.handles: tuple[RemovableHandle, ...] = ()
+        self.before: Mapping[int, Any] = {}
+        """All hooks that see a gradient before it is added, including ours."""
+        self.after: Mapping[int, Any] = {}
+        """All hooks that run after it was added."""
+        self.group = 0
+        self.noise_dtype: torch.dtype | None = None
+        self.count = 0
+        """Gradients received since the last step."""
+        self.noise: Tensor | None = None
+        """Accumulates squared deviations; valid if `touched`."""
+        self.dtype = parameter.dtype
+        """The parameter's dtype when `noise` was allocated."""
+        self.readable = False
+        """Whether kernels can read `noise`."""
+        self.touched = False
+        """Whether `noise` has deviations since the last step."""
+        self.dirty = False
+        """Whether `noise` is stale if not `touched`."""
+        self.arriving: Tensor | None = None
+        """A part that autograd is about to add to ``.grad``."""
+        self.empty = False
+        """Whether the gradient is None: autograd then adds nothing, but calls hooks."""
+        self.taken: Tensor | None = None
+        """``.grad``, while it is hidden from autograd."""
+        self.pending = False
+        """Whether a part is held back."""
+        self.norm: Tensor | None = None
+        """The norm of ``.grad`` when backward ended."""
+
+    def forget(self) -> None:
+        """Discard all parts."""
+        self.dirty, self.touched = self.dirty or self.touched, False
+        self.count, self.pending = 0, False
+        self.arriving = self.taken = self.norm = None
+
+
+MAX_SETS = 256
+"""Sets of tensors to keep tables for."""
+
+
+class HeldParts:
+    """Parts of one device and stream that are held back; see `GradientParts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: list[tuple[Tensor, Entry, Tensor, Tensor | None, int, int]] = []
+        """Parameter, entry, part, the sum to add it to (None if autograd adds it), and that sum's count and version."""
+        self.nbytes = 0
+        self.stream = stream_of(device)
+
+
+class BackwardEnd:
+    """A callback that autograd calls at the end of backward. If backward fails, autograd drops it before it raises."""
+
+    def __init__(self, parts: weakref.ref[Any], task: int) -> None:
+        self._parts, self._task, self._called = parts, task, False
+
+    def __call__(self) -> None:
+        """Report that backward ended."""
+        self._called = True
+        if (parts := self._parts()) is not None:
+            parts.end_backward(self._task)
+
+    def __del__(self) -> None:
+        if not self._called and (parts := self._parts()) is not None:
+            parts.fail_backward(self._task)
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the current stream as a number; 0 for devices without streams."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def on_current_stream(held: HeldParts, device: torch.device) -> None:
+    """Make the current stream wait for held parts that came on another one, and their memory wait for it."""
+    if held.stream == stream_of(device):
+        return
+    now = torch.cuda.current_stream(device)
+    now.wait_stream(torch.cuda.ExternalStream(held.stream, device))
+    for _, _, part, total, *_ in held.parts:
+        for tensor in (part, total):
+            if tensor is not None:
+                tensor.record_stream(now)
+
+
+@dataclass
+class PartBatch:
+    """One part of each of some parameters' gradients, on one device."""
+
+    count: int
+    """Number of parts including this one; at least 2."""
+    added: bool
+    """Whether the sums already include these parts."""
+    fresh: bool
+    """Whether there are no deviations yet and their memory is uninitialized."""
+    readable: bool
+    """Whether kernels can read the deviations, and so any tensor with the same layout."""
+    tensors: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """For each parameter the part, the sum of all parts, and the sum of their squared deviations."""
+
+    @property
+    def columns(self) -> list[list[Tensor]]:
+        """All parts, all sums, all deviations."""
+        return [list(column) for column in zip(*self.tensors, strict=True)]
+
+    def split(self) -> list[PartBatch]:
+        """Split by layout, alignment and dtypes, so that `readable` holds for all tensors of a batch or for none."""
+        found: dict[tuple[Any, ...], PartBatch] = {}
+        # This runs for every tensor in every backward, so it does as little as possible.
+        for one in self.tensors:
+            part, total, noise = one
+            strides = noise.stride()
+            readable = self.readable and total.stride() == strides
+            if readable and part.stride() != strides:  # autograd may pass parts in another layout
+                one = (torch.empty_like(noise, dtype=part.dtype).copy_(part), total, noise)
+            key = (readable, not noise.data_ptr() % ALIGNMENT, part.dtype, total.dtype, noise.dtype)
+            same = found.get(key)
+            if same is None:
+                same = found[key] = PartBatch(self.count, self.added, self.fresh, readable)
+            same.tensors.append(one)
+        return list(found.values())
+
+
+class PartAdder:
+    """Adds parts, and keeps the tables of sets of tensors that come again."""
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[Any, ...], Any] = {}
+
+    @torch.no_grad()
+    def add(self, batch: PartBatch) -> None:
+        """Add parts of one device to sums and deviations, in place."""
+        for some in batch.split():
+            if not (some.readable and self._add_by_kernels(some)):
+                add_by_torch(some)
+
+    def _add_by_kernels(self, some: PartBatch) -> bool:
+        module, (parts, totals, noises) = kernels.ready("vrgd"), some.columns
+        total = totals[0]
+        if module is None or not {parts[0].dtype, total.dtype} <= set(kernels.DTYPES):
+            return False
+        if any([type(tensor) is not Tensor for tensor in (*parts, *totals)]):
+            return False
+        sizes = tuple([one.numel() for one in totals])
+        key = (total.device, noises[0].data_ptr(), sizes)
+        try:
+            adding = self._sets.pop(key, None)
+            if adding is None:
+                if not module.can_build_tables(total.device):
+                    return False
+                adding = module.Adding(sizes, total.device)
+            self._sets[key] = adding  # now the newest
+            self._drop_oldest()
+            adding.add(
+                parts,
+                totals,
+                noises,
+                count=some.count,
+                rounding=rounding_of(total.dtype, some.count) / some.count**2,
+                added=some.added,
+                fresh=some.fresh,
+            )
+        except Exception as error:
+            kernels.give_up("vrgd", error, "torch adds the parts of batches")
+            return False
+        return True
+
+    def _drop_oldest(self) -> None:
+        if len(self._sets) > MAX_SETS:
+            # A CUDA graph reads the tables it was captured with at every replay.
+            oldest = next((key for key, adding in self._sets.items() if not adding.captured), None)
+            if oldest is not None:
+                del self._sets[oldest]
+
+
+def add_by_torch(some: PartBatch) -> None:
+    """Add parts of one layout and dtype to sums and deviations."""
+    (parts, totals, noises), count = some.columns, some.count
+    if not some.added:
+        torch._foreach_add_(totals, parts)
+    if some.fresh:
+        torch._foreach_zero_(noises)
+    dtype = noises[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    deviations = torch._foreach_add(_cast(parts, wide), _cast(totals, wide), alpha=-1 / count)
+    narrow, sums = _cast(deviations, dtype), _cast(totals, dtype)
+    torch._foreach_addcmul_(noises, narrow, narrow, value=count / (count - 1))
+    rounding = rounding_of(totals[0].dtype, count) / count**2
+    torch._foreach_addcmul_(noises, sums, sums, value=-rounding * count / (count - 1))
+
+
+def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
+    """Return the squared deviation over the squared mean that rounding causes when equal parts are added up.
+
+    All sums may be rounded in the same direction, so errors grow with the number of parts. In 16 bits, that bound would
+    hide real noise; there the value is for errors in random directions.
+    """
+    eps = float(torch.finfo(dtype).eps)
+    return eps**2 * (num_parts / 4 if eps > 1e-6 else num_parts**2 / 8)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor in tensors]
+
 
 HELD_BYTES = 16 * 2**20
-"""Gradients held back to be compared together: so few that they are still in a GPU's cache by then."""
+"""Size of gradients held back to be compared together; small, so that they are still in the GPU's cache."""
 
 ADDED_BYTES = 256 * 2**20
-"""Gradients held back to be added and compared together, which reads them once."""
+"""Size of gradients held back to be added and compared together, which reads them once."""
 
 
 class GradientParts:
-    """Counts the gradients each parameter received since the last step and sums their squared deviations.
+    """Counts the gradients that each parameter received since the last step and sums their squared deviations.
 
-    A parameter shared between segments that are checkpointed with re-entrant autograd receives several gradients in
-    one backward, which count as several parts.
+    If segments checkpointed with re-entrant autograd share a parameter, it receives several gradients in one backward,
+    which count as several parts.
     """
 
     def __init__(self) -> None:
         self.keeps_norms: Callable[[], bool] = lambda: False
-        """Whether to remember the norm of ``.grad``, so as to know by how much it is multiplied before the step."""
+        """Returns whether to keep the norm of ``.grad``, to find out by how much it is multiplied before the step."""
         self.blocks: list[Block] = []
         self._entries: dict[Tensor, Entry] = {}
-        self._awaited: set[int] = set()  # backward passes whose end will be told
-        self._pending: dict[torch.device, Held] = {}
+        self._awaited: set[int] = set()  # backward passes that will call `end_backward`
+        self._pending: dict[torch.device, HeldParts] = {}
         self._task: int | None = None
         self._num_before_task = 0
-        self._adds_in: tuple[int, bool] = (-1, False)  # a backward pass, and whether parts are added here in it
-        self._adder = Adder()
-        self._lock = threading.RLock()  # backward runs in a thread for each device
+        self._adding_in: tuple[int, bool] = (-1, False)  # a backward pass, and whether we add its parts
+        self._adder = PartAdder()
+        self._lock = threading.RLock()  # backward runs in one thread per device
         self.when_backward_ends: list[Callable[[], None]] = []
-        self.when_given_up: list[Callable[[Tensor], None]] = []
+        self.when_discarded: list[Callable[[Tensor], None]] = []
         self._captured: list[tuple[Entry, int, bool, Tensor | None]] | None = None
         weakref.finalize(self, _unhook, self._entries)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Whether its gradients are collected."""
+        """Return whether the gradients of a parameter are collected."""
         return parameter in self._entries
 
     def count_of(self, parameter: Tensor) -> int:
-        """Gradients a parameter received since the last step."""
+        """Return how many gradients a parameter received since the last step."""
         return self._entries[parameter].count
 
     def follow(self, parameters: Iterable[Tensor], *, group: int, dtype: torch.dtype | None) -> None:
-        """Collect the gradients of these parameters from now on.
+        """Start to collect the gradients of these parameters.
 
         Args:
             parameters: Leaves that backward reaches.
-            group: Those of one group are worked on together.
-            dtype: Of their accumulators; None: float32, or float64 where the parameter is.
+            group: Index of their group. A block has parameters of one group.
+            dtype: Of their accumulators. None: float32, or float64 for float64 parameters.
         """
         for parameter in parameters:
-            refuse_what_has_no_elements_here(parameter)
+            check_parameter(parameter)
             entry = self._entries.setdefault(parameter, Entry(parameter))
             entry.group, entry.noise_dtype = group, dtype
             if not entry.handles:
                 frozen = not parameter.requires_grad
-                parameter.requires_grad_(True)  # or it takes no hooks, and may be thawed later
+                parameter.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
                 entry.handles = self._hook(parameter, entry)
                 entry.before, entry.after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks
                 parameter.requires_grad_(not frozen)
 
     def _hook(self, parameter: Tensor, entry: Entry) -> tuple[RemovableHandle, RemovableHandle]:
-        reference = weakref.ref(self)  # no parameter may keep its optimizer
+        reference = weakref.ref(self)  # a parameter must not keep its optimizer alive
 
-        # Called for every parameter in every backward: nothing here that can be done later.
+        # These run for every parameter in every backward, so they postpone what they can.
         def arriving(grad: Tensor | None) -> None:
             parts, owner = reference(), entry.weak()
             entry.empty = grad is None
@@ -105,7 +397,7 @@ class GradientParts:
                     parts._count(owner, entry)
 
         for hook in (arriving, added):
-            setattr(hook, "__torch_unserializable__", True)  # noqa: B010 - a saved parameter goes without, unwarned
+            setattr(hook, "__torch_unserializable__", True)  # noqa: B010 - no warning when a parameter is saved without it
         return parameter.register_hook(arriving), parameter.register_post_accumulate_grad_hook(added)
 
     def _arrive(self, parameter: Tensor, entry: Entry, grad: Tensor) -> None:
@@ -114,33 +406,32 @@ class GradientParts:
                 f"a gradient of shape {tuple(grad.shape)} is {grad.layout}; variance-reduced optimizers compare the "
                 "elements of dense gradients: build the embedding with sparse=False"
             )
-        if not entry.count or entry.taken is not None:  # taken for a part that is still to come, of another thread
+        if not entry.count or entry.taken is not None:  # another thread has hidden .grad for its own part
             return
         task = torch._C._current_graph_task_id()
         so_far = parameter.grad
         if so_far is None:
-            # The first part becomes .grad; to hold it here would make autograd copy it. Others that had come before
-            # were given up.
+            # The first part becomes .grad; holding it here would make autograd copy it. Earlier parts were discarded.
             self.forget([parameter])
-        elif self._adds(parameter, entry, task):
-            self._await(task)  # whatever autograd raises now, .grad comes back
+        elif self._adds_itself(parameter, entry, task):
+            self._await(task)  # restores .grad whatever autograd raises
             entry.taken, parameter.grad = so_far, None
         else:
             if entry.pending:
                 self._flush(parameter.device)
             entry.arriving = grad.detach()
 
-    def _adds(self, parameter: Tensor, entry: Entry, task: int) -> bool:
-        """Whether to add the part that arrives to ``.grad`` here, in autograd's place."""
+    def _adds_itself(self, parameter: Tensor, entry: Entry, task: int) -> bool:
+        """Return whether to add the arriving part to ``.grad`` in autograd's place."""
         if not entry.readable:
             return False
-        if self._adds_in[0] != task:
-            self._adds_in = (task, _nobody_else_adds(parameter))
-        # Hooks of others would see .grad gone, or without this part.
-        return self._adds_in[1] and len(entry.before) == 1 and len(entry.after) == 1
+        if self._adding_in[0] != task:
+            self._adding_in = (task, _only_we_add(parameter))
+        # Other hooks would see no .grad, or one without this part.
+        return self._adding_in[1] and len(entry.before) == 1 and len(entry.after) == 1
 
     def _count(self, parameter: Tensor, entry: Entry) -> None:
-        """A gradient was added to ``.grad``; it is not in ``torch.autograd.grad``, which has hooks called as well."""
+        """Count a gradient that was added to ``.grad``. ``torch.autograd.grad``, which calls hooks too, adds none."""
         task = torch._C._current_graph_task_id()
         self._await(task)
         entry.count += 1
@@ -157,23 +448,23 @@ class GradientParts:
             self._flush(device)
             held = None
         if held is None:
-            held = self._pending[device] = Held(device)
+            held = self._pending[device] = HeldParts(device)
         entry.pending = True
         version = 0 if total is None else total._version
         held.parts.append((parameter, entry, part, total, entry.count, version))
         held.nbytes += part.nbytes
 
     def _await(self, task: int) -> None:
-        """Hear of the end of a backward, before anything can clip or unscale ``.grad``."""
-        if self._task is None:  # others that begin before this one ends are inside it, as checkpoints have them
+        """Register for the end of a backward pass, before anything can clip or unscale ``.grad``."""
+        if self._task is None:  # passes that start before it ends are nested in it, as in checkpointing
             self._task, self._num_before_task = task, self.num_parts
         if task not in self._awaited:
             self._awaited.add(task)
-            # DistributedDataParallel ends its own work the same way.
-            torch.autograd.Variable._execution_engine.queue_callback(Ending(weakref.ref(self), task))
+            # DistributedDataParallel finishes in the same way.
+            torch.autograd.Variable._execution_engine.queue_callback(BackwardEnd(weakref.ref(self), task))
 
-    def end(self, task: int) -> None:
-        """A backward has ended."""
+    def end_backward(self, task: int) -> None:
+        """Finish a backward pass."""
         with self._lock:
             self.flush()
             self._awaited.discard(task)
@@ -181,30 +472,30 @@ class GradientParts:
                 self._task = None
                 for entry in self._entries.values():
                     entry.arriving = None
-                for tell in self.when_backward_ends:
-                    tell()
+                for call in self.when_backward_ends:
+                    call()
 
-    def fail(self, task: int) -> None:
-        """A backward has failed: leave ``.grad`` as autograd would have."""
+    def fail_backward(self, task: int) -> None:
+        """Leave ``.grad`` as autograd would have when a backward pass failed."""
         with self._lock:
-            if task in self._awaited:  # and nobody has begun anew since
+            if task in self._awaited:  # and nothing was discarded since
                 self._awaited.discard(task)
                 if task == self._task:
                     self._task = None
                 self.settle()
 
     def flush(self) -> None:
-        """Add what is held back, before anything but backward changes ``.grad``."""
+        """Add held parts, before anything but backward changes ``.grad``."""
         with self._lock:
             for device in list(self._pending):
                 self._flush(device)
 
     def settle(self) -> None:
-        """The same once no backward is under way: one that failed may have left something undone."""
+        """Do the same when no backward is running, and clean up after one that failed."""
         with self._lock:
             for parameter, entry in self._entries.items():
                 if entry.taken is not None:
-                    _put_back(parameter, entry)
+                    _restore_grad(parameter, entry)
                 entry.arriving = None
             for device in list(self._pending):
                 self._flush(device, failed=True)
@@ -214,54 +505,54 @@ class GradientParts:
         held = self._pending.pop(device, None)
         if held is None:
             return
-        alike: dict[tuple[int, bool, bool, bool], tuple[list[Tensor], Arrived]] = {}
+        alike: dict[tuple[int, bool, bool, bool], tuple[list[Tensor], PartBatch]] = {}
         for parameter, entry, part, total, count, version in held.parts:
             entry.pending = False
             grad = parameter.grad
             if total is not None and (total is not grad or (failed and total._version != version)):
-                entry.count -= 1  # .grad was taken away, or set to zero after a backward that failed
+                entry.count -= 1  # .grad was removed, or set to zero after a failed backward
                 continue
             if grad is None:
                 continue
             noise = entry.noise
             if noise is None or entry.dtype is not parameter.dtype or noise.device != device:
-                noise = self._place(parameter, entry)
+                noise = self._noise(parameter, entry)
             key = (count, total is None, entry.touched, entry.readable)
             entry.touched = True
             some = alike.get(key)
             if some is None:
-                some = alike[key] = ([], Arrived(count, total is None, not key[2], entry.readable))
+                some = alike[key] = ([], PartBatch(count, total is None, not key[2], entry.readable))
             some[0].append(parameter)
             some[1].tensors.append((part, grad, noise))
         on_current_stream(held, device)
         keeps_norms = self.keeps_norms()
-        for parameters, arrived in alike.values():
-            self._adder.add(arrived)
+        for parameters, batch in alike.values():
+            self._adder.add(batch)
             if keeps_norms:
-                self.note_norms(parameters, [total for _, total, _ in arrived.tensors])
+                self.note_norms(parameters, [total for _, total, _ in batch.tensors])
 
     def note_norms(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Remember the length that gradients had when backward ended."""
+        """Keep the norms that gradients have at the end of backward."""
         for parameter, norm in zip(parameters, torch._foreach_norm(list(grads)), strict=True):
             self._entries[parameter].norm = norm
 
     def noise_of(self, parameter: Tensor) -> Tensor:
-        """The sum of squared deviations of a parameter so far. It is changed by the next part and by `forget`."""
+        """Return a parameter's sum of squared deviations so far. The next part and `forget` change it."""
         entry = self._entries[parameter]
-        noise = self._place(parameter, entry)
+        noise = self._noise(parameter, entry)
         if entry.dirty and not entry.touched:
             entry.dirty = False
             noise.zero_()
         return noise
 
-    def _place(self, parameter: Tensor, entry: Entry) -> Tensor:
+    def _noise(self, parameter: Tensor, entry: Entry) -> Tensor:
         if entry.noise is None or entry.dtype != parameter.dtype or entry.noise.device != parameter.device:
-            self._lay_out()
+            self._allocate()
         assert entry.noise is not None
         return entry.noise
 
-    def _lay_out(self) -> None:
-        """Give every parameter that has none a place to accumulate in."""
+    def _allocate(self) -> None:
+        """Allocate accumulators for all parameters that have none."""
         self.blocks = [block for block in self.blocks if block.fits()]
         settled = {parameter for block in self.blocks for parameter in block.parameters}
         for kind, parameters in in_blocks((p for p in self._entries if p not in settled), self._kind):
@@ -279,32 +570,32 @@ class GradientParts:
 
     @property
     def num_parts(self) -> int:
-        """Micro-batches since the last step: the most gradients that any parameter received and still has."""
+        """Number of micro-batches since the last step: the most gradients that any parameter received and still has."""
         return max((entry.count for p, entry in self._entries.items() if entry.count and p.grad is not None), default=0)
 
     @property
     def num_parts_with_current(self) -> int:
-        """The same while a backward runs, which counts even where it has reached only some parameters, or none."""
+        """The same while a backward runs, which counts even if it has reached no parameter yet."""
         return (self.num_parts if self._task is None else self._num_before_task) + 1
 
     @torch.no_grad()
     def complete(self, num_parts: int) -> None:
-        """Count parts that passed a parameter by: it received zeros from them."""
+        """Count parts that did not reach a parameter as zeros."""
         if any(entry.noise is None for entry in self._entries.values()):
-            self._lay_out()
+            self._allocate()
         self.rescale()
         for parameter, entry in self._entries.items():
             if 0 < entry.count < num_parts and parameter.grad is not None:
-                entry.touched, noise = True, self._place(parameter, entry)
+                entry.touched, noise = True, self._noise(parameter, entry)
                 grad = _grad(parameter).to(noise.dtype)
                 noise.addcmul_(grad, grad, value=1 / entry.count - 1 / num_parts)
 
     @torch.no_grad()
     def rescale(self) -> None:
-        """Multiply deviations as ``.grad`` was since backward ended, by a scaler or by clipping.
+        """Multiply deviations by the factor that a scaler or clipping multiplied ``.grad`` by since backward ended.
 
-        By how much is known where norms were kept. Where nothing touched a gradient that is by exactly 1. What no part
-        has touched has no deviations.
+        The factor comes from the kept norms, if any; it is exactly 1 for an unchanged gradient. Stale accumulators are
+        set to 0.
         """
         stale = []
         for entry in self._entries.values():
@@ -319,39 +610,39 @@ class GradientParts:
                 entry.noise.mul_((now / entry.norm).square().nan_to_num(nan=1.0, posinf=1.0))
 
     def note_captured(self) -> None:
-        """Remember what has been collected as what a CUDA graph collects whenever it is replayed."""
+        """Keep the collected parts as those that a CUDA graph collects at every replay."""
         self.settle()
         self._captured = [(entry, entry.count, entry.touched, entry.norm) for entry in self._entries.values()]
         self.forget()
 
     def replay(self) -> None:
-        """A graph has collected parts, without calling hooks."""
+        """Count the parts that a graph collected without calling hooks."""
         if self._captured is None:
-            raise RuntimeError("no parts of a CUDA graph are known; call graph_captured() right after capturing it")
+            raise RuntimeError("no CUDA graph was captured; call graph_captured() right after capturing it")
         for entry, count, touched, norm in self._captured:
             entry.count, entry.touched, entry.norm = count, touched, norm
 
     @torch.no_grad()
     def replace(self, parameters: Sequence[Tensor], noises: Sequence[Tensor]) -> None:
-        """Put sums over all ranks in the place of this rank's own."""
+        """Replace this rank's sums by those over all ranks."""
         entries = [self._entries[parameter] for parameter in parameters]
-        places = [self._place(parameter, entry) for parameter, entry in zip(parameters, entries, strict=True)]
+        places = [self._noise(parameter, entry) for parameter, entry in zip(parameters, entries, strict=True)]
         torch._foreach_copy_(places, list(noises))
         for entry in entries:
             entry.touched = True
 
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Begin anew: with some parameters, or with all."""
+        """Discard the parts of some parameters, or of all."""
         if parameters is None:
             for entry in self._entries.values():
                 entry.forget()
-            self._task, self._adds_in = None, (-1, False)
+            self._task, self._adding_in = None, (-1, False)
             self._awaited.clear()
             self._pending.clear()
             return
         for parameter in parameters:
-            for tell in self.when_given_up:
-                tell(parameter)
+            for call in self.when_discarded:
+                call(parameter)
             entry = self._entries[parameter]
             entry.forget()
             if held := self._pending.get(parameter.device):
@@ -359,16 +650,16 @@ class GradientParts:
 
 
 @torch.no_grad()
-def _put_back(parameter: Tensor, entry: Entry) -> None:
-    """Give ``.grad`` back, with the part that autograd may have left in its place."""
+def _restore_grad(parameter: Tensor, entry: Entry) -> None:
+    """Restore ``.grad``, plus the part that autograd may have left in its place."""
     total, part, entry.taken = entry.taken, parameter.grad, None
     assert total is not None
     parameter.grad = total if part is None else total.add_(part)
 
 
-def _nobody_else_adds(parameter: Tensor) -> bool:
-    """Whether this backward adds to ``.grad``, without building a graph of it and without ranks that wait for it."""
-    if torch.is_grad_enabled() or kernels.ready("adding") is None:
+def _only_we_add(parameter: Tensor) -> bool:
+    """Return whether this backward adds to ``.grad``, builds no graph of its own, and no other rank waits for it."""
+    if torch.is_grad_enabled() or kernels.ready("vrgd") is None:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False

@@ -1,12 +1,12 @@
 """Ranks as parts of a batch: under DistributedDataParallel the squared deviations are summed over all ranks.
 
-Each rank knows the sum S_r of its n parts and their squared deviations. With S the ranks' average, those of all parts
-of all ranks are (Chan, Golub and LeVeque 1979)
+Each rank has the sum S_r of its n parts and their squared deviations. With S the average over ranks, the squared
+deviations of all parts of all ranks are (Chan, Golub and LeVeque 1979)
 
     sum over ranks of  noise_r + (S_r - S)^2 / n
 
-so a second reduction of the gradient's size follows the first, bucket by bucket, while backward goes on. Only
-deviations are summed: nothing cancels, also where the user's own hook sends 16 bits.
+so a second all-reduce of the gradient's size follows the first, bucket by bucket, while backward continues. Only
+deviations are summed, so nothing cancels, even if the user's own hook sends 16 bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.adding import rounding_of
-from gradvitals.optim.blocks import like_in_memory
-from gradvitals.optim.parts import GradientParts
+from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -45,11 +43,11 @@ class RankSums:
         self.parts = parts
         self._hook = allreduce_hook if hook is None else hook
         self._hook_state = self.group if hook is None else state
-        self._under_way: list[tuple[Any, list[Tensor], list[Tensor]]] = []
+        self._running: list[tuple[Any, list[Tensor], list[Tensor]]] = []
         self._averaged: set[Tensor] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         parts.when_backward_ends.append(self._wait_for_averages)
-        parts.when_given_up.append(lambda parameter: self._averaged.discard(parameter))
+        parts.when_discarded.append(lambda parameter: self._averaged.discard(parameter))
         relay = model.__dict__.get("_gradvitals_relay")
         if relay is not None and relay.is_in_use():
             raise RuntimeError(
@@ -58,29 +56,29 @@ class RankSums:
             )
         if relay is None:
             relay = model.__dict__["_gradvitals_relay"] = _Relay()
-            # A lambda, because torch compares a function's annotations with types, and here they are text.
+            # A lambda, because torch compares a function's annotations with types, and ours are strings.
             model.register_comm_hook(state=relay, hook=lambda relay, bucket: relay.reduce(bucket))
         relay.point_to(self)
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket as the user's hook does, and begin to sum its squared deviations."""
+        """Average a bucket by the user's hook, and start to sum its squared deviations."""
         parts = self.parts
         parts.flush()
         num_parts = parts.num_parts_with_current
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         own = [(parameter, grad) for parameter, grad in pairs if parameter in parts]
-        self._refuse_a_second_average([parameter for parameter, _ in own])
+        self._check_averaged_once([parameter for parameter, _ in own])
         parameters = [parameter for parameter, _ in own]
         buffer = bucket.buffer()
         kept_in = parts.noise_of(parameters[0]).dtype if own else buffer.dtype
-        # A copy, because the hook averages in place, and wide enough to be squared.
+        # A copy, because the hook averages in place, in a dtype wide enough for squares.
         noise = buffer.to(torch.promote_types(kept_in, torch.float32), copy=True)
         starts = [int(grad.storage_offset() - buffer.storage_offset()) for _, grad in own]
         views = _pieces(parameters, starts, noise)
         average = self._hook(self._hook_state, bucket)
-        with self._beside_backward(noise):
-            inside = [self._deviations_inside(*pair, num_parts) for pair in zip(parameters, views, strict=True)]
+        with self._side_stream(noise):
+            inside = [self._own_deviations(*pair, num_parts) for pair in zip(parameters, views, strict=True)]
             averaged = _value(average)
             if parts.keeps_norms():
                 parts.note_norms(parameters, _pieces(parameters, starts, averaged))
@@ -91,47 +89,47 @@ class RankSums:
                     view.add_(deviations)
             sent = noise.to(kept_in)
             work = dist.all_reduce(sent, group=self.group, async_op=True)
-        self._under_way.append((work, parameters, _pieces(parameters, starts, sent)))
+        self._running.append((work, parameters, _pieces(parameters, starts, sent)))
         return average
 
-    def _deviations_inside(self, parameter: Tensor, total: Tensor, num_parts: int) -> Tensor | None:
-        """Squared deviations among this rank's own parts. Those that passed the parameter by gave it zeros."""
+    def _own_deviations(self, parameter: Tensor, total: Tensor, num_parts: int) -> Tensor | None:
+        """Return the squared deviations of this rank's own parts; one that did not reach the parameter is 0."""
         count = self.parts.count_of(parameter)
         if num_parts == 1 or not count:
             return None
         noise = self.parts.noise_of(parameter)
         return noise if count == num_parts else noise + total.square() * (1 / count - 1 / num_parts)
 
-    def _refuse_a_second_average(self, parameters: list[Tensor]) -> None:
-        # What was given up and not reached since has no gradient.
+    def _check_averaged_once(self, parameters: list[Tensor]) -> None:
+        # A parameter whose parts were discarded, and that was not reached since, has no gradient.
         if any(p in self._averaged and p.grad is not None for p in parameters):
             raise RuntimeError(
                 "gradients were averaged over ranks more than once since the last step; put every backward but the "
-                "last of a step under `with model.no_sync():`, or no deviation of a part can be told"
+                "last of a step under `with model.no_sync():`; averaged gradients hide the deviations of their parts"
             )
         self._averaged.update(parameters)
 
     def _wait_for_averages(self) -> None:
-        """Let nothing change gradients before they are compared: they may lie in the buckets themselves."""
+        """Block changes of gradients until they are compared: they may be views of the buckets."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def finish(self) -> None:
-        """Wait for the sums and hand them over."""
-        for work, parameters, views in self._under_way:
+        """Wait for the sums and pass them to the parts."""
+        for work, parameters, views in self._running:
             work.wait()
             self.parts.replace(parameters, views)
         self.parts.rescale()
         self.forget()
 
     def forget(self) -> None:
-        """Begin a new step."""
-        for work, _, _ in self._under_way:
+        """Start a new step."""
+        for work, _, _ in self._running:
             work.wait()
-        self._under_way, self._averaged = [], set()
+        self._running, self._averaged = [], set()
 
-    def _beside_backward(self, tensor: Tensor) -> AbstractContextManager[object]:
-        """Where the second reduction is prepared: on a GPU a stream of its own, so that backward need not wait."""
+    def _side_stream(self, tensor: Tensor) -> AbstractContextManager[object]:
+        """Return the context for the second all-reduce: on a GPU its own stream, so that backward need not wait."""
         if tensor.device.type != "cuda":
             return nullcontext()
         stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
@@ -141,7 +139,7 @@ class RankSums:
 
 
 class _Relay:
-    """What a model holds: it leads to the sums of an optimizer, as long as that lives, and else only averages."""
+    """The communication hook of a model: calls the sums of an optimizer while that lives, and then only averages."""
 
     def point_to(self, sums: RankSums) -> None:
         self._sums = weakref.ref(sums)
@@ -156,7 +154,7 @@ class _Relay:
 
 
 def _pieces(parameters: list[Tensor], starts: list[int], flat: Tensor) -> list[Tensor]:
-    """Views of parameters in something that is laid out like their bucket, each in its own order of elements."""
+    """Return views of a tensor laid out like a bucket, one per parameter in its memory order."""
     places = zip(parameters, starts, strict=True)
     return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
 

@@ -1,0 +1,280 @@
+"""The variance-reduced optimizers: each scales its gradients as `VarianceReduced` does, then makes its base's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from gradvitals import kernels
+from gradvitals.kernels.tables import ALIGNMENT, Addresses, upload
+from gradvitals.optim.adamw import AdamW, Batch, FusedStep, kernel_modules
+from gradvitals.optim.layerwise import LAMB, LARS
+from gradvitals.optim.vrgd import FactorsHook, VarianceReduced, VROptions, empty_factors, new_factor_weights
+
+
+class VRSGD(VarianceReduced, torch.optim.SGD):
+    r"""SGD on gradients scaled by their signal-to-noise ratio; with `momentum` it is VR-Momentum.
+
+    .. math:: w \leftarrow w - \eta \left(\mathrm{clip}\left(\frac{r}{\bar r}, \gamma, 1\right) \odot g\right),
+              \qquad r = \frac{g^2}{\sigma^2}
+
+    with the mean :math:`g` and the variance :math:`\sigma^2` of the step's micro-batch gradients, element by element,
+    and the mean :math:`\bar r` of r over the tensor.
+
+    Args:
+        params: Parameters, or groups of them.
+        options: Arguments of `torch.optim.SGD`, and `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`
+            of `VROptions`. `weight_decay` is added to the scaled gradient.
+
+    Example:
+        The loop is the ordinary one that accumulates gradients over micro-batches.
+
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = VRSGD([weight], lr=1.0)
+        >>> noise = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+        >>> for part in torch.stack([2 + noise, 1 + noise], dim=1):
+        ...     ((weight * part).sum() / 6).backward()
+        >>> optimizer.step()  # means 2 and 1 with variance 1: r is 4 and 1, the factors 1 and 0.4
+        >>> weight.data
+        tensor([-2.0000, -0.4000])
+
+    References:
+        Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
+    """
+
+
+class VRAdam(VarianceReduced, torch.optim.Adam):
+    """Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+
+    A factor that stays constant over time changes nothing, because Adam divides by the gradient's size. Only changes of
+    the factor within Adam's memory have an effect. `weight_decay` is added to the scaled gradient.
+
+    The arguments are those of `torch.optim.Adam` and of `VROptions`.
+
+    References:
+        Jiang et al., "Accelerating large batch training via gradient signal to noise ratio (GSNR)", 2023.
+    """
+
+    default_beta3 = 0.9
+
+
+class VRLAMB(VarianceReduced, LAMB):
+    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+
+    The arguments are those of `LAMB` and of `VROptions`.
+    """
+
+    default_beta3 = 0.9
+
+
+class VRLARS(VarianceReduced, LARS):
+    """LARS on gradients scaled by their signal-to-noise ratio.
+
+    The arguments are those of `LARS` and of `VROptions`.
+    """
+
+
+class VRAdamW(VarianceReduced, AdamW):
+    """AdamW on gradients scaled by a moving average of their signal-to-noise factors; see `VRAdam`.
+
+    `weight_decay` shrinks the weights directly. The arguments are those of `AdamW` and of `VROptions`.
+
+    On NVIDIA GPUs with Triton, the paper's rule is applied while `AdamW`'s kernel reads the gradient, and ``.grad``
+    stays unchanged. On other devices, with another rule, or with `max_norm`, ``.grad`` is scaled in place first.
+    """
+
+    default_beta3 = 0.9
+
+    def _new_fused(self) -> FusedVRStep:
+        return FusedVRStep(self)
+
+    def _scale_and_step(self) -> bool:
+        fused: Any = self._fused
+        # Clipping would need the norm of the scaled gradient before the pass that scales it.
+        if self.max_norm is not None or not all(map(_uses_paper_rule, self.param_groups)):
+            return False
+        fused.scaling = Scaling(self._parts.noise_of, self._report_factors if self._factors_hooks else None)
+        try:
+            self.reports_vitals = self._step_by_kernels()
+        finally:
+            fused.scaling = None
+        return self.reports_vitals
+
+
+def _uses_paper_rule(group: dict[str, Any]) -> bool:
+    return group["scale"] == "paper" and group["granularity"] in (None, "tensor")
+
+
+class VRGD(VarianceReduced):
+    """Scales gradients by their signal-to-noise ratio, then runs the step of the optimizer it wraps.
+
+    It shares parameter groups and state with the wrapped optimizer, so schedulers and checkpoints work on either.
+
+    Args:
+        base: Any optimizer that takes its gradients from ``.grad`` in one step.
+        vr: `gamma`, `beta3`, `k`, `scale`, `granularity`, `moments_dtype`, see `VROptions`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = VRGD(torch.optim.RMSprop([weight], lr=1e-3), gamma=0.2)
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["gamma"]
+        (0.001, 0.2)
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, **vr: Unpack[VROptions]) -> None:
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(f"VRGD got a {type(base).__name__}; expected a torch.optim.Optimizer to wrap")
+        if isinstance(base, VarianceReduced):
+            raise TypeError(f"VRGD got a {type(base).__name__}, which is already variance-reduced")
+        if isinstance(base, torch.optim.LBFGS):
+            raise TypeError("VRGD got an LBFGS, which evaluates several gradients per step; expected another optimizer")
+        self.base = base
+        self._set_options(dict(vr))
+        # Optimizer.__init__ would create its own groups and state.
+        torch.optim.Optimizer.__setstate__(self, {"defaults": base.defaults})
+        for index, group in enumerate(base.param_groups):
+            self._complete_group(group, index)
+            self._follow(index)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    def _add_to_base(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+
+    def _base_step(self) -> None:
+        self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict, which includes the settings and averages of this one."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a wrapper or of the wrapped optimizer alone."""
+        self.base.load_state_dict(state_dict)
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        kept = ("base", "defaults", "_options", "_schedules", "_rules")
+        return {name: self.__dict__[name] for name in kept}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How `FusedVRStep` scales the gradients of one step."""
+
+    noise_of: Callable[[Tensor], Tensor]
+    """Returns the summed squared deviations of a parameter's parts."""
+    report: FactorsHook | None
+    """Receives some parameters, their factors, and gamma; None if no hook is registered."""
+
+
+class FusedVRStep(FusedStep):
+    """Makes the step of a `VRAdamW` by kernels, if they can: two passes, as a tensor's mean ratio must come first."""
+
+    needs = "vrgd"  # AdamW's own kernels may still work if these fail
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.scaling: Scaling | None = None
+        """For the step in progress; None if it is AdamW's own."""
+
+    def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        if self.scaling is None:
+            return ()
+        noise, average = self.scaling.noise_of(parameter), state.get("factor_avg")
+        if not kernels.usable(noise) or noise.stride() != grad.stride():
+            return None
+        if average is not None and not (
+            kernels.usable(average) and average.stride() == grad.stride() and average.dtype == grad.dtype
+        ):
+            return None
+        # An unaligned tensor must not keep the others from wide loads.
+        return noise.dtype, noise.data_ptr() % ALIGNMENT == 0
+
+    def _matches(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
+        if not super()._matches(batch, grads) or (self.scaling is None) != ("noises" not in batch.extra):
+            return False
+        if self.scaling is None:
+            return True
+        noises, averages = batch.extra["noises"], batch.extra["averages"]
+        if bool(averages) != bool(self.optimizer.param_groups[batch.group]["beta3"]):
+            return False
+        if not all([self.scaling.noise_of(p) is noise for p, noise in zip(batch.parameters, noises, strict=True)]):
+            return False
+        states = batch.states if averages else []
+        return all([state.get("factor_avg") is mean for state, mean in zip(states, averages, strict=True)])
+
+    def _complete(self, batch: Batch) -> None:
+        if self.scaling is None:
+            return
+        batch.extra["noises"] = [self.scaling.noise_of(parameter) for parameter in batch.parameters]
+        batch.extra["averages"] = []
+        if self.optimizer.param_groups[batch.group]["beta3"]:
+            for state in batch.states:
+                if "factor_avg" not in state:  # the first factors become the average, with a weight of 1
+                    state["factor_avg"] = torch.zeros_like(state["exp_avg"], dtype=batch.dtypes[1])
+                state.setdefault("factor_step", 0)
+            batch.extra["averages"] = [state["factor_avg"] for state in batch.states]
+        batch.extra["weights"] = ([], None)
+        batch.addresses |= {name: Addresses() for name in ("noises", "averages", "factors")}
+
+    def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
+        if self.scaling is None:
+            return None, None, True
+        adam, vrgd = kernel_modules("adam", "vrgd")
+        group, extra, at = self.optimizer.param_groups[batch.group], batch.extra, batch.addresses
+        factors = empty_factors(grads) if self.scaling.report is not None else []
+        noises = at["noises"].table(extra["noises"])
+        averages = at["averages"].table(extra["averages"]) if extra["averages"] else None
+        factors_at = at["factors"].table(factors) if factors else None
+        noise_dtype = extra["noises"][0].dtype
+        ratios_aligned = at["grads"].aligned and at["noises"].aligned
+        sums = vrgd.sum_ratios(
+            batch.chunks, grads_at, noises, dtype=grads[0].dtype, noise_dtype=noise_dtype, aligned=ratios_aligned
+        )
+        extra["factors"] = factors
+        reduction = adam.Reduction(noises, averages, factors_at, noise_dtype, group["gamma"])
+        aligned = ratios_aligned and at["averages"].aligned and at["factors"].aligned
+        return adam.Ratios(sums, self._weights(batch, group["beta3"])), reduction, aligned
+
+    @staticmethod
+    def _weights(batch: Batch, beta3: float) -> Tensor:
+        """Return the weights of the new factors in their averages, uploaded only if they changed."""
+        weights = new_factor_weights(batch.states, beta3)
+        known, uploaded = batch.extra["weights"]
+        if uploaded is None or weights != known:
+            uploaded = upload(torch.tensor(weights, dtype=torch.float32), batch.device)
+            batch.extra["weights"] = (weights, uploaded)
+        found: Tensor = uploaded
+        return found
+
+    def _after(self, batch: Batch) -> None:
+        if self.scaling is None:
+            return
+        if batch.extra["averages"]:
+            for state in batch.states:
+                state["factor_step"] += 1
+        factors = batch.extra.pop("factors")
+        if self.scaling.report is not None:
+            self.scaling.report(batch.parameters, factors, self.optimizer.param_groups[batch.group]["gamma"])
