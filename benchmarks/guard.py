@@ -1,13 +1,15 @@
 """What guarding costs: bare, monitored and guarded steps of one model in turn, and what a snapshot holds up.
 
-As in `gradvitals bench overhead` on a GPU, every stretch of steps lies between two bare ones and only its ratio to them
-is kept. Nothing is wrong with these runs, so the Guard only checks.
+All run in one process. Every stretch of steps lies between two bare ones and only its ratio to them is kept. Nothing is
+wrong with these runs, so the Guard only checks.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,18 +22,16 @@ from benchmarks.command_line import Command, device_option, echo_line, json_opti
 from gradvitals.act import Clip, Guard, RollBack, Skip
 from gradvitals.act.rungs import Mode
 from gradvitals.bench import (
-    DEFAULT_SHAPES,
-    SHAPES,
+    DEFAULT_WORKLOADS,
     WARM_UP_STEPS,
-    Ratios,
-    Stretch,
+    WORKLOADS,
+    Observe,
     Training,
-    grown_step,
     machine_name,
     markdown_table,
     percent,
-    time_steps,
 )
+from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
 from gradvitals.monitor import watch
@@ -58,7 +58,7 @@ def run_guarding(
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        shapes: Names out of `SHAPES`; None takes those of the device, on a GPU the smaller one.
+        shapes: Names out of `WORKLOADS`; None takes those of the device, on a GPU gpt-124m.
         steps: Timed steps of a stretch.
         rounds: How often each variant is timed.
         progress: Called with a line of text now and then.
@@ -67,8 +67,8 @@ def run_guarding(
         Plain values, ready for JSON.
     """
     place = torch.device(pick_device(device))
-    suited = DEFAULT_SHAPES[place.type]
-    names = shapes or (suited[:1] if place.type == "cuda" else suited)
+    suited = DEFAULT_WORKLOADS[place.type]
+    names = shapes or (suited[-1:] if place.type == "cuda" else suited)
     tell = progress or (lambda line: None)
     return {
         "device": place.type,
@@ -87,10 +87,10 @@ def _time_shape(
     name: str, device: torch.device, steps: int, rounds: int, tell: Callable[[str], object]
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    training = SHAPES[name](device)
+    training = WORKLOADS[name](device)
     for _ in range(WARM_UP_STEPS):
         training.step()
-    ratios = {variant: Ratios() for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     taken: list[int] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         bare = [_bare(training, steps)]
@@ -103,9 +103,8 @@ def _time_shape(
                     stretch, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
                     taken += [snapshots] if "snapshots" in variant else []
                 bare.append(_bare(training, steps))
-                ratios[variant].rounds.append([(stretch, (bare[-2], bare[-1]))])
+                times[variant].append(2 * stretch / (bare[-2] + bare[-1]))
             tell(f"{name}: round {number + 1} of {rounds}")
-    times = {variant: found.of(lambda stretch: stretch.wall_seconds) for variant, found in ratios.items()}
     stalls = [
         (with_them - without) * steps / max(1, count)
         for with_them, without, count in zip(times["guard and snapshots"], times["guard"], taken, strict=True)
@@ -116,7 +115,7 @@ def _time_shape(
         "tensors": training.num_tensors,
         "optimizer": type(training.optimizer).__name__,
         "fused": bool(training.optimizer.defaults.get("fused")),
-        "bare_ms": 1000 * statistics.median(stretch.wall_seconds for stretch in bare),
+        "bare_ms": 1000 * statistics.median(bare),
         "variants": {variant: _summary(values) for variant, values in times.items()},
         "guard_over_monitor": _summary(
             [guarded / seen for guarded, seen in zip(times["guard"], times["monitor"], strict=True)]
@@ -131,14 +130,28 @@ def _summary(values: list[float]) -> dict[str, Any]:
     return {"ratio": middle, "ratio_low": low, "ratio_high": high, "ratios": values}
 
 
-def _bare(training: Training, steps: int) -> Stretch:
+def _time_steps(training: Training, observe: Observe | None, steps: int) -> float:
+    """Seconds per step, from when the device is idle until it is again."""
+    on_gpu = training.device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.step(observe)
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
+    return (time.perf_counter() - started) / steps
+
+
+def _bare(training: Training, steps: int) -> float:
     for _ in range(3):
         training.step()
-    return time_steps(training, None, steps)
+    return _time_steps(training, None, steps)
 
 
-def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tuple[Stretch, int]:
-    """A timed stretch, and the number of snapshots that were taken in it."""
+def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tuple[float, int]:
+    """Seconds per step, and the number of snapshots that were taken meanwhile."""
     guard = None
     if variant != "monitor":
         wanted: Mode = "on" if "snapshots" in variant else "off"
@@ -147,13 +160,14 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
         guard = Guard(mode="act", clip=Clip(first_steps=early), skip=Skip(first_steps=early), rollback=rollback)
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
-        monitor.recorder.start(grown_step(config))  # a young run is read more often
+        cycle = config.tensor_every * config.detail_factor
+        monitor.recorder.start(-(-YOUNG_STEPS // cycle) * cycle)  # a young run is read more often
         for number in range(MOST_SETTLE_STEPS):
             training.step(monitor.observe)
             if number >= SETTLE_STEPS and ("snapshots" not in variant or (guard and guard.snapshots > 1)):
                 break
         before = guard.snapshots if guard is not None else 0
-        stretch = time_steps(training, monitor.observe, steps)
+        stretch = _time_steps(training, monitor.observe, steps)
         after = guard.snapshots if guard is not None else 0
     broken = [one for one in monitor.findings if one.id in ("monitor_error", "store_error", "guard_error")]
     if broken or (guard is not None and guard.actions):
@@ -191,7 +205,7 @@ def format_guarding(result: dict[str, Any]) -> str:
 @click.option(
     "--shape",
     "shapes",
-    type=click.Choice(tuple(SHAPES)),
+    type=click.Choice(tuple(WORKLOADS)),
     multiple=True,
     help="Model to time; may be given several times. [default: gpt-124m on a GPU, all small ones on a CPU]",
 )
