@@ -50,8 +50,9 @@ def test_full_readings_count_as_often_as_they_come_in_a_long_run() -> None:
 def test_what_recording_costs_is_reported_by_kind_of_step() -> None:
     one = Round()
     costs = [("plain", 10.0), ("plain", 30.0), ("plain", 20.0), ("full", 900.0)]
-    one.add({"wall": 0.5, "costs": costs, "every": 50})
-    found = bench.summarize([one], rounds(0.5 / TURN_STEPS))
+    one.add({"wall": 0.5, "cpu": 0.25, "costs": costs, "every": 50})
+    found = bench.summarize([one], [replace(rounds(0.5 / TURN_STEPS)[0], cpu_seconds=0.2)])
+    assert found["cpu_ratio"] == pytest.approx(1.25)
     assert found["host_us"] == {"plain": 20.0, "full": 900.0}
     assert found["timed"] == {"plain": 3, "full": 1}
     assert found["ratio"] == pytest.approx(1.0)
@@ -109,7 +110,7 @@ class FakeRunner:
     def turn(self) -> dict[str, Any]:
         self.calls.append(("turn", self.task.variant))
         slower = 1.5 if self.task.variant == "histograms" else 1.0
-        return {"wall": TURN_STEPS * slower * (1 + 1e-3 * len(self.calls)), "costs": [], "every": 0}
+        return {"wall": TURN_STEPS * slower * (1 + 1e-3 * len(self.calls)), "cpu": 1.0, "costs": [], "every": 0}
 
 
 def test_processes_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

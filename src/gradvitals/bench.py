@@ -364,7 +364,7 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
     number = 0
     for command in chain([first], commands):
         log.costs.clear()
-        started = time.perf_counter()
+        cpu_started, started = time.process_time(), time.perf_counter()
         for _ in range(int(command)):
             loss = training.step(observe)
             number += 1
@@ -372,7 +372,8 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
                 loss.item()
         if training.device.type == "cuda":
             torch.cuda.synchronize(training.device)
-        yield {"wall": time.perf_counter() - started, "costs": log.costs, "every": log.every}
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+        yield {"wall": wall, "cpu": cpu, "costs": log.costs, "every": log.every}
         log.frozen = True
     if monitor is not None:
         monitor.close()
@@ -504,11 +505,14 @@ class Round:
     """Microseconds of recording, by kind of step."""
     every: int = 0
     """Steps from one full reading to the next; 0 without a monitor."""
+    cpu_seconds: float = 0.0
+    """Of all threads of the training process, its worker not included."""
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add one turn."""
         self.turns.append((answer["wall"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
         self.every = answer["every"]
+        self.cpu_seconds += answer["cpu"]
         for kind, cost in answer["costs"]:
             self.costs.setdefault(kind, []).append(cost)
 
@@ -682,6 +686,10 @@ def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
         "ratio_high": high,
         "ratio_interval": median_interval(ratios),
         "mean_ratio": statistics.median(one.mean / base.mean for one, base in zip(rounds, bare, strict=True)),
+        "cpu_ratio": statistics.median(
+            one.cpu_seconds / base.cpu_seconds if base.cpu_seconds else math.nan
+            for one, base in zip(rounds, bare, strict=True)
+        ),
         "host_us": {kind: statistics.median(found) for kind, found in costs.items() if found},
         "timed": {kind: len(found) for kind, found in costs.items() if found},
         "every": [one.every for one in rounds if one.every],
@@ -744,7 +752,8 @@ def table_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for variant, one in found["variants"].items():
         spans = [_span([one["ratio_low"], one["ratio_high"]]), _span(one["ratio_interval"])]
         host = [f"{one['host_us'][kind]:,.0f}" if kind in one["host_us"] else "" for kind in KINDS]
-        changes = [percent(one["ratio"]), *spans, percent(one["mean_ratio"])] if variant != BARE else [""] * 4
+        others = [percent(one["mean_ratio"]), percent(one["cpu_ratio"])]
+        changes = [percent(one["ratio"]), *spans, *others] if variant != BARE else [""] * 5
         rows.append((variant, f"{one['ms']:.2f}", *changes, *host))
     return rows
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -119,21 +120,22 @@ def overhead(
         _print_tables(result)
 
 
-def _print_tables(result: dict[str, object]) -> None:
+def _print_tables(result: dict[str, Any]) -> None:
+    """Print one table per workload, narrow enough for a terminal: the other two formats have more columns."""
     from rich import box
     from rich.table import Table
 
-    from gradvitals.bench import describe_workload, headline, notes, table_rows
+    from gradvitals.bench import COLUMNS, describe_workload, headline, notes, table_rows
 
     screen = console()
+    shown = [place for place, name in enumerate(COLUMNS) if name not in ("quartiles", "by means", "CPU time")]
     screen.print(headline(result))
-    for found in result["workloads"]:  # type: ignore[attr-defined]
-        head, *rows = table_rows(found)
+    for found in result["workloads"]:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for place, name in enumerate(head):
-            table.add_column(name, justify="right" if place else "left", no_wrap=place == 0)
-        for row in rows:
-            table.add_row(*row)
+        for place in shown:
+            table.add_column(COLUMNS[place], justify="right" if place else "left", no_wrap=True)
+        for row in table_rows(found)[1:]:
+            table.add_row(*(row[place] for place in shown))
         screen.print()
         screen.print(describe_workload(found), table, *notes(found), sep="\n")
 
