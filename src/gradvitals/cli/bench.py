@@ -98,9 +98,7 @@ def overhead(
 
     if as_json and as_markdown:
         raise click.UsageError("got --json and --markdown; expected one of them")
-    # A stopped process does not end by itself: end them all before this one does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with _progress() as progress:
+    with _clean_end(), _progress() as progress:
         result = run_overhead(
             device=device,
             workloads=workloads or None,
@@ -138,6 +136,16 @@ def _print_tables(result: dict[str, Any]) -> None:
             table.add_row(*(row[place] for place in shown))
         screen.print()
         screen.print(describe_workload(found), table, *notes(found), sep="\n")
+
+
+@contextmanager
+def _clean_end() -> Iterator[None]:
+    """Have SIGTERM end the processes too: those that are stopped do not end by themselves."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
