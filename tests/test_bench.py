@@ -67,6 +67,13 @@ def test_the_interval_of_a_median_holds_it() -> None:
     assert bench.median_interval([1.0] * 5) is None
 
 
+def test_rows_have_a_cell_for_every_column() -> None:
+    one = bench.summarize([replace(rounds(1.02)[0], cpu_seconds=1.0)], [replace(rounds(1.0)[0], cpu_seconds=1.0)])
+    head, bare, watched = bench.table_rows({"variants": {BARE: one, "watch": one}})
+    assert len(head) == len(bare) == len(watched)
+    assert watched[:3] == ("watch", "1020.00", "+2.00 %")
+
+
 # -- workloads ------------------------------------------------------------------------------------------------------
 
 

@@ -720,6 +720,7 @@ COLUMNS = (
     "quartiles",
     "95 % interval",
     "by means",
+    "CPU time",
     "plain µs",
     "norm µs",
     "full µs",
