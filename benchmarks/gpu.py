@@ -416,7 +416,7 @@ class _Loop:
 def time_training(name: str, device: torch.device, tell: Callable[[str], object]) -> dict[str, Any]:
     """Time every variant between two bare stretches of the same model, and keep its ratio to their mean."""
     torch.manual_seed(0)
-    training = bench.SHAPES[name](device)
+    training = bench.WORKLOADS[name](device)
     parameters = list(training.model.parameters())
     bare = _Loop(training, training.optimizer, clips=True)
     ours = _Loop(training, optim.AdamW(parameters, lr=LEARNING_RATE, max_norm=MAX_NORM), clips=False)

@@ -1,75 +1,81 @@
-"""What monitoring costs on this machine: monitored and bare steps of one model, timed in turn.
+"""What monitoring costs on this machine: watched and bare steps of the same training script, timed in turn.
 
-A shared machine drifts by more than monitoring costs, so only steps that follow each other at once are compared.
+Every variant trains in a process of its own. Each makes a few steps in its turn, in an order that changes, and is
+stopped (SIGSTOP) together with its worker process while the others take theirs. The speed of a shared machine drifts by
+more than monitoring costs, so only turns that follow each other closely are compared. Every round starts new processes,
+because two processes that do the same differ too, by where their memory lies. The row "bare again" is a second process
+without monitoring: the resolution of the method.
 
-- **On a CPU** every variant has a process of its own, and so have bare steps. Each makes a few steps in its turn, in an
-  order that changes, and is stopped (SIGSTOP) while others take theirs. Every round starts new processes, because two
-  bare processes also differ by where their memory lies. Unless asked otherwise, the C library keeps freed memory:
-  giving it back and asking for it again can take a third of a step of ten milliseconds, monitored or not. The page
-  faults that this causes are counted.
-- **On a GPU** everything runs in one process. Every stretch of monitored steps lies between two stretches of bare
-  steps, and only its ratio to their mean is kept. "bare, again" is bare steps put through the same motions: the
-  resolution of the method.
-
-With the default settings, the timed steps hold one full cycle of readings, so each kind of reading counts with its
-share. Nothing is flushed inside a timed stretch: in the middle of a run, training never waits for the disk.
+Monitored processes are timed as they are in the middle of a long run: the phase in which a young run is read more often
+is over, and on a CPU the schedule has found what it can afford. It stays fixed while steps are timed, because the clock
+of a stopped process runs on. Work that is due by time (the worker looks at the journal and commits every quarter of a
+second) is due in every turn, which is more often than in a run of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import gc
+import json
 import math
-import multiprocessing
 import os
 import platform
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
-from itertools import cycle, pairwise
-from multiprocessing import connection
+from functools import cached_property, partial
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradvitals.collect.schedule import YOUNG_STEPS
+from gradvitals import optim
+from gradvitals.collect import schedule
+from gradvitals.collect.schedule import ReadSchedule
 from gradvitals.config import Config
 from gradvitals.demo import CharLM, CharLMConfig
 from gradvitals.errors import GradvitalsError
-from gradvitals.measure.budget import Cadence
 from gradvitals.monitor import Monitor, watch
+from gradvitals.store import open_run
+from gradvitals.worker.recover import NOTE
 
 LEARNING_RATE = 1e-6
-"""So small that no batch is learnt by heart while it is timed: numbers near zero are slow on a CPU."""
+"""So small that no batch is memorized while it is timed: numbers near zero are slow on a CPU."""
 
 MAX_NORM = 1.0
 NUM_CLASSES = 10
+NUM_BATCHES = 8
+"""Different batches that take turns: with a single one, gradients would have no noise to measure."""
+
+LOG_EVERY = 10
+"""Steps from one `.item()` on the loss to the next."""
+
+NUM_BINS = 64
 
 Observe = Callable[[Tensor], object]
 """Called with the mean loss of a step between its last backward and clipping."""
 
-
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets."""
 
-NUM_BATCHES = 8
-"""Different batches that are gone through in turn: with a single one, gradients would have no noise to measure."""
+
+# -- workloads ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model, its optimizer and the data, which is gone through again and again."""
+    """A model, its optimizer and the data, which it goes through again and again."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -78,6 +84,8 @@ class Training:
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean loss of one micro-batch, from its inputs and targets."""
     autocast: torch.dtype | None = None
+    max_norm: float | None = MAX_NORM
+    """What the loop clips to; None if it does not clip."""
 
     @property
     def device(self) -> torch.device:
@@ -101,15 +109,15 @@ class Training:
 
     @property
     def batch_size(self) -> int:
-        """Samples of one step, over all micro-batches."""
+        """Samples per step, over all micro-batches."""
         return sum(len(inputs) for inputs, _ in self.batches[0])
 
     @cached_property
     def _turns(self) -> Iterator[Sequence[MicroBatch]]:
         return cycle(self.batches)
 
-    def step(self, observe: Observe | None = None) -> None:
-        """One optimizer step, as a training loop does it. It never waits for the device."""
+    def step(self, observe: Observe | None = None) -> Tensor:
+        """One optimizer step, as a training loop does it; returns the mean loss. It never waits for the device."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         for inputs, targets in next(self._turns):
@@ -119,8 +127,10 @@ class Training:
             total += loss.detach()
         if observe is not None:
             observe(total)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
+        return total
 
 
 def gpt(
@@ -165,227 +175,122 @@ def gpt_1_3b(device: torch.device, *, micro_batch_size: int = 6) -> Training:
 
 def transformer(device: torch.device, *, micro_batch_size: int = 1, d_model: int = 128, n_layer: int = 5) -> Training:
     """A character-level transformer in float32: 1M parameters in 65 tensors."""
-    return gpt(
-        device,
-        n_layer=n_layer,
-        d_model=d_model,
-        n_head=4,
-        micro_batch_size=micro_batch_size,
-        vocab_size=96,
-        context=64,
-        tied=False,
-        bf16=False,
-    )
+    shape: dict[str, Any] = {"n_layer": n_layer, "d_model": d_model, "n_head": 4, "vocab_size": 96, "context": 64}
+    return gpt(device, micro_batch_size=micro_batch_size, tied=False, bf16=False, **shape)
 
 
-def mlp(device: torch.device, *, micro_batch_size: int = 64, width: int = 512) -> Training:
-    """A plain MLP in float32 with AdamW: 1M parameters in 10 tensors."""
+def small_gpt(device: torch.device) -> Training:
+    """10M parameters on a GPU, 0.5M on a CPU."""
+    if device.type == "cuda":
+        sizes: dict[str, Any] = {"n_layer": 6, "d_model": 384, "n_head": 6, "vocab_size": 96, "context": 256}
+        return gpt(device, micro_batch_size=32, tied=False, **sizes)
+    return transformer(device, d_model=96, n_layer=4)
+
+
+def mlp(device: torch.device, *, micro_batch_size: int = 128, width: int = 512) -> Training:
+    """An MLP of 7 layers in float32 with AdamW, one batch per step, without clipping."""
     inputs = width // 2
     with device:
-        model = nn.Sequential(
-            nn.Linear(inputs, width),
-            nn.ReLU(),
-            *(layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())),
-            nn.Linear(width, NUM_CLASSES),
-        )
+        hidden = (layer for _ in range(5) for layer in (nn.Linear(width, width), nn.ReLU()))
+        model = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), *hidden, nn.Linear(width, NUM_CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    batches = _labelled(2, (micro_batch_size, inputs), device)
-    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model))
+    batches = _labeled((micro_batch_size, inputs), device)
+    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model), max_norm=None)
 
 
-def cnn(device: torch.device, *, micro_batch_size: int = 16, width: int = 32) -> Training:
-    """A CNN with batch norm on 32×32 images, SGD with momentum, one batch a step: 1M parameters in 17 tensors."""
-    channels = (3, width, 2 * width, 4 * width, 8 * width, 8 * width)
-    layers: list[nn.Module] = []
-    for position, (before, after) in enumerate(pairwise(channels)):
-        stride = 2 if position < 4 else 1
-        layers += [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], NUM_CLASSES)]
-    model = nn.Sequential(*layers).to(device)
+class _Block(nn.Module):
+    """A basic residual block."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after))
+        self.shortcut: nn.Module = nn.Identity()
+        if before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.relu(self.second(self.first(inputs)) + self.shortcut(inputs))
+
+
+def cnn(device: torch.device, *, micro_batch_size: int | None = None, width: int | None = None) -> Training:
+    """ResNet-18 for 32×32 images, SGD with momentum, without clipping; narrow and with few images on a CPU."""
+    size, width = (
+        micro_batch_size or (128 if device.type == "cuda" else 2),
+        width or (64 if device.type == "cuda" else 8),
+    )
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    before = width
+    for stage in range(4):
+        after = width * 2**stage
+        layers += [_Block(before, after, 1 if stage == 0 else 2), _Block(after, after, 1)]
+        before = after
+    with device:
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, NUM_CLASSES)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    batches = _labelled(1, (micro_batch_size, 3, 32, 32), device)
-    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model))
+    batches = _labeled((size, 3, 32, 32), device)
+    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model), max_norm=None)
 
 
-def _labelled(num_micro_batches: int, shape: tuple[int, ...], device: torch.device) -> list[list[MicroBatch]]:
+def _labeled(shape: tuple[int, ...], device: torch.device) -> list[list[MicroBatch]]:
     def one() -> MicroBatch:
         return torch.randn(shape, device=device), torch.randint(NUM_CLASSES, shape[:1], device=device)
 
-    return [[one() for _ in range(num_micro_batches)] for _ in range(NUM_BATCHES)]
+    return [[one()] for _ in range(NUM_BATCHES)]
 
 
 def _classifier_loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs), targets)
-
-    return loss
+    return lambda inputs, targets: F.cross_entropy(model(inputs), targets)
 
 
-SHAPES: dict[str, Callable[[torch.device], Training]] = {
+WORKLOADS: dict[str, Callable[[torch.device], Training]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "transformer": transformer,
+    "gpt": small_gpt,
     "gpt-124m": gpt_124m,
     "gpt-1.3b": gpt_1_3b,
 }
 
-DEFAULT_SHAPES = {"cpu": ("mlp", "cnn", "transformer"), "cuda": ("gpt-124m", "gpt-1.3b")}
-"""Those that suit a kind of device."""
+DEFAULT_WORKLOADS = {"cpu": ("mlp", "cnn", "gpt"), "cuda": ("mlp", "cnn", "gpt", "gpt-124m")}
+
+# -- variants -------------------------------------------------------------------------------------------------------
 
 
-WARM_UP_STEPS = 10
-"""Bare steps before anything is timed: kernels are chosen, the optimizer makes its state."""
-
-NUM_BINS = 64
-
-MONITORED: dict[str, Config] = {
-    "default": Config(quiet=True),
-    "norms+gsnr every step": Config(tensor_every=1, metrics=("grad/norm", "gsnr"), quiet=True),
-    "everything every step": Config(tensor_every=1, quiet=True),
-}
-"""Variants that attach a monitor."""
-
-
-def norm_loop(training: Training) -> None:
-    """What many loops do today: ask for the norm of each gradient, one by one."""
+def norm_loop(training: Training, loss: Tensor) -> None:
+    """What many loops do: ask for the norm of each gradient, one by one."""
     for parameter in training.model.parameters():
         if parameter.grad is not None:
             parameter.grad.norm().item()
 
 
-def histograms(training: Training) -> None:
+def histograms(training: Training, loss: Tensor) -> None:
     """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
     for parameter in training.model.parameters():
         if parameter.grad is not None:
             torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
 
 
-BY_HAND: dict[str, Callable[[Training], None]] = {"norm loop": norm_loop, "histograms": histograms}
+OUR_ADAMW = "gv.optim.AdamW"
+
+WATCHED = {
+    "watch": Config(quiet=True),
+    "every step": Config(tensor_every=1, overhead_budget=1, quiet=True),
+    OUR_ADAMW: Config(quiet=True),
+}
+"""Variants that call `watch` themselves. In "every step" no budget thins the readings."""
+
+BY_HAND: dict[str, Callable[[Training, Tensor], None]] = {"norm loop": norm_loop, "histograms": histograms}
 """Variants that people write themselves."""
 
-VARIANTS = (*MONITORED, *BY_HAND, "bare")
+BARE, AGAIN, RUN = "bare", "bare again", "run"
+VARIANTS = (BARE, AGAIN, "watch", RUN, "every step", OUR_ADAMW, "norm loop", "histograms")
 
 
-SETTLE_STEPS = 3
-THINNING_STEPS = 800
+# -- in the process of a variant ------------------------------------------------------------------------------------
+
+WARM_UP_STEPS = 20
+SETTLE_STEPS = 120
 """Steps in which a monitor finds out how many of them it can read within its budget."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """What one timed stretch of steps took."""
-
-    wall_seconds: float
-    """Per step."""
-    cpu_seconds: float
-    """Per step, of all threads of this process: also what ran beside training."""
-    peak_bytes: int | None
-    """Most device memory in use; None on a CPU."""
-    flush_seconds: float | None = None
-    """To bring the last readings to disk after the stretch; None without a monitor."""
-    page_faults: float | None = None
-    """Per step, pages of memory that the system had to give; None where they were not counted."""
-
-
-@dataclass
-class WatchedRun:
-    """A run that is watched now and then, and has gone on in between without being seen."""
-
-    path: Path
-    state: dict[str, Any] | None = None
-    """What its monitor knew at the end of its last stretch."""
-    every: int = 0
-    """Steps from one full reading to the next, as it has come to."""
-    step_every: int = 1
-    """The same for any reading."""
-    pieces: int = 0
-    """Stretches that were timed."""
-
-
-def time_steps(training: Training, observe: Observe | None, steps: int) -> Stretch:
-    """Time some steps, from when the device is idle until it is again."""
-    on_gpu = training.device.type == "cuda"
-    gc.collect()
-    if on_gpu:
-        torch.cuda.synchronize(training.device)
-        torch.cuda.reset_peak_memory_stats(training.device)
-    cpu_started, started = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        training.step(observe)
-    if on_gpu:
-        torch.cuda.synchronize(training.device)
-    wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-    peak = torch.cuda.max_memory_allocated(training.device) if on_gpu else None
-    return Stretch(wall_seconds=wall / steps, cpu_seconds=cpu / steps, peak_bytes=peak)
-
-
-def time_monitored(config: Config, training: Training, steps: int, run: WatchedRun) -> Stretch:
-    """Time some steps of a run that is watched, or as many more as it reads single tensors more rarely by itself."""
-    model, optimizer = training.model, training.optimizer
-    with watch(model, optimizer, run=run.path, config=config, batch_size=training.batch_size) as monitor:
-        settle(monitor, training, run)
-        run.every, run.step_every = monitor.tap.cadence
-        stretch = time_steps(training, monitor.observe, steps * run.every // config.tensor_every)
-        started = time.perf_counter()
-        written = monitor.flush()
-        flush_seconds = time.perf_counter() - started
-        run.state = monitor.state_dict()
-    expect_whole(monitor)
-    if not written:
-        raise GradvitalsError("the monitor failed while it was timed: it could not write")
-    return replace(stretch, flush_seconds=flush_seconds)
-
-
-def expect_whole(monitor: Monitor) -> None:
-    """A monitor that has given up on something is cheap, and its time would mean nothing: raise."""
-    broken = [finding for finding in monitor.findings if finding.id in ("monitor_error", "store_error")]
-    if broken:
-        raise GradvitalsError(f"the monitor failed while it was timed: {broken[0]}")
-
-
-def grown_step(config: Config, every: int | None = None, since: int = YOUNG_STEPS) -> int:
-    """A step at which a run is young no more, and everything is due."""
-    cycle = (every or config.tensor_every) * config.detail_factor
-    return math.ceil(since / cycle) * cycle
-
-
-def settle(monitor: Monitor, training: Training, run: WatchedRun, thinning_steps: int | None = None) -> None:
-    """Bring a monitor to where it is in the middle of a run.
-
-    A young run is read more often, so a new one begins at a step where it is young no more. In the first step all is
-    due, and set up, and the flush after it opens the file. On a CPU the steps that follow also fill the sliding
-    windows, which only then begin to report; on a GPU that takes some microseconds every tenth step, and the wait for
-    it would take longer than all the rest. There, too, a new monitor finds out what it can afford, as if the first
-    seconds, in which all is read, were over. A run that was watched before goes on with all it knows.
-
-    What is timed begins right after a step that was due, each time after another of those that make a cycle.
-    """
-    tap, config = monitor.tap, monitor.config
-    if run.state is None:
-        tap.start(grown_step(config))
-    else:
-        monitor.load_state_dict(run.state)
-        tap.start(grown_step(config, tap.cadence.every, tap.step))
-    training.step(monitor.observe)
-    monitor.flush()
-    is_new = run.state is None and training.device.type == "cpu"
-    for _ in range(config.window_steps if is_new else SETTLE_STEPS):
-        training.step(monitor.observe)
-    if is_new and tap.budget is not None and tap.budget.thins_tensors:
-        tap.budget.free_seconds = 0.0
-        for number in range(THINNING_STEPS if thinning_steps is None else thinning_steps):
-            training.step(monitor.observe)
-            if number % 100 == 99:
-                monitor.flush()  # what they cost is known when they are written
-    every = tap.cadence.every
-    tap.start(grown_step(config, every, tap.step) + run.pieces % config.detail_factor * every + 1)
-    run.pieces += 1
-
-
-TURN_STEPS = 5
-
-KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
-"""For glibc; others do not know these names."""
 
 PR_SET_PDEATHSIG = 1
 """Of linux/prctl.h."""
@@ -393,313 +298,330 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a process is to do."""
+    """What a process does."""
 
-    build: Callable[[torch.device], Training]
-    config: Config | None
-    """How it is watched; None where it is not."""
-    by_hand: Callable[[Training], None] | None
-    """What else is done in every step."""
-    thinning_steps: int
+    workload: str
+    variant: str
+    device: str
+    compiled: bool
     threads: int
-    """Of torch."""
-    folder: Path
-    """Empty, for its run."""
-    keeps_memory: bool = True
+    run: str
+    """The folder of its run."""
 
 
-class Taken(NamedTuple):
-    """What some steps took."""
+class CostLog:
+    """What recording took on the training thread, step by step. Replaces `ReadSchedule.account` in this process.
 
-    wall_seconds: float
-    cpu_seconds: float
-    """Of all threads."""
-    page_faults: float
-    """Pages of memory that the system had to give."""
+    Until it is `frozen`, schedules adapt, from the first step on: the default starts to do so only after a second of
+    work.
+    """
+
+    def __init__(self) -> None:
+        self.frozen = False
+        self.costs: list[tuple[str, float]] = []
+        """One of `KINDS`, and microseconds."""
+        self.every = 0
+        schedule.FREE_SECONDS = 0.0
+        schedule.YOUNG_STEPS = SETTLE_STEPS
+        self._account = ReadSchedule.account
+        ReadSchedule.account = self._log  # type: ignore[method-assign, assignment]
+
+    @property
+    def _log(self) -> Callable[..., bool]:
+        def account(own: ReadSchedule, *, full: bool, cost_seconds: float, paid_norm: bool, **rest: Any) -> bool:
+            self.costs.append(("full" if full else "norm" if paid_norm else "plain", 1e6 * cost_seconds))
+            self.every = own.every
+            if self.frozen:
+                return False
+            return self._account(own, full=full, cost_seconds=cost_seconds, paid_norm=paid_norm, **rest)
+
+        return account
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """What every process took in one round, per step."""
+def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Train one variant: each command is a number of steps to make; yields what they took.
 
-    base: Stretch
-    """Of the process with bare steps that the others are compared with."""
-    variants: dict[str, Stretch]
-    cadences: dict[str, Cadence]
-    """Of those that are watched: what they have come to read."""
+    The loop is the same for every variant. Under `gradvitals run` it is the script, and nothing in it is different.
+    """
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(0)
+    log = CostLog()
+    first = next(commands)  # processes settle one at a time
+    training = WORKLOADS[task.workload](torch.device(task.device))
+    if task.variant == OUR_ADAMW:
+        adamw = optim.AdamW(training.model.parameters(), lr=LEARNING_RATE, max_norm=training.max_norm)
+        training = replace(training, optimizer=adamw, max_norm=None)
+    if task.compiled:
+        training = replace(training, loss=torch.compile(training.loss))
+    observe: Observe | None = None
+    monitor: Monitor | None = None
+    if task.variant in WATCHED:  # before the first step, as loops do it: that decides where memory lies
+        config = WATCHED[task.variant]
+        monitor = watch(training.model, training.optimizer, run=task.run, config=config, batch_size=training.batch_size)
+        observe = monitor.observe
+    elif task.variant in BY_HAND:
+        observe = partial(BY_HAND[task.variant], training)
+    number = 0
+    for command in chain([first], commands):
+        log.costs.clear()
+        cpu_started, started = time.process_time(), time.perf_counter()
+        for _ in range(int(command)):
+            loss = training.step(observe)
+            number += 1
+            if number % LOG_EVERY == 0:
+                loss.item()
+        if training.device.type == "cuda":
+            torch.cuda.synchronize(training.device)
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+        yield {"wall": wall, "cpu": cpu, "costs": log.costs, "every": log.every}
+        log.frozen = True
+    if monitor is not None:
+        monitor.close()
+
+
+def _main() -> None:
+    if sys.platform == "linux":  # a stopped process does not see that its parent is gone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    print(json.dumps("ready"), flush=True)
+    for answer in train(Task(**json.loads(sys.argv[1])), iter(sys.stdin)):
+        print(json.dumps(answer), flush=True)
+
+
+# -- taking turns ---------------------------------------------------------------------------------------------------
+
+KINDS = ("plain", "norm", "full")
+"""Of steps: one that reads what costs nothing, one that pays for a norm, and a full reading."""
+
+TURN_STEPS = 10
+DEFAULT_STEPS = 200
+"""Four per-tensor readings, one of them with all metrics, unless the schedule thins them."""
+
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
+"""For glibc, which otherwise gives freed memory back and asks for it again at every step, or never, by luck."""
+
+END_SECONDS = 60.0
 
 
 class Runner:
-    """One process, from where its context is entered to where it is left; stopped whenever it is not its turn."""
+    """The process of one variant, and its worker; both are stopped whenever it is not their turn."""
 
-    def __init__(self, task: Task, name: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._name = name
-        self._environment = KEEPS_MEMORY if task.keeps_memory else {}
-        self._pipe, self._theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(self._theirs, task), daemon=True)
-        self.cadence: Cadence | None = None
+    def __init__(self, task: Task, *, keeps_memory: bool = True) -> None:
+        self.task = task
+        self._worker: int | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
+        own = [sys.executable, "-m", "gradvitals"]
+        launch = [*own, "run", "--quiet", "--run", task.run, "-m"] if task.variant == RUN else own[:2]
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **(KEEPS_MEMORY if keeps_memory else {})}
+        self._process = subprocess.Popen(
+            [*launch, "gradvitals.bench", json.dumps(asdict(task))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
 
-    def __enter__(self) -> Runner:
-        try:
-            with _environment(self._environment):
-                self._process.start()
-            self._theirs.close()  # so that its end is heard
-            self.cadence = self._ask(None)  # it has settled: with others at work it could not find its cadence
-            self._send(signal.SIGSTOP)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    @property
+    def is_watched(self) -> bool:
+        """Whether it has a monitor."""
+        return self.task.variant in WATCHED or self.task.variant == RUN
 
-    def __exit__(self, *error: object) -> None:
-        if self._process.pid is not None:
-            self._process.kill()
-            self._process.join()
+    def wait_until_ready(self) -> None:
+        """Wait until everything is imported."""
+        self._answer()
 
-    def turn(self, steps: int) -> Taken:
+    def settle(self) -> None:
+        """Make the first steps, then stop."""
+        adapts = self.is_watched and self.task.variant != "every step"
+        self._ask(SETTLE_STEPS if adapts else WARM_UP_STEPS)
+        note = Path(self.task.run) / NOTE
+        if note.exists():  # none if the worker is a thread
+            self._worker = json.loads(note.read_text())["worker"]["pid"]
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> dict[str, Any]:
         """Make some steps."""
-        self._send(signal.SIGCONT)
-        taken: Taken = self._ask(steps)
-        self._send(signal.SIGSTOP)
-        return taken
-
-    def finish(self) -> None:
-        """See whether all went well."""
-        self._send(signal.SIGCONT)
-        self._ask(0)
-
-    def _send(self, sign: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, sign)
-
-    def _ask(self, steps: int | None) -> Any:
-        try:
-            if steps is not None:
-                self._pipe.send(steps)
-            answer = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            self._process.join()
-            raise GradvitalsError(f"the process that timed {self._name} ended with {self._process.exitcode}") from None
-        if isinstance(answer, Exception):
-            raise answer
+        self._signal(signal.SIGCONT)
+        answer: dict[str, Any] = self._ask(TURN_STEPS)
+        self._signal(signal.SIGSTOP)
         return answer
 
+    def finish(self) -> None:
+        """End the run and check that nothing in it failed: a monitor that gave up on something is cheap."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self._process.wait(END_SECONDS):
+            self._fail()
+        if self.is_watched:
+            with open_run(self.task.run) as run:
+                broken = [one for one in run.findings() if one.id in ("monitor_error", "store_error")]
+            if broken:
+                raise GradvitalsError(f"the monitor failed while it was timed: {broken[0]}")
 
-def time_round(shape: str, variants: Sequence[str], steps: int, seed: int = 0, *, keeps_memory: bool = True) -> Round:
-    """Start a process for every variant, and one more for bare steps, and let them take turns.
+    def kill(self) -> None:
+        """End the process, if it has not ended; its worker then ends by itself."""
+        self._process.kill()
+        self._signal(signal.SIGCONT)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
 
-    Args:
-        shape: A name out of `SHAPES`.
-        variants: Names out of `VARIANTS`.
-        steps: Steps of each, rounded up to what the slowest monitor takes to read everything once, or several times.
-        seed: Of the order in which they are started, and take their turns.
-        keeps_memory: Whether the C library is told to.
-    """
-    shuffled = random.Random(seed)
-    names = shuffled.sample(("", *variants), len(variants) + 1)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
-        runners = {}
-        for name in names:
-            task = _task(shape, name, Path(tempfile.mkdtemp(dir=folder)), keeps_memory)
-            runners[name] = stack.enter_context(Runner(task, name or "bare steps"))
-        cadences = {name: runner.cadence for name, runner in runners.items() if runner.cadence is not None}
-        cycle = max((cadences[name].every * MONITORED[name].detail_factor for name in cadences), default=1)
-        turns = math.ceil(math.ceil(steps / cycle) * cycle / TURN_STEPS)
-        per_step = {name: [0.0] * len(Taken._fields) for name in names}
-        for _ in range(turns):
-            for name in shuffled.sample(names, len(names)):
-                for kind, taken in enumerate(runners[name].turn(TURN_STEPS)):
-                    per_step[name][kind] += taken / (turns * TURN_STEPS)
-        for runner in runners.values():
-            runner.finish()
-    timed = {
-        name: Stretch(wall_seconds=wall, cpu_seconds=cpu, peak_bytes=None, page_faults=faults)
-        for name, (wall, cpu, faults) in per_step.items()
-    }
-    return Round(base=timed[""], variants={name: timed[name] for name in variants}, cadences=cadences)
+    def _signal(self, sign: signal.Signals) -> None:
+        for pid in filter(None, (self._process.pid if self._process.poll() is None else None, self._worker)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
 
+    def _ask(self, steps: int) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{steps}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+        return self._answer()
 
-def _task(shape: str, variant: str, folder: Path, keeps_memory: bool) -> Task:
-    return Task(
-        build=SHAPES[shape],
-        config=MONITORED.get(variant),
-        by_hand=BY_HAND.get(variant),
-        thinning_steps=THINNING_STEPS,
-        threads=torch.get_num_threads(),
-        folder=folder,
-        keeps_memory=keeps_memory,
-    )
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else self._fail()
 
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """What a process that is started here finds in its environment, over what this one has."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-# -- in the process -------------------------------------------------------------------------------------------------
-
-
-def _work(pipe: connection.Connection, task: Task) -> None:
-    if sys.platform == "linux":  # who is stopped does not see that its parent is gone
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        _train(pipe, task)
-    except Exception as error:
-        pipe.send(GradvitalsError(f"{type(error).__name__}: {error}"))
-
-
-def _train(pipe: connection.Connection, task: Task) -> None:
-    torch.set_num_threads(task.threads)
-    torch.manual_seed(0)
-    training = task.build(torch.device("cpu"))
-    monitor, cadence = None, None
-    observe: Observe | None = None
-    if task.config is not None:  # before the first step, as loops do it: that decides where memory lies
-        monitor = _watch(training, task, task.config)
-        observe, cadence = monitor.observe, monitor.tap.cadence
-    elif task.by_hand is not None:
-        observe = _observe_by_hand(task.by_hand, training)
-    for _ in range(WARM_UP_STEPS):
-        training.step(observe)
-    pipe.send(cadence)
-    while steps := pipe.recv():
-        faults, cpu_started, started = _page_faults(), time.process_time(), time.perf_counter()
-        for _ in range(steps):
-            training.step(observe)
-        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        pipe.send(Taken(wall, cpu, _page_faults() - faults))
-    if monitor is not None:
-        monitor.close()
-        expect_whole(monitor)
-    pipe.send(None)
-
-
-def _page_faults() -> int:
-    import resource  # which Windows lacks: beside a GPU nothing of this is called
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _watch(training: Training, task: Task, config: Config) -> Monitor:
-    run = task.folder / "run"
-    monitor = watch(training.model, training.optimizer, run=run, config=config, batch_size=training.batch_size)
-    settle(monitor, training, WatchedRun(run), task.thinning_steps)
-    if monitor.tap.budget is not None:
-        monitor.tap.budget.free_seconds = math.inf  # the cadence stays: the time of other turns is none of its own
-    return monitor
-
-
-def _observe_by_hand(by_hand: Callable[[Training], None], training: Training) -> Observe:
-    return lambda loss: by_hand(training)
-
-
-DEFAULT_ROUNDS = {"cpu": 6, "cuda": 4}
-
-SHORT = 8
-"""Bare stretches, and those whose steps are all alike, are this many times shorter than a round of the default."""
-
-EVERY_KIND = Config(tensor_every=2, detail_every=4, quiet=True)
-"""Takes every kind of reading within a few steps, so that everything is compiled before anything is timed."""
-
-
-Piece = tuple[Stretch, tuple[Stretch, Stretch]]
-"""A stretch, and the bare ones before and after it."""
+    def _fail(self) -> NoReturn:
+        code = self._process.wait(END_SECONDS)
+        self._errors.seek(0)
+        last = (self._errors.read().strip().splitlines() or ["it printed no error"])[-1]
+        raise GradvitalsError(f"the process that timed {self.task.variant!r} ended with {code}: {last}")
 
 
 @dataclass
-class Ratios:
-    """The stretches of one variant, round by round, each beside the two bare stretches around it."""
+class Round:
+    """What one variant took in one round, turn by turn."""
 
-    rounds: list[list[Piece]] = field(default_factory=list)
+    turns: list[tuple[float, bool]] = field(default_factory=list)
+    """Seconds per step, and whether one of the steps was read in full."""
+    costs: dict[str, list[float]] = field(default_factory=dict)
+    """Microseconds of recording, by kind of step."""
+    every: int = 0
+    """Steps from one full reading to the next; 0 without a monitor."""
+    cpu_seconds: float = 0.0
+    """Of all threads of the training process, its worker not included."""
 
-    def of(self, seconds: Callable[[Stretch], float]) -> list[float]:
-        """The ratio to bare in every round."""
-        return [
-            sum(seconds(stretch) for stretch, _ in pieces)
-            / sum(statistics.fmean(map(seconds, around)) for _, around in pieces)
-            for pieces in self.rounds
-        ]
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Add one turn."""
+        self.turns.append((answer["wall"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
+        self.every = answer["every"]
+        self.cpu_seconds += answer["cpu"]
+        for kind, cost in answer["costs"]:
+            self.costs.setdefault(kind, []).append(cost)
 
-    def extra_bytes(self) -> int | None:
-        """The largest rise of the peak of device memory over that of the bare stretches around."""
-        rises = [
-            stretch.peak_bytes - max(bare.peak_bytes or 0 for bare in around)
-            for pieces in self.rounds
-            for stretch, around in pieces
-            if stretch.peak_bytes is not None
-        ]
-        return max(rises, default=None)
+    @property
+    def mean(self) -> float:
+        """Seconds per step."""
+        return statistics.fmean(seconds for seconds, _ in self.turns)
 
-    def flushes(self) -> list[float]:
-        """How long each flush took after its stretch."""
-        found = [stretch.flush_seconds for pieces in self.rounds for stretch, _ in pieces]
-        return [seconds for seconds in found if seconds is not None]
+    @property
+    def typical(self) -> float:
+        """Seconds per step without the turns that something else on the machine held up.
+
+        The median of the turns with a full reading and that of those without, weighted as they come in a long run.
+        """
+        kinds = [[seconds for seconds, full in self.turns if full is kind] for kind in (False, True)]
+        if not all(kinds):
+            return statistics.median(seconds for seconds, _ in self.turns)
+        plain, full = map(statistics.median, kinds)
+        return plain + (full - plain) * min(1.0, TURN_STEPS / self.every)
+
+
+def time_round(tasks: Sequence[Task], steps: int, seed: int = 0, *, keeps_memory: bool = True) -> dict[str, Round]:
+    """Start a process for every variant and let them take turns, in an order that changes with the seed."""
+    shuffled = random.Random(seed)
+    found = {task.variant: Round() for task in tasks}
+    with ExitStack() as stack:
+        runners = []
+        for task in tasks:
+            runners.append(Runner(task, keeps_memory=keeps_memory))
+            stack.callback(runners[-1].kill)
+        for runner in runners:
+            runner.wait_until_ready()
+        for runner in shuffled.sample(runners, len(runners)):
+            runner.settle()
+        for _ in range(math.ceil(steps / TURN_STEPS)):
+            for runner in shuffled.sample(runners, len(runners)):
+                found[runner.task.variant].add(runner.turn())
+        for runner in runners:
+            runner.finish()
+    return found
+
+
+# -- the whole measurement ------------------------------------------------------------------------------------------
+
+DEFAULT_ROUNDS = 6
+"""The fewest that give a 95 % interval of the median."""
 
 
 def run_overhead(
     device: str = "auto",
-    shapes: Sequence[str] | None = None,
+    workloads: Sequence[str] | None = None,
     variants: Sequence[str] | None = None,
-    steps: int | None = None,
-    rounds: int | None = None,
-    progress: Callable[[str], object] | None = None,
+    steps: int = DEFAULT_STEPS,
+    rounds: int = DEFAULT_ROUNDS,
+    progress: Callable[[int, int, str], object] | None = None,
     *,
+    compiled: bool = False,
+    threads: int | None = None,
     keeps_memory: bool = True,
 ) -> dict[str, Any]:
-    """Time every variant against bare steps of the same model.
+    """Time every variant against bare steps of the same loop.
 
     Args:
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        shapes: Names out of `SHAPES`; None takes those that suit the device.
-        variants: Names out of `VARIANTS`; None takes all. Few of them leave time for many rounds.
-        steps: Timed steps of a stretch with the default settings, rounded up to a multiple of its slowest cadence.
-        rounds: How often each variant is timed. The order changes from round to round.
-        progress: Called with a line of text now and then.
-        keeps_memory: On a CPU: whether the C library is told to keep freed memory (`in_turns`).
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
+        workloads: Names out of `WORKLOADS`; None takes those that suit the device.
+        variants: Names out of `VARIANTS`; None takes all. ``bare`` is always timed.
+        steps: Timed steps of each variant per round.
+        rounds: Rounds, each with new processes.
+        progress: Called with the number of finished rounds, of all rounds, and what was found so far.
+        compiled: Time compiled models too.
+        threads: Of torch in every process; None leaves it to torch.
+        keeps_memory: Whether the C library keeps freed memory.
 
     Returns:
-        Plain values, ready for JSON: the machine, and for every shape its size, the time of a bare step and for every
-        variant the median `ratio` to bare with its quartiles, and the interval that holds it in 95 of 100 cases.
+        Plain values, ready for JSON: the machine, and for every workload its size and its variants, each with the
+        median `ratio` to bare over the rounds, its quartiles, the 95 % interval of the median and what recording cost.
     """
     place = _device(device)
-    default = MONITORED["default"]
-    cycle = default.tensor_every * default.detail_factor
-    steps = math.ceil((steps or 1) / cycle) * cycle
-    rounds = DEFAULT_ROUNDS[place.type] if rounds is None else rounds
-    if rounds < 1:
-        raise ValueError(f"got {rounds} rounds; expected 1 or more")
-    names = shapes or DEFAULT_SHAPES[place.type]
-    unknown = [name for name in names if name not in SHAPES]
-    if unknown:
-        raise ValueError(f"there is no shape {unknown[0]!r}; expected one of {', '.join(SHAPES)}")
-    chosen = variants or VARIANTS
-    if not set(chosen) <= set(VARIANTS):
-        raise ValueError(f"variants are {', '.join(chosen)}; expected some of {', '.join(VARIANTS)}")
-    tell = progress or (lambda line: None)
-    results = [_time_shape(name, chosen, place, steps, rounds, tell, keeps_memory) for name in names]
+    names = workloads or DEFAULT_WORKLOADS[place.type]
+    chosen = [one for one in VARIANTS if one == BARE or not variants or one in variants]
+    for name, known in [*((one, WORKLOADS) for one in names), *((one, VARIANTS) for one in variants or ())]:
+        if name not in known:
+            raise ValueError(f"got {name!r}; expected one of {', '.join(known)}")
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"got {rounds} rounds of {steps} steps; expected 1 or more")
+    if not hasattr(signal, "SIGSTOP"):
+        raise GradvitalsError("the benchmark stops processes between their turns, which this system cannot do")
+    threads = threads or torch.get_num_threads()
+    jobs = [(name, mode) for name in names for mode in ((False, True) if compiled else (False,))]
+    common: dict[str, Any] = {"device": place.type, "threads": threads}
+    results = []
+    for place_of, (name, mode) in enumerate(jobs):
+
+        def report(done: int, text: str, before: int = place_of * rounds, label: str = _label(name, mode)) -> None:
+            if progress is not None:
+                progress(before + done, len(jobs) * rounds, f"{label}: {text}")
+
+        results.append(_time_workload(name, chosen, common | {"compiled": mode}, steps, rounds, report, keeps_memory))
     return {
         "device": place.type,
         "machine": machine_name(place),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "steps": steps,
+        "steps": math.ceil(steps / TURN_STEPS) * TURN_STEPS,
         "rounds": rounds,
-        "tensor_every": default.tensor_every,
-        "keeps_memory": keeps_memory if place.type == "cpu" else None,
-        "shapes": results,
+        "keeps_memory": keeps_memory,
+        "workloads": results,
     }
 
 
@@ -707,120 +629,78 @@ def _device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
-    if place.type not in DEFAULT_SHAPES:
+    if place.type not in DEFAULT_WORKLOADS:
         raise ValueError(f"device is {device!r}; expected auto, cpu or cuda")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda'; torch sees no CUDA device here")
+        raise ValueError("device is 'cuda'; torch finds no CUDA device here")
     return place
 
 
-def _time_shape(
+def _label(name: str, compiled: bool) -> str:
+    return f"{name}, compiled" if compiled else name
+
+
+def _time_workload(
     name: str,
     variants: Sequence[str],
-    device: torch.device,
+    common: Mapping[str, Any],
     steps: int,
     rounds: int,
-    tell: Callable[[str], object],
+    report: Callable[[int, str], None],
     keeps_memory: bool,
 ) -> dict[str, Any]:
-    tell(f"{name}: building and warming up")
-    torch.manual_seed(0)
-    in_turns = device.type == "cpu"
-    training = SHAPES[name](torch.device("meta") if in_turns else device)  # where others train, only to be counted
-    measured = Measured({variant: Ratios() for variant in variants}, lambda line: tell(f"{name}: {line}"))
-    if in_turns:
-        time_in_turns(measured, name, steps, rounds, keeps_memory)
-    else:
-        time_in_stretches(measured, training, steps, rounds)
+    counted = WORKLOADS[name](torch.device("meta"))
+    if not isinstance(counted.optimizer, torch.optim.AdamW):
+        variants = [one for one in variants if one != OUR_ADAMW]
+    found: list[dict[str, Round]] = []
+    for number in range(rounds):
+        report(number, "starting processes")
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            paths = [(one, f"{folder}/{place}") for place, one in enumerate(variants)]
+            tasks = [Task(workload=name, variant=one, run=path, **common) for one, path in paths]
+            found.append(time_round(tasks, steps, seed=number, keeps_memory=keeps_memory))
+        shown = next((one for one in variants[2:] or variants[1:]), BARE)
+        so_far = statistics.median(one[shown].typical / one[BARE].typical for one in found)
+        report(number + 1, f"{shown} at {percent(so_far)} so far")
     return {
-        "shape": name,
-        "parameters": training.num_parameters,
-        "tensors": training.num_tensors,
-        "micro_batches": training.num_micro_batches,
-        "batch_size": training.batch_size,
-        "bare_ms": 1000 * statistics.median(map(_wall, measured.bare)),
-        "bare_page_faults": _mean_page_faults(measured.bare),
-        "default_cadence": list(statistics.mode(measured.cadences)) if measured.cadences else None,
-        "variants": {variant: _summary(found) for variant, found in measured.ratios.items()},
+        "workload": name,
+        "compiled": common["compiled"],
+        "parameters": counted.num_parameters,
+        "tensors": counted.num_tensors,
+        "micro_batches": counted.num_micro_batches,
+        "clips": counted.max_norm is not None,
+        "optimizer": type(counted.optimizer).__name__,
+        "variants": {one: summarize([each[one] for each in found], [each[BARE] for each in found]) for one in variants},
     }
 
 
-@dataclass
-class Measured:
-    """What was timed of one shape."""
-
-    ratios: dict[str, Ratios]
-    tell: Callable[[str], object]
-    bare: list[Stretch] = field(default_factory=list)
-    cadences: list[Cadence] = field(default_factory=list)
-    """What was read with the default settings, as each monitor has come to."""
-
-    def end_round(self, number: int, rounds: int) -> None:
-        """Say where it stands."""
-        variant, found = next(iter(self.ratios.items()))
-        so_far = percent(statistics.median(found.of(_wall)))
-        self.tell(f"round {number + 1} of {rounds}, {variant} at {so_far} so far")
-
-
-def time_in_turns(measured: Measured, shape: str, steps: int, rounds: int, keeps_memory: bool = True) -> None:
-    """Time every variant in a process of its own; each round has new ones."""
-    for number in range(rounds):
-        found = time_round(shape, list(measured.ratios), steps, seed=number, keeps_memory=keeps_memory)
-        measured.bare.append(found.base)
-        for variant, stretch in found.variants.items():
-            measured.ratios[variant].rounds.append([(stretch, (found.base, found.base))])
-        measured.cadences += [found.cadences["default"]] if "default" in found.cadences else []
-        measured.end_round(number, rounds)
-
-
-def time_in_stretches(measured: Measured, training: Training, steps: int, rounds: int) -> None:
-    """Time every variant in this process, between bare stretches."""
-    variants = list(measured.ratios)
-    for _ in range(WARM_UP_STEPS):
-        training.step()
-    short = max(1, steps // SHORT)
-    pieces = MONITORED["default"].detail_factor
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for config in (EVERY_KIND, *MONITORED.values()):
-            time_monitored(config, training, 2 * EVERY_KIND.detail_factor, WatchedRun(Path(folder) / "compiling"))
-        runs = {variant: WatchedRun(Path(tempfile.mkdtemp(dir=folder)) / "run") for variant in MONITORED}
-        bare = measured.bare
-        bare.append(_time_variant("bare", training, short, runs))
-        for number in range(rounds):
-            turn = number % len(variants)
-            for variant in (*variants[turn:], *variants[:turn]):
-                stretches: list[Piece] = []
-                for length in [steps // pieces] * pieces if variant == "default" else [short]:
-                    stretch = _time_variant(variant, training, length, runs)
-                    bare.append(_time_variant("bare", training, short, runs))
-                    stretches.append((stretch, (bare[-2], bare[-1])))
-                measured.ratios[variant].rounds.append(stretches)
-            measured.end_round(number, rounds)
-    if "default" in variants:
-        measured.cadences.append(Cadence(runs["default"].every, runs["default"].step_every))
-
-
-def _summary(ratios: Ratios) -> dict[str, Any]:
-    wall = ratios.of(_wall)
-    low, middle, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
-    flushes = ratios.flushes()
+def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
+    """What a variant took, beside the bare process of the same round."""
+    ratios = [one.typical / base.typical for one, base in zip(rounds, bare, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    costs = {kind: [cost for one in rounds for cost in one.costs.get(kind, ())] for kind in KINDS}
     return {
+        "ms": 1000 * statistics.median(one.typical for one in rounds),
         "ratio": middle,
         "ratio_low": low,
         "ratio_high": high,
-        "ratio_interval": median_interval(wall),
-        "cpu_ratio": statistics.median(ratios.of(lambda stretch: stretch.cpu_seconds)),
-        "extra_device_bytes": ratios.extra_bytes(),
-        "flush_ms": 1000 * statistics.median(flushes) if flushes else None,
-        "page_faults": _mean_page_faults([stretch for pieces in ratios.rounds for stretch, _ in pieces]),
-        "ratios": wall,
+        "ratio_interval": median_interval(ratios),
+        "mean_ratio": statistics.median(one.mean / base.mean for one, base in zip(rounds, bare, strict=True)),
+        "cpu_ratio": statistics.median(
+            one.cpu_seconds / base.cpu_seconds if base.cpu_seconds else math.nan
+            for one, base in zip(rounds, bare, strict=True)
+        ),
+        "host_us": {kind: statistics.median(found) for kind, found in costs.items() if found},
+        "timed": {kind: len(found) for kind, found in costs.items() if found},
+        "every": [one.every for one in rounds if one.every],
+        "ratios": ratios,
     }
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
     """Where the median of what these were drawn from lies, in 95 of 100 cases or more; None for fewer than six.
 
-    The k-th smallest of n values is over the median where fewer than k of them are under it, each with probability 1/2.
+    The k-th smallest of n values is over the median if fewer than k of them are under it, each with probability 1/2.
 
     >>> median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])  # 2 * (1/2)**6 = 3 % lie outside
     [1.0, 6.0]
@@ -831,84 +711,78 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
     return [ordered[rank - 1], ordered[-rank]] if rank else None
 
 
-def _mean_page_faults(stretches: Sequence[Stretch]) -> float | None:
-    """Of a step on average; None where they were not counted."""
-    counts = [stretch.page_faults for stretch in stretches if stretch.page_faults is not None]
-    return statistics.fmean(counts) if counts else None
-
-
-def _wall(stretch: Stretch) -> float:
-    return stretch.wall_seconds
-
-
-# -- one stretch ----------------------------------------------------------------------------------------------------
-
-
-def _time_variant(variant: str, training: Training, steps: int, runs: Mapping[str, WatchedRun]) -> Stretch:
-    if variant in MONITORED:
-        return time_monitored(MONITORED[variant], training, steps, runs[variant])
-    observe: Observe | None = None
-    if variant in BY_HAND:
-        by_hand = BY_HAND[variant]
-
-        def observe(loss: Tensor) -> None:
-            by_hand(training)
-
-    for _ in range(SETTLE_STEPS):
-        training.step(observe)
-    return time_steps(training, observe, steps)
-
-
 # -- in words -------------------------------------------------------------------------------------------------------
 
+COLUMNS = (
+    "variant",
+    "ms per step",
+    "change",
+    "quartiles",
+    "95 % interval",
+    "by means",
+    "CPU time",
+    "plain µs",
+    "norm µs",
+    "full µs",
+)
 
-def format_overhead(result: dict[str, Any]) -> str:
-    """The result as text: one Markdown table for each shape.
 
-    On a CPU there is the change of the processor time of all threads, too. It counts what ran on an idle core as well,
-    and hardly feels other programs, so on a busy machine it is the steadier of the two. Page faults are the mean.
-    """
-    on_cpu = result["device"] == "cpu"
-    threads, more = (f", {result['threads']} threads", " or more") if on_cpu else ("", "")
-    lines = [
-        f"{result['machine']}{threads}, torch {result['torch']}, {result['date']}",
-        f"{result['rounds']} rounds of {result['steps']} steps{more}; change of the step's time: median [quartiles]",
-        *([] if result["keeps_memory"] is not False else ["freed memory is left to the C library"]),
-    ]
-    for shape in result["shapes"]:
-        lines += [
-            "",
-            f"{shape['shape']}: {shape['parameters'] / 1e6:.3g}M parameters in {shape['tensors']} tensors, "
-            f"{shape['micro_batches']} micro-batch{'es' if shape['micro_batches'] > 1 else ''} a step, "
-            f"{shape['bare_ms']:.2f} ms a bare step"
-            + (f", with {shape['bare_page_faults']:.0f} page faults" if on_cpu else ""),
-            "",
+def headline(result: Mapping[str, Any]) -> str:
+    """The machine and how it was measured."""
+    threads = f", torch with {result['threads']} thread(s)" if result["device"] == "cpu" else ""
+    memory = "" if result["keeps_memory"] else "; freed memory is left to the C library"
+    return (
+        f"{result['machine']}{threads}, torch {result['torch']}, Python {result['python']}, {result['date']}\n"
+        f"{result['rounds']} rounds of {result['steps']} steps per variant, in turns of {TURN_STEPS}{memory}"
+    )
+
+
+def describe_workload(found: Mapping[str, Any]) -> str:
+    """A workload in one line."""
+    batches = "2 micro-batches" if found["micro_batches"] == 2 else "1 batch"
+    clipping = "with" if found["clips"] else "without"
+    return (
+        f"{_label(found['workload'], found['compiled'])}: {found['parameters'] / 1e6:.3g}M parameters in "
+        f"{found['tensors']} tensors, {found['optimizer']}, {batches} per step, {clipping} clipping"
+    )
+
+
+def table_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The variants of one workload, the head first."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for variant, one in found["variants"].items():
+        spans = [_span([one["ratio_low"], one["ratio_high"]]), _span(one["ratio_interval"])]
+        host = [f"{one['host_us'][kind]:,.0f}" if kind in one["host_us"] else "" for kind in KINDS]
+        others = [percent(one["mean_ratio"]), percent(one["cpu_ratio"])]
+        changes = [percent(one["ratio"]), *spans, *others] if variant != BARE else [""] * 5
+        rows.append((variant, f"{one['ms']:.2f}", *changes, *host))
+    return rows
+
+
+def notes(found: Mapping[str, Any]) -> list[str]:
+    """How often monitors read, for those that thinned their readings."""
+    lines = []
+    for variant, one in found["variants"].items():
+        if one["every"]:
+            timed, span = one["timed"], sorted({min(one["every"]), max(one["every"])})
+            kinds = ", ".join(f"{timed[kind]:,} {kind}" for kind in KINDS if kind in timed)
+            lines.append(f"{variant}: a full reading every {' to '.join(map(str, span))} steps; timed: {kinds}")
+    return lines
+
+
+def format_markdown(result: Mapping[str, Any]) -> str:
+    """The result as Markdown, one table per workload."""
+    parts = [headline(result)]
+    for found in result["workloads"]:
+        parts += [
+            describe_workload(found),
+            markdown_table(table_rows(found)),
+            "\n".join(f"- {n}" for n in notes(found)),
         ]
-        costs: tuple[str, ...] = ("CPU time", "page faults") if on_cpu else ("extra memory",)
-        rows = [("variant", "step time", "quartiles", "95 % interval", "ms a step", *costs)]
-        for variant, found in shape["variants"].items():
-            if on_cpu:
-                costs = (percent(found["cpu_ratio"]), f"{found['page_faults']:.0f}")
-            else:
-                costs = (f"{found['extra_device_bytes'] / 2**20:.1f} MB",)
-            rows.append(
-                (
-                    "bare, again" if variant == "bare" else variant,
-                    percent(found["ratio"]),
-                    _span([found["ratio_low"], found["ratio_high"]]),
-                    _span(found["ratio_interval"]),
-                    f"{(found['ratio'] - 1) * shape['bare_ms']:+.3f}",
-                    *costs,
-                )
-            )
-        lines.append(markdown_table(rows))
-        every, step_every = shape["default_cadence"] or (0, 1)
-        if step_every > 1:
-            lines += ["", f"default: one step in {step_every} was read, and single tensors every {every} steps"]
-    return "\n".join(lines)
+    return "\n\n".join(filter(None, parts))
 
 
-def _span(ends: list[float] | None) -> str:
+def _span(ends: Sequence[float] | None) -> str:
     return "too few rounds" if ends is None else f"[{percent(ends[0])}, {percent(ends[1])}]"
 
 
@@ -918,7 +792,7 @@ def percent(ratio: float) -> str:
 
 
 def machine_name(device: torch.device) -> str:
-    """What it runs on, in words."""
+    """The machine, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -946,3 +820,7 @@ def markdown_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) 
     ]
     rule = ["-" * width if place in left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -12,7 +12,7 @@ from gradvitals import bench
 
 @pytest.mark.slow
 def test_every_variant_is_timed_beside_bare_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.SHAPES, "mlp", partial(bench.mlp, micro_batch_size=8, width=64))
+    monkeypatch.setitem(bench.WORKLOADS, "mlp", partial(bench.mlp, micro_batch_size=8, width=64))
     result = run_guarding("cpu", ["mlp"], steps=12, rounds=1)
     (shape,) = result["shapes"]
     assert set(shape["variants"]) == set(VARIANTS)

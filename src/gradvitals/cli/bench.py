@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import click
 
-from gradvitals.cli.output import json_option, print_json
+from gradvitals.cli.output import console, json_option, print_json
 
-SHAPES = ("mlp", "cnn", "transformer", "gpt-124m", "gpt-1.3b")
-VARIANTS = ("default", "norms+gsnr every step", "everything every step", "norm loop", "histograms", "bare")
+WORKLOADS = ("mlp", "cnn", "gpt", "gpt-124m", "gpt-1.3b")
+VARIANTS = ("bare", "bare again", "watch", "run", "every step", "gv.optim.AdamW", "norm loop", "histograms")
 """Both as in `gradvitals.bench`, which imports torch."""
 
 
@@ -30,57 +36,129 @@ def bench() -> None:
     help="Where to run; auto takes a GPU if there is one.",
 )
 @click.option(
-    "--shape",
-    "shapes",
-    type=click.Choice(SHAPES),
+    "--workload",
+    "workloads",
+    type=click.Choice(WORKLOADS),
     multiple=True,
-    help="Model to time; may be given several times. [default: all that suit the device]",
+    help="Model to train; may be given several times.  [default: all that suit the device]",
 )
 @click.option(
     "--variant",
     "variants",
     type=click.Choice(VARIANTS),
     multiple=True,
-    help="What to time; may be given several times. [default: all]",
+    help="What to time beside bare steps; may be given several times.  [default: all]",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Timed steps of each kind in a round.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of bare and monitored steps in turn.")
+@click.option("--compile", "compiled", is_flag=True, help="Time compiled models too.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Timed steps per variant and round."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=6,
+    show_default=True,
+    help="Rounds, each with new processes; six are the fewest that give an interval.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch in every process.  [default: torch's]")
 @click.option(
     "--keep-memory/--no-keep-memory",
     default=True,
     show_default=True,
-    help="On a CPU: have the C library keep freed memory, so that page faults do not blur the times.",
+    help="Have the C library keep freed memory, so that page faults do not blur the times.",
 )
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
 def overhead(
     device: str,
-    shapes: tuple[str, ...],
+    workloads: tuple[str, ...],
     variants: tuple[str, ...],
-    steps: int | None,
-    rounds: int | None,
+    compiled: bool,
+    steps: int,
+    rounds: int,
+    threads: int | None,
     keep_memory: bool,
+    as_markdown: bool,
     as_json: bool,
 ) -> None:
-    """Time monitored steps against bare steps of the same model, in turn.
+    """Time watched steps against bare steps of the same training loop.
+
+    Every variant is a process of its own. They take turns of a few steps and are stopped in between; every round starts
+    new ones. The row "bare again" shows what the machine's noise alone amounts to. "plain", "norm" and "full" are
+    microseconds of recording on the training thread: of a plain step, of one that reads a norm which the loop did not
+    compute, and of a full reading. All workloads and variants take about ten minutes.
 
     \b
     Example:
       gradvitals bench overhead
-      gradvitals bench overhead --variant default --variant bare --rounds 40
-      gradvitals bench overhead --device cuda --shape gpt-124m --json
+      gradvitals bench overhead --workload gpt --variant "bare again" --variant watch --rounds 20
+      gradvitals bench overhead --device cuda --compile --markdown
     """
-    from gradvitals.bench import format_overhead, run_overhead
+    from gradvitals.bench import format_markdown, run_overhead
 
-    result = run_overhead(
-        device=device,
-        shapes=shapes or None,
-        variants=variants or None,
-        steps=steps,
-        rounds=rounds,
-        progress=lambda line: click.echo(line, err=True),
-        keeps_memory=keep_memory,
-    )
+    if as_json and as_markdown:
+        raise click.UsageError("got --json and --markdown; expected one of them")
+    with _clean_end(), _progress() as progress:
+        result = run_overhead(
+            device=device,
+            workloads=workloads or None,
+            variants=variants or None,
+            steps=steps,
+            rounds=rounds,
+            progress=progress,
+            compiled=compiled,
+            threads=threads,
+            keeps_memory=keep_memory,
+        )
     if as_json:
         print_json(result)
+    elif as_markdown:
+        click.echo(format_markdown(result))
     else:
-        click.echo(format_overhead(result))
+        _print_tables(result)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    """Print one table per workload, narrow enough for a terminal: the other two formats have more columns."""
+    from rich import box
+    from rich.table import Table
+
+    from gradvitals.bench import COLUMNS, describe_workload, headline, notes, table_rows
+
+    screen = console()
+    shown = [place for place, name in enumerate(COLUMNS) if name not in ("quartiles", "by means", "CPU time")]
+    screen.print(headline(result))
+    for found in result["workloads"]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for place in shown:
+            table.add_column(COLUMNS[place], justify="right" if place else "left", no_wrap=True)
+        for row in table_rows(found)[1:]:
+            table.add_row(*(row[place] for place in shown))
+        screen.print()
+        screen.print(describe_workload(found), table, *notes(found), sep="\n")
+
+
+@contextmanager
+def _clean_end() -> Iterator[None]:
+    """Have SIGTERM end the processes too: those that are stopped do not end by themselves."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], object]]:
+    """A bar on stderr if that is a terminal, a line per round if it is not."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if not screen.is_terminal:
+        yield lambda done, total, text: click.echo(f"{done} of {total} rounds; {text}", err=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
