@@ -1,13 +1,12 @@
-"""What guarding costs: bare, monitored and guarded steps of one model in turn, and how long a snapshot takes.
+"""What guarding costs: bare, monitored and guarded steps of one model in turn, and what a snapshot holds up.
 
-Every stretch of steps lies between two bare ones, and only its ratio to them is kept. Nothing is wrong with these runs,
-so the Guard only checks.
+All run in one process. Every stretch of steps lies between two bare ones and only its ratio to them is kept. Nothing is
+wrong with these runs, so the Guard only checks.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import tempfile
 import time
@@ -20,15 +19,22 @@ import click
 import torch
 
 from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
-from gradvitals.bench import DEFAULT_SHAPES, SHAPES, Training, machine_name, markdown_table, percent
+from gradvitals.act import Clip, Guard, RollBack, Skip
+from gradvitals.act.rungs import Mode
+from gradvitals.bench import (
+    DEFAULT_WORKLOADS,
+    WARM_UP_STEPS,
+    WORKLOADS,
+    Observe,
+    Training,
+    machine_name,
+    markdown_table,
+    percent,
+)
 from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.guard import Clip, Guard, RollBack, Skip
-from gradvitals.guard.policy import Mode
 from gradvitals.monitor import watch
-
-WARM_UP_STEPS = 10
 
 SETTLE_STEPS = 12
 """Untimed steps at the start of a stretch: by then limits are known, and hold in the steps that are timed."""
@@ -52,7 +58,7 @@ def run_guarding(
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        shapes: Names out of `SHAPES`; None takes those of the device, on a GPU the smaller one.
+        shapes: Names out of `WORKLOADS`; None takes those of the device, on a GPU gpt-124m.
         steps: Timed steps of a stretch.
         rounds: How often each variant is timed.
         progress: Called with a line of text now and then.
@@ -61,8 +67,8 @@ def run_guarding(
         Plain values, ready for JSON.
     """
     place = torch.device(pick_device(device))
-    suited = DEFAULT_SHAPES[place.type]
-    names = shapes or (suited[:1] if place.type == "cuda" else suited)
+    suited = DEFAULT_WORKLOADS[place.type]
+    names = shapes or (suited[-1:] if place.type == "cuda" else suited)
     tell = progress or (lambda line: None)
     return {
         "device": place.type,
@@ -81,11 +87,10 @@ def _time_shape(
     name: str, device: torch.device, steps: int, rounds: int, tell: Callable[[str], object]
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    training = SHAPES[name](device)
+    training = WORKLOADS[name](device)
     for _ in range(WARM_UP_STEPS):
         training.step()
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    """Ratios to the bare stretches around."""
     taken: list[int] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         bare = [_bare(training, steps)]
@@ -93,12 +98,12 @@ def _time_shape(
             turn = number % len(VARIANTS)
             for variant in (*VARIANTS[turn:], *VARIANTS[:turn]):
                 if variant == "bare":
-                    seconds = _bare(training, steps)
+                    stretch = _bare(training, steps)
                 else:
-                    seconds, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
+                    stretch, snapshots = _guarded(variant, training, steps, Path(tempfile.mkdtemp(dir=folder)))
                     taken += [snapshots] if "snapshots" in variant else []
                 bare.append(_bare(training, steps))
-                times[variant].append(2 * seconds / (bare[-2] + bare[-1]))
+                times[variant].append(2 * stretch / (bare[-2] + bare[-1]))
             tell(f"{name}: round {number + 1} of {rounds}")
     stalls = [
         (with_them - without) * steps / max(1, count)
@@ -125,30 +130,28 @@ def _summary(values: list[float]) -> dict[str, Any]:
     return {"ratio": middle, "ratio_low": low, "ratio_high": high, "ratios": values}
 
 
-def _seconds_per_step(training: Training, observe: Callable[..., None] | None, steps: int) -> float:
-    """Time some steps, from when the device is idle until it is again."""
+def _time_steps(training: Training, observe: Observe | None, steps: int) -> float:
+    """Seconds per step, from when the device is idle until it is again."""
+    on_gpu = training.device.type == "cuda"
     gc.collect()
-    _synchronize(training.device)
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
     started = time.perf_counter()
     for _ in range(steps):
         training.step(observe)
-    _synchronize(training.device)
+    if on_gpu:
+        torch.cuda.synchronize(training.device)
     return (time.perf_counter() - started) / steps
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _bare(training: Training, steps: int) -> float:
     for _ in range(3):
         training.step()
-    return _seconds_per_step(training, None, steps)
+    return _time_steps(training, None, steps)
 
 
 def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tuple[float, int]:
-    """Returns the seconds per step of a stretch, and the number of snapshots taken in it."""
+    """Seconds per step, and the number of snapshots that were taken meanwhile."""
     guard = None
     if variant != "monitor":
         wanted: Mode = "on" if "snapshots" in variant else "off"
@@ -158,18 +161,18 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
         cycle = config.tensor_every * config.detail_factor
-        monitor.recorder.start(cycle * math.ceil(YOUNG_STEPS / cycle))  # a young run is read more often
+        monitor.recorder.start(-(-YOUNG_STEPS // cycle) * cycle)  # a young run is read more often
         for number in range(MOST_SETTLE_STEPS):
             training.step(monitor.observe)
             if number >= SETTLE_STEPS and ("snapshots" not in variant or (guard and guard.snapshots > 1)):
                 break
         before = guard.snapshots if guard is not None else 0
-        seconds = _seconds_per_step(training, monitor.observe, steps)
+        stretch = _time_steps(training, monitor.observe, steps)
         after = guard.snapshots if guard is not None else 0
     broken = [one for one in monitor.findings if one.id in ("monitor_error", "store_error", "guard_error")]
     if broken or (guard is not None and guard.actions):
         raise GradvitalsError(f"the timed run was not a quiet one: {[*broken, *(guard.actions if guard else ())][0]}")
-    return seconds, after - before
+    return stretch, after - before
 
 
 def format_guarding(result: dict[str, Any]) -> str:
@@ -202,7 +205,7 @@ def format_guarding(result: dict[str, Any]) -> str:
 @click.option(
     "--shape",
     "shapes",
-    type=click.Choice(tuple(SHAPES)),
+    type=click.Choice(tuple(WORKLOADS)),
     multiple=True,
     help="Model to time; may be given several times. [default: gpt-124m on a GPU, all small ones on a CPU]",
 )
