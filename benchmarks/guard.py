@@ -19,8 +19,6 @@ import click
 import torch
 
 from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
-from gradvitals.act import Clip, Guard, RollBack, Skip
-from gradvitals.act.rungs import Mode
 from gradvitals.bench import (
     DEFAULT_WORKLOADS,
     WARM_UP_STEPS,
@@ -34,6 +32,8 @@ from gradvitals.bench import (
 from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
+from gradvitals.guard import Clip, Guard, RollBack, Skip
+from gradvitals.guard.policy import Mode
 from gradvitals.monitor import watch
 
 SETTLE_STEPS = 12

@@ -88,7 +88,7 @@ def test_a_file_that_is_not_a_run(tmp_path: Path) -> None:
         (["export", "x", "--csv", "a", "--parquet", "b"], "one of --csv PATH and --parquet PATH"),
         (["export", "x", "--csv", "-", "--json"], "give --csv a file"),
         (["export", "x", "--csv", "-", "--kind", "nope"], "'nope' is not one of"),
-        (["bench", "overhead", "--shape", "nope"], "'nope' is not one of"),
+        (["bench", "overhead", "--workload", "nope"], "'nope' is not one of"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(args: list[str], says: str) -> None:

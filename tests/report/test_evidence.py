@@ -90,7 +90,7 @@ def test_a_routine_note_takes_one_line(tmp_path: Path) -> None:
     assert line not in whole
     title = RULES["noisy_gradients"].message.title.split(":")[0]
     assert any(line.startswith(f"info: {title}") for line in whole)
-    assert any(line.startswith("  Fix           nothing needs to be done while the loss falls") for line in whole)
+    assert any(line.startswith("  Fix           Nothing needs to be done while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in render_html(opened)
 
