@@ -324,7 +324,7 @@ class CostLog:
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
         self._account = ReadSchedule.account
-        ReadSchedule.account = self._log  # type: ignore[method-assign, assignment]
+        ReadSchedule.account = self._log  # type: ignore[method-assign]
 
     @property
     def _log(self) -> Callable[..., bool]:
