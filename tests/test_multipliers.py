@@ -1,4 +1,4 @@
-"""Learnable multipliers change nothing when they come and nothing when they go, and learn in between."""
+"""Attaching and merging learnable multipliers changes no output, and they learn in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("scalar", "row", "column", "both")
 
 
 class Tied(nn.Module):
-    """A language model in small: the head is the embedding."""
+    """A small language model whose head is its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ INPUTS = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
 def stir(model: nn.Module) -> None:
-    """Give every multiplier a value of its own."""
+    """Give every multiplier its own value."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for _, parameter in multipliers.named_multipliers(model):
@@ -57,7 +57,7 @@ def stir(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_the_same_to_the_bit_when_they_come_and_when_they_go(kind: Kind) -> None:
+def test_attach_and_merge_keep_outputs_bit_for_bit(kind: Kind) -> None:
     model = small()
     before = model(INPUTS)
     weights = dict(model.named_parameters())
@@ -75,7 +75,7 @@ def test_outputs_are_the_same_to_the_bit_when_they_come_and_when_they_go(kind: K
 
 @given(st.sampled_from(KINDS), st.integers(0, 2**31 - 1), st.sampled_from([torch.float64, torch.bfloat16]))
 @settings(max_examples=20, deadline=None)
-def test_the_gradient_is_the_one_of_the_formula(kind: Kind, seed: int, dtype: torch.dtype) -> None:
+def test_gradient_matches_the_formula(kind: Kind, seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     layer = nn.Linear(3, 4, bias=False, dtype=dtype)
     weight = torch.randn(4, 3, generator=generator, dtype=torch.float64).to(dtype)
@@ -122,14 +122,14 @@ def test_where_takes_a_pattern_names_or_a_function() -> None:
         (None, "rows", "scalar, row, column, both"),
     ],
 )
-def test_what_cannot_be_is_said(where: object, kind: str, words: str) -> None:
+def test_invalid_choices_raise(where: object, kind: str, words: str) -> None:
     model = small()
     with pytest.raises(GradvitalsError, match=words):
         multipliers.attach(model, where=where, kind=kind)  # type: ignore[arg-type]
     assert not list(multipliers.named_multipliers(model))
 
 
-def test_a_weight_has_one_parametrization() -> None:
+def test_second_parametrization_raises() -> None:
     model = small()
     multipliers.attach(model)
     with pytest.raises(GradvitalsError, match="parametrization already"):
@@ -153,7 +153,7 @@ def test_tied_weights_stay_tied(where: object) -> None:
     assert torch.equal(model(tokens), out)
 
 
-def test_embeddings_and_what_is_tied_to_them_are_left_alone_unless_named() -> None:
+def test_embeddings_and_tied_weights_are_chosen_only_by_name() -> None:
     assert multipliers.attach(Tied()) == ("mix.weight",)
 
 
@@ -170,7 +170,7 @@ def test_checkpoints_load_both_ways(kind: Kind, make: Callable[[], nn.Module]) -
     # with multipliers -> without
     other.load_state_dict(multipliers.plain_state_dict(saved))
     assert torch.equal(other(inputs), multiplied)
-    # without -> with: they begin at 1
+    # without -> with: they start at 1
     fresh.load_state_dict(plain.state_dict())
     assert torch.equal(fresh(inputs), plain(inputs))
     assert all((part == 1).all() for _, part in multipliers.named_multipliers(fresh))
@@ -185,7 +185,7 @@ def test_checkpoints_load_both_ways(kind: Kind, make: Callable[[], nn.Module]) -
     assert set(saved) == set(fresh.state_dict())
 
 
-def test_a_checkpoint_that_lacks_a_weight_is_refused_as_ever() -> None:
+def test_checkpoint_without_a_weight_raises() -> None:
     model = small()
     state = model.state_dict()
     del state["2.weight"]
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_as_ever() -> None:
         model.load_state_dict(state)
 
 
-def test_a_copy_of_a_model_has_multipliers_of_its_own() -> None:
+def test_copied_model_has_its_own_multipliers() -> None:
     model = small()
     multipliers.attach(model)
     twin = copy.deepcopy(model)
@@ -207,7 +207,7 @@ def test_a_copy_of_a_model_has_multipliers_of_its_own() -> None:
     assert torch.equal(model(INPUTS), small()(INPUTS))
 
 
-def test_they_have_their_own_weight_decay() -> None:
+def test_multipliers_have_their_own_weight_decay() -> None:
     model = small()
     multipliers.attach(model, kind="both")
     mine = [{"params": model[0].parameters(), "lr": 0.1}, {"params": list(model[2:].parameters())}]
@@ -220,7 +220,7 @@ def test_they_have_their_own_weight_decay() -> None:
     assert len(multipliers.param_groups(small())) == 1
 
 
-def test_they_are_not_part_of_the_clip_norm() -> None:
+def test_multipliers_are_not_part_of_the_clip_norm() -> None:
     model = small()
     multipliers.attach(model)
     for parameter in model.parameters():
@@ -234,7 +234,7 @@ def test_they_are_not_part_of_the_clip_norm() -> None:
     assert clipped == pytest.approx(1.0, rel=1e-4)
 
 
-def test_a_compiled_model_computes_and_learns_the_same() -> None:
+def test_compiled_model_computes_and_learns_the_same() -> None:
     grads = []
     for compiled in (False, True):
         model = small()
@@ -247,8 +247,8 @@ def test_a_compiled_model_computes_and_learns_the_same() -> None:
         torch.testing.assert_close(eager, made)
 
 
-def test_a_multiplier_finds_the_scale_that_noise_keeps_from_a_matrix() -> None:
-    """AdamW on a gradient that is nearly all noise: the matrix goes where noise takes it, s W where the loss is."""
+def test_multiplier_finds_the_scale_that_noise_hides_from_a_matrix() -> None:
+    """AdamW on a gradient that is nearly all noise: noise sets the norm of the matrix, the loss that of s W."""
     generator = torch.Generator().manual_seed(0)
     lr, decay, side, wanted = 0.02, 0.5, 48, 0.5
     noise_rms = (lr / (2 * decay)) ** 0.5
@@ -275,11 +275,11 @@ def test_a_multiplier_finds_the_scale_that_noise_keeps_from_a_matrix() -> None:
     assert reached[1] == pytest.approx(wanted, rel=0.25)
 
 
-# -- which tensors ask for one --------------------------------------------------------------------------------------
+# -- suggestions ---------------------------------------------------------------------------------------------------
 
 
 def write_norms(path: Path, norms: np.ndarray, lr: np.ndarray, facts: RunInfo, every: int = 50) -> Path:
-    """A run with these norms, one column a tensor; the last tensor is a vector."""
+    """A run with these norms, one column per tensor; the last tensor is a vector."""
     shapes = [(16, 16)] * (norms.shape[1] - 1) + [(16,)]
     tensors = tuple(
         TensorInfo(index=i, name=f"layer{i}.weight", shape=shape, dtype="float32", layer=f"layer{i}", depth=i)
@@ -305,7 +305,7 @@ def norms_of_noise(lr: np.ndarray, decay: float, start: float) -> np.ndarray:
     return np.sqrt(np.array(squares))
 
 
-def test_suggest_names_what_has_the_norm_of_noise(tmp_path: Path) -> None:
+def test_suggest_finds_matrices_with_the_norm_of_noise(tmp_path: Path) -> None:
     lr = np.full(1200, 5e-3)
     noise = 16 * norms_of_noise(lr, 0.5, 0.02)
     path = write_norms(tmp_path / "run", np.stack([1.03 * noise, 1.5 * noise, noise, noise / 4], axis=1), lr, ADAMW)
@@ -326,7 +326,7 @@ def test_suggest_names_what_has_the_norm_of_noise(tmp_path: Path) -> None:
         (ADAMW, 60, "cannot tell yet"),
     ],
 )
-def test_suggest_says_why_it_cannot_tell(tmp_path: Path, facts: RunInfo, steps: int, words: str) -> None:
+def test_suggest_explains_why_it_cannot_tell(tmp_path: Path, facts: RunInfo, steps: int, words: str) -> None:
     lr = np.full(steps, 5e-3)
     norms = np.stack([16 * norms_of_noise(lr, 0.5, 0.02)] * 3, axis=1)
     found = multipliers.suggest(write_norms(tmp_path / "run", norms, lr, facts))
@@ -335,7 +335,7 @@ def test_suggest_says_why_it_cannot_tell(tmp_path: Path, facts: RunInfo, steps: 
 
 
 class TwoParts(nn.Module):
-    """One matrix has something to learn, of the other the gradient is noise."""
+    """One matrix has something to learn; the other's gradient is noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class TwoParts(nn.Module):
         return loss + (self.drifts(x) * torch.randn(len(x), 16)).mean()
 
 
-def test_a_live_run_names_the_matrix_that_drifts(tmp_path: Path) -> None:
+def test_live_run_reports_the_drifting_matrix(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TwoParts()
     truth = torch.randn(16, 16)
@@ -367,7 +367,7 @@ def test_a_live_run_names_the_matrix_that_drifts(tmp_path: Path) -> None:
     assert multipliers.attach(model, where=found) == ("drifts.weight",)
 
 
-def test_what_has_a_multiplier_is_watched_and_not_told_to_get_one(tmp_path: Path) -> None:
+def test_watched_multiplier_gets_no_suggestion(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TwoParts()
     multipliers.attach(model, kind="both")
@@ -385,7 +385,7 @@ def test_what_has_a_multiplier_is_watched_and_not_told_to_get_one(tmp_path: Path
         assert "trapped_scale" not in [finding.id for finding in run.findings()]
 
 
-def test_attention_of_torch_can_have_them() -> None:
+def test_torch_attention_takes_multipliers() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
     before = attention(x, x, x)[0]

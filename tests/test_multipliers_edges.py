@@ -1,4 +1,4 @@
-"""Multipliers on models as they are: frozen, in half precision, with norms and tables, and groups of all kinds."""
+"""Multipliers on real models: frozen, in half precision, with norms and embeddings, and groups of all kinds."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Seeing(nn.Module):
         return self.head(self.attend(x, x, x)[0])
 
 
-def test_without_where_only_trained_matrices_get_one() -> None:
+def test_default_chooses_only_trained_matrices() -> None:
     model = Seeing()
     assert multipliers.attach(model) == ("attend.in_proj_weight", "attend.out_proj.weight", "head.weight")
 
 
-def test_the_rest_can_be_attached_after_the_head() -> None:
+def test_other_weights_can_be_attached_after_the_head() -> None:
     model = Seeing()
     multipliers.attach(model, where=["head.weight"], kind="column")
     assert multipliers.attach(model, kind="both") == ("attend.in_proj_weight", "attend.out_proj.weight")
@@ -39,12 +39,12 @@ def test_the_rest_can_be_attached_after_the_head() -> None:
         multipliers.attach(model, where=["head.weight"])
 
 
-def test_names_to_choose_from_are_those_of_matrices() -> None:
+def test_error_lists_the_names_of_matrices() -> None:
     with pytest.raises(GradvitalsError, match=r"expected names out of 0.weight, 1.weight$"):
         multipliers.attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), where=["0.wieght"])
 
 
-def test_they_stay_in_single_precision_when_the_model_is_narrowed() -> None:
+def test_multipliers_stay_in_float32_in_a_bfloat16_model() -> None:
     model = nn.Linear(3, 4)
     multipliers.attach(model, kind="both")
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_they_stay_in_single_precision_when_the_model_is_narrowed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["groups", "named groups", "parameters", "named"])
-def test_groups_as_an_optimizer_takes_them(kind: str) -> None:
+def test_param_groups_takes_what_an_optimizer_takes(kind: str) -> None:
     model = nn.Linear(3, 4)
     multipliers.attach(model)
     given = {
@@ -76,13 +76,13 @@ def test_groups_as_an_optimizer_takes_them(kind: str) -> None:
         assert optimizer.param_groups[1]["param_names"] == ["parametrizations.weight.0.scale"]
 
 
-def test_groups_and_parameters_beside_each_other() -> None:
+def test_mixing_groups_and_parameters_raises() -> None:
     model = nn.Linear(3, 4)
     with pytest.raises(ConfigError, match="expected one or the other"):
         multipliers.param_groups(model, [{"params": [model.weight]}, model.bias])
 
 
-def test_multipliers_before_a_batch_norm_are_no_alarm() -> None:
+def test_multipliers_before_a_batch_norm_raise_no_finding() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     multipliers.attach(model, where="^0", kind="both")
@@ -93,7 +93,7 @@ def test_multipliers_before_a_batch_norm_are_no_alarm() -> None:
     assert told[0]["severity"] == "info"
 
 
-def test_an_optimizer_made_before_is_told_by_the_probe() -> None:
+def test_probe_reports_an_optimizer_without_the_multipliers() -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     multipliers.attach(model)

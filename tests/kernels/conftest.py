@@ -1,4 +1,4 @@
-"""Kernels run as they are on a GPU, and through Triton's interpreter where there is none: slow, but the same logic."""
+"""Kernels run on a GPU if there is one, and otherwise in Triton's interpreter: slow, but the same logic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if find_spec("triton") is None:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Where the kernels run."""
+    """Return the device that the kernels run on."""
     if torch.cuda.is_available():
         yield torch.device("cuda")
         return

@@ -1,4 +1,4 @@
-"""gv.optim.AdamW by kernels against torch.optim.AdamW, and what it tells against float64."""
+"""gv.optim.AdamW by kernels against torch.optim.AdamW, and its vitals against float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.kernels import adam
 
-# The interpreter computes with numpy, which warns of what is an answer on a GPU.
+# The interpreter computes with numpy, which warns about results that are valid on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
@@ -50,13 +50,13 @@ def assert_equal(found, expected, **tolerance) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"betas": (0.0, 0.9)}, {"eps": 1e-3}])
-def test_steps_are_those_of_torch(settings: dict, device: torch.device) -> None:
+def test_steps_match_torch(settings: dict, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, **settings)
     assert optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device, **settings)[0])
 
 
-def test_many_steps_stay_those_of_torch(device: torch.device) -> None:
+def test_many_steps_match_torch(device: torch.device) -> None:
     results = []
     steps = 1000 if device.type == "cuda" else 60  # the interpreter takes a thousand times as long
     for kind in (gv.optim.AdamW, torch.optim.AdamW):
@@ -71,7 +71,7 @@ def test_many_steps_stay_those_of_torch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e6])
-def test_clipping_inside_is_clipping_before(max_norm: float, device: torch.device) -> None:
+def test_max_norm_matches_clip_grad_norm(max_norm: float, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, max_norm=max_norm)
     assert_equal(found, train(torch.optim.AdamW, device, clip=max_norm)[0])
     grads = [parameter.grad for parameter in found]
@@ -79,12 +79,12 @@ def test_clipping_inside_is_clipping_before(max_norm: float, device: torch.devic
 
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
-def test_what_is_no_norm_is_refused(max_norm: object) -> None:
+def test_invalid_max_norm_raises(max_norm: object) -> None:
     with pytest.raises(ValueError, match=r"max_norm is .*; expected a norm above 0"):
         gv.optim.AdamW([nn.Parameter(torch.ones(2))], max_norm=max_norm)
 
 
-def test_a_learning_rate_on_the_device(device: torch.device) -> None:
+def test_learning_rate_on_the_device(device: torch.device) -> None:
     kept = []
     for lr in (1e-2, torch.tensor(1e-2, device=device)):
         parameters = weights(device)
@@ -108,7 +108,7 @@ def test_state_dicts_load_both_ways(device: torch.device) -> None:
         assert_equal(parameters, train(torch.optim.AdamW, device, steps=5)[0])
 
 
-def test_state_that_was_put_in_by_hand_is_used(device: torch.device) -> None:
+def test_replaced_state_is_used(device: torch.device) -> None:
     results = []
     for kind in (gv.optim.AdamW, torch.optim.AdamW):
         parameters, optimizer = train(kind, device, steps=2)
@@ -120,7 +120,7 @@ def test_state_that_was_put_in_by_hand_is_used(device: torch.device) -> None:
     assert_equal(*results)
 
 
-def test_a_parameter_without_gradient_keeps_its_step(device: torch.device) -> None:
+def test_parameter_without_gradient_keeps_its_step(device: torch.device) -> None:
     results = []
     for kind in (gv.optim.AdamW, torch.optim.AdamW):
         parameters, optimizer = train(kind, device, steps=2)
@@ -134,7 +134,7 @@ def test_a_parameter_without_gradient_keeps_its_step(device: torch.device) -> No
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_scale_is_divided_out_and_a_found_inf_skips(found: float, device: torch.device) -> None:
+def test_grad_scale_is_removed_and_found_inf_skips(found: float, device: torch.device) -> None:
     parameters, optimizer = train(gv.optim.AdamW, device, steps=2, max_norm=1.0)
     expected, other = train(torch.optim.AdamW, device, steps=2, clip=1.0)
     give_gradients(parameters, 2)
@@ -164,8 +164,8 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
-def test_stochastic_rounding_keeps_what_nearest_loses(by_kernels: bool, device: torch.device) -> None:
-    """Steps of 1/64 of the distance to the next number: to the nearest, none is ever made."""
+def test_stochastic_rounding_keeps_small_updates(by_kernels: bool, device: torch.device) -> None:
+    """Steps of 1/64 of the distance to the next number: rounding to nearest would lose them all."""
     kept = []
     for stochastic in (True, False):
         parameter = nn.Parameter(torch.ones(4096, device=device, dtype=torch.bfloat16))
@@ -176,13 +176,13 @@ def test_stochastic_rounding_keeps_what_nearest_loses(by_kernels: bool, device: 
             optimizer.step()
         assert optimizer.reports_vitals == by_kernels
         kept.append(parameter.detach().float())
-    if not by_kernels or device.type == "cuda":  # the interpreter cuts off instead of rounding to the nearest
+    if not by_kernels or device.type == "cuda":  # the interpreter truncates instead of rounding to nearest
         assert torch.equal(kept[1], torch.ones_like(kept[1]))
     assert (1 - kept[0]).mean().item() == pytest.approx(8 * 2**-14, rel=0.35)
     assert set(kept[0].unique().tolist()) <= {1 - n * 2**-8 for n in range(4)}
 
 
-def test_vitals_are_those_of_float64(device: torch.device) -> None:
+def test_vitals_match_float64(device: torch.device) -> None:
     parameters = weights(device)
     optimizer = gv.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, max_norm=3.0)
     told: list = []
@@ -231,7 +231,7 @@ def test_vitals_are_those_of_float64(device: torch.device) -> None:
     assert vitals.max_norm == 3.0
 
 
-def test_being_heard_changes_no_bit(device: torch.device) -> None:
+def test_vitals_hooks_change_no_bit(device: torch.device) -> None:
     plain, _ = train(gv.optim.AdamW, device, max_norm=1.0)
     parameters = weights(device)
     optimizer = gv.optim.AdamW(groups(parameters), lr=1e-2, weight_decay=0.1, max_norm=1.0)
@@ -243,14 +243,14 @@ def test_being_heard_changes_no_bit(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"foreach": True}, {"foreach": False}])
-def test_what_kernels_do_not_do_torch_does(settings: dict, device: torch.device) -> None:
+def test_torch_steps_if_kernels_cannot(settings: dict, device: torch.device) -> None:
     found, optimizer = train(gv.optim.AdamW, device, max_norm=1.0, **settings)
     assert not optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device, clip=1.0, **settings)[0])
 
 
 @pytest.mark.parametrize("part", ["prepare", "update"])
-def test_kernels_that_fail_leave_the_step_to_torch(
+def test_failed_kernels_fall_back_to_torchs_step(
     part: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args, **kwargs):
@@ -264,7 +264,7 @@ def test_kernels_that_fail_leave_the_step_to_torch(
     assert_equal(found, train(torch.optim.AdamW, device)[0])
 
 
-def test_a_copy_goes_on_alone(device: torch.device) -> None:
+def test_copied_optimizer_is_independent(device: torch.device) -> None:
     parameters, optimizer = train(gv.optim.AdamW, device, steps=2, max_norm=1.0)
     other = copy.deepcopy(optimizer)
     copied = [p for group in other.param_groups for p in group["params"]]
@@ -276,7 +276,7 @@ def test_a_copy_goes_on_alone(device: torch.device) -> None:
     assert_equal(parameters, copied, rtol=0, atol=0)
 
 
-def test_torch_compile_leaves_the_step_as_it_is(device: torch.device) -> None:
+def test_torch_compile_does_not_compile_the_step(device: torch.device) -> None:
     parameters, optimizer = train(gv.optim.AdamW, device, steps=2, max_norm=1.0)
     give_gradients(parameters, 2)
     torch.compile(optimizer.step, backend="eager")()

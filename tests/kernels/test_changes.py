@@ -42,7 +42,7 @@ def test_squares_and_products_of_every_tensor(device: torch.device, dtype: torch
         last = moved
 
 
-def test_nothing_beyond_a_tensor_is_looked_at(device: torch.device) -> None:
+def test_nothing_beyond_a_tensor_is_read(device: torch.device) -> None:
     memory = torch.zeros(200, device=device)
     tensors = [memory[:70], memory[128:131]]
     reader = ChangeReader(tensors, [3, 1], COORDINATES)

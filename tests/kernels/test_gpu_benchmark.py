@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gpu` times does what it says: in the interpreter, where no time means anything."""
+"""What `python -m benchmarks.gpu` times computes what it claims, in the interpreter, where times mean nothing."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def some(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_those_of_float64(dtype: torch.dtype, device: torch.device) -> None:
+def test_sums_match_float64(dtype: torch.dtype, device: torch.device) -> None:
     firsts, seconds = some(device, dtype)
     factor = 0.5 * (1 - 0.9**50) ** 2 / (1 - 0.999**50) * (1 + 1 / 19 * (1 + 0.9**50) / (1 - 0.9**50))
     limits = torch.full((len(SIZES),), factor, device=device)
@@ -45,17 +45,17 @@ def test_sums_are_those_of_float64(dtype: torch.dtype, device: torch.device) -> 
 def sampled(values: torch.Tensor) -> torch.Tensor:
     if len(values) < moments.SPAN:
         return values
-    stretches = values.split(moments.SPAN)
-    every = -(-len(stretches) // moments.MOST_STRETCHES) | 1
+    runs = values.split(moments.SPAN)
+    every = -(-len(runs) // moments.MAX_RUNS) | 1
     found = []
-    for place in range(0, len(stretches), every):
-        shift = moments.BLOCK * (7 * place % 16) if place < len(stretches) - 1 else 0
-        found.append(stretches[place][shift : shift + moments.BLOCK])
+    for place in range(0, len(runs), every):
+        shift = moments.BLOCK * (7 * place % 16) if place < len(runs) - 1 else 0
+        found.append(runs[place][shift : shift + moments.BLOCK])
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 2.0])
-def test_medians_are_those_of_the_sample(size: float, device: torch.device) -> None:
+def test_medians_match_the_sample(size: float, device: torch.device) -> None:
     firsts, seconds = some(device)
     firsts = [m * size for m in firsts]
     found = MomentReader(SIZES, device).medians(firsts, seconds).cpu()
@@ -67,7 +67,7 @@ def test_medians_are_those_of_the_sample(size: float, device: torch.device) -> N
         assert float(found[place]) == pytest.approx(float(ratio.quantile(0.5)), rel=spacing)
 
 
-def test_a_long_tensor_is_sampled_from_end_to_end(device: torch.device) -> None:
+def test_long_tensor_is_sampled_over_its_whole_length(device: torch.device) -> None:
     size = 150 * moments.SPAN
     rising = torch.linspace(0.1, 2.0, size, device=device)
     reader = MomentReader([size, 100], device)
@@ -79,8 +79,8 @@ def test_a_long_tensor_is_sampled_from_end_to_end(device: torch.device) -> None:
     assert reader.num_sampled == 50 * moments.BLOCK + 100
 
 
-def test_what_comes_again_with_every_row_is_not_taken_for_the_whole(device: torch.device) -> None:
-    """Rows of 4,096, of which the first of every 64 is another: a head's first, say."""
+def test_samples_do_not_align_with_rows(device: torch.device) -> None:
+    """Rows of 4,096 in which the first of every 64 elements differs, like the first of a head."""
     first = torch.full((1024, 4096), 0.1, device=device)
     first[::64] = 1.0
     second = torch.ones_like(first)
@@ -88,7 +88,7 @@ def test_what_comes_again_with_every_row_is_not_taken_for_the_whole(device: torc
     assert found == pytest.approx(0.01, rel=0.13)
 
 
-def test_ends_of_the_scale_and_nothing_at_all(device: torch.device) -> None:
+def test_extreme_ratios_and_empty_tensors(device: torch.device) -> None:
     ones = torch.ones(64, device=device)
     firsts = [ones * 1e-12, ones * 1e12, ones * 0, ones]
     seconds = [ones, ones, ones, ones * 0]

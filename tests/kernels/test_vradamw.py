@@ -36,7 +36,7 @@ def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 class Run:
-    """Parameters and their optimizer, fed with the same gradients whoever it is."""
+    """Parameters and their optimizer, with the same gradients for every optimizer."""
 
     def __init__(self, device: torch.device, make=gv.optim.VRAdamW, dtype=torch.float32, **settings: Any) -> None:
         self.parameters = [nn.Parameter(value) for value in some(device, 0, dtype)]
@@ -88,7 +88,7 @@ CASES = [{}, {"beta3": 0.0}, {"maximize": True}, {"gamma": 1.0}, {"moments_dtype
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_steps_are_those_of_torch(settings: dict, device: torch.device, by_torch) -> None:
+def test_steps_match_torch(settings: dict, device: torch.device, by_torch) -> None:
     found = trained(device, **settings)
     assert found.optimizer.reports_vitals
     expected = by_torch(lambda: trained(device, **settings))
@@ -110,13 +110,13 @@ def test_half_precision(dtype: torch.dtype, device: torch.device, by_torch) -> N
         assert float((distance < 5e-2).float().mean()) > 0.95  # the interpreter cuts bfloat16 off
 
 
-def test_gradients_stay_as_they_are(device: torch.device) -> None:
+def test_gradients_stay_unchanged(device: torch.device) -> None:
     run = Run(device)
     before = run.step(0)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(run.parameters, before, strict=True))
 
 
-def test_factors_and_vitals_are_told_and_change_no_bit(device: torch.device, by_torch) -> None:
+def test_hooks_for_factors_and_vitals_change_no_bit(device: torch.device, by_torch) -> None:
     told: dict[str, list] = {"vitals": []}
 
     def heard(name: str) -> Run:
@@ -154,8 +154,8 @@ def test_factors_and_vitals_are_told_and_change_no_bit(device: torch.device, by_
         assert norms[id(parameter)] == pytest.approx(float(parameter.grad.norm()), rel=1e-5)
 
 
-def test_gradients_that_are_missing_at_times(device: torch.device, by_torch) -> None:
-    """Their averages have weights of their own."""
+def test_gradients_missing_in_some_steps(device: torch.device, by_torch) -> None:
+    """Their averages have their own weights."""
 
     def run() -> Run:
         made = Run(device)
@@ -169,7 +169,7 @@ def test_gradients_that_are_missing_at_times(device: torch.device, by_torch) -> 
     assert steps == [4, 4, 4, 5, 5]
 
 
-def test_states_go_from_one_to_the_other_and_back(device: torch.device, by_torch) -> None:
+def test_states_load_both_ways(device: torch.device, by_torch) -> None:
     def halves(first, second) -> Run:
         run = first(lambda: trained(device, steps=2))
         other = Run(device)
@@ -188,8 +188,8 @@ def test_states_go_from_one_to_the_other_and_back(device: torch.device, by_torch
         torch.testing.assert_close(halves(*pair).values, expected.values, rtol=2e-5, atol=2e-6)
 
 
-def test_steps_of_too_few_parts_and_of_others_rules(device: torch.device, by_torch) -> None:
-    """One part is not scaled; clipping and another rule go another way. All in one training."""
+def test_steps_with_few_parts_or_other_rules(device: torch.device, by_torch) -> None:
+    """One part is not scaled; clipping and another rule do not use the kernels. All in one training."""
 
     def run() -> Run:
         made = Run(device)
@@ -212,7 +212,7 @@ def test_steps_of_too_few_parts_and_of_others_rules(device: torch.device, by_tor
 
 
 @pytest.mark.parametrize("make", [gv.optim.VRLAMB, gv.optim.VRAdam, lambda p, lr: gv.optim.VRSGD(p, lr, momentum=0.9)])
-def test_others_scale_in_place_by_kernels(make, device: torch.device, by_torch, monkeypatch) -> None:
+def test_other_optimizers_scale_in_place_by_kernels(make, device: torch.device, by_torch, monkeypatch) -> None:
     calls = []
     original = vrgd.scale
     monkeypatch.setattr(vrgd, "scale", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
@@ -222,7 +222,7 @@ def test_others_scale_in_place_by_kernels(make, device: torch.device, by_torch, 
 
 
 @pytest.mark.parametrize("part", ["prepare", "update"])
-def test_kernels_that_fail_leave_the_step_to_torch(part: str, device: torch.device, by_torch, monkeypatch) -> None:
+def test_failed_kernels_fall_back_to_torchs_step(part: str, device: torch.device, by_torch, monkeypatch) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("no compiler")
 
@@ -235,7 +235,7 @@ def test_kernels_that_fail_leave_the_step_to_torch(part: str, device: torch.devi
     torch.testing.assert_close(found.values, expected.values, rtol=2e-5, atol=2e-6)
 
 
-def test_sums_over_many_chunks_are_those_of_float64(device: torch.device) -> None:
+def test_sums_over_many_chunks_match_float64(device: torch.device) -> None:
     sizes = (3 * vrgd.SPAN + 5, 16, vrgd.SPAN)
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=generator).to(device) for size in sizes]
@@ -250,7 +250,7 @@ def test_sums_over_many_chunks_are_those_of_float64(device: torch.device) -> Non
 
 
 class Given(nn.Module):
-    """A model whose gradients are whatever it is given."""
+    """A model whose gradients are its inputs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Given(nn.Module):
 
 
 def test_watching_changes_no_bit(device: torch.device, tmp_path: Path) -> None:
-    """A Monitor's hooks leave adding to autograd at the steps that it measures, and not at others."""
+    """With a Monitor's hooks, autograd adds at the steps that it measures, and only there."""
     kept = []
     for run in (None, tmp_path / "run"):
         model = Given(device)

@@ -1,4 +1,4 @@
-"""A Monitor reads the same by kernels as by torch, and an AdamW that tells its vitals is not read again."""
+"""A Monitor reads the same by kernels as by torch, and does not read again what AdamW's vitals report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradvitals import kernels
 from gradvitals.collect import moments
 from gradvitals.kernels import reductions
 
-# The interpreter computes with numpy, which warns of what is an answer on a GPU.
+# The interpreter computes with numpy, which warns about results that are valid on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 STEPS = 3
@@ -88,20 +88,18 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, *args, **kwargs):
     """The same without kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "on_device", lambda tensor: False)
-        patch.setattr(moments, "SHARE_ELEMENTS", 10_000)  # torch looks at a sample otherwise
+        patch.setattr(moments, "SHARE_ELEMENTS", 10_000)  # otherwise torch reads a sample
         return train(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["torch", "ours, clipping"])
-def test_readings_are_those_of_torch(
-    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readings_match_torch(name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     train(MAKERS[name], tmp_path / "kernels", device)
     by_torch(monkeypatch, MAKERS[name], tmp_path / "torch", device)
     compare(everything(tmp_path / "kernels"), everything(tmp_path / "torch"))
 
 
-def test_a_loop_that_clips_is_read_before_it_does(
+def test_gradients_are_read_before_clipping(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(MAKERS["ours"], tmp_path / "kernels", device, clip=True)
@@ -115,10 +113,10 @@ def test_watching_changes_no_bit(tmp_path: Path, device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
-def test_what_the_optimizer_tells_is_not_read_again(
+def test_vitals_of_the_optimizer_are_not_read_again(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first step nothing but micro-batches goes through a pass of its own."""
+    """After the first step, only micro-batches are read in a separate pass."""
     reads: list[bool] = []
     original = reductions.Reader.read
 
@@ -134,7 +132,7 @@ def test_what_the_optimizer_tells_is_not_read_again(
         assert np.isfinite(kept.matrix("update/norm")[1]).all()
 
 
-def test_kernels_that_fail_leave_the_reading_to_torch(
+def test_failed_kernels_fall_back_to_torchs_readings(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args, **kwargs):

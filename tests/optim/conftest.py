@@ -1,4 +1,4 @@
-"""Makes the modules beside the tests importable, also in processes that a test starts."""
+"""Makes the modules next to the tests importable, also in processes that a test starts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (6,), (), (3, 2, 2, 2))
 """A matrix, a vector, a scalar and a convolution's kernel."""
 
 Parts = list[list[np.ndarray | None]]
-"""Of one step: for each micro-batch its gradient of each tensor."""
+"""For one step: the gradient of each tensor, per micro-batch."""
 
 VR_CLASSES = {"sgd": "VRSGD", "adam": "VRAdam", "adamw": "VRAdamW", "lamb": "VRLAMB", "lars": "VRLARS"}
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -31,7 +31,7 @@ VR_NAMES = ("gamma", "beta3", "k", "scale", "granularity", "moments_dtype")
 
 
 def build(rule: str, params: Any, *, wrap: bool = False, **options: Any) -> torch.optim.Optimizer:
-    """The class of a rule, or with `wrap` the wrapper around the base optimizer."""
+    """Return an optimizer of a rule, or with `wrap` the wrapper around its base."""
     if not wrap:
         return getattr(gv.optim, VR_CLASSES[rule])(params, **options)
     vr = {name: options.pop(name) for name in VR_NAMES if name in options}
@@ -69,7 +69,7 @@ def accumulate(params: Sequence[Tensor], parts: Parts, weight: float | None = No
 
 
 def weighted(parts: Parts, weight: float | None = None) -> Parts:
-    """What the loop contributes to the gradient."""
+    """Return what each micro-batch adds to the gradient."""
     weight = 1 / len(parts) if weight is None else weight
     return [[None if c is None else c * weight for c in part] for part in parts]
 
@@ -89,7 +89,7 @@ def train(
 
 
 def factors_of_one_step(parts: Parts, *, dtype: torch.dtype = torch.float64, **options: Any) -> list[np.ndarray]:
-    """What the first step of VR-SGD multiplies each element by, found from the weights' way."""
+    """Return the factors of the first VR-SGD step, computed from the change of the weights."""
     params = [nn.Parameter(torch.zeros(np.shape(c), dtype=dtype)) for c in parts[0]]
     optimizer = gv.optim.VRSGD(params, **{"lr": 1.0} | options)
     accumulate(params, parts)
@@ -108,7 +108,7 @@ def compare(
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Equal to the last bit, nan included."""
+    """Return whether tensors are equal bit for bit, including NaN."""
     return all(
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.nan_to_num(), b.nan_to_num())

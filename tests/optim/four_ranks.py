@@ -28,7 +28,7 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Several tensors of several shapes, and a branch that may be left out."""
+    """Several tensors of several shapes, and an optional branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """One head or the other on a shared trunk, of which a step trains both."""
+    """One of two heads on a shared trunk; a step trains both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def accumulate(model: nn.Module, scenario: Scenario, step: int, first: int, coun
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, first: int, count: int) -> list[int]:
-    """The ordinary loop over `count` micro-batches a step, those from number `first` on."""
+    """The ordinary loop over `count` micro-batches per step, starting at number `first`."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scenario.scaler)
     seen = []
     ddp = isinstance(model, DistributedDataParallel)
@@ -263,7 +263,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
             with model.no_sync() if ddp else nullcontext():
                 (7 * loss_of(model, scenario, step + 50, first)).backward()
             optimizer.zero_grad(set_to_none=scenario.set_to_none)
-        if scenario.skip and ddp:  # in one process it never was
+        if scenario.skip and ddp:  # a single process never skipped
             accumulate(model, scenario, step + 50, first, scenario.skip, scaler)
             model.zero_grad()
         accumulate(model, scenario, step, first, count, scaler)
@@ -314,7 +314,7 @@ def plain_training(model: nn.Module, rank: int) -> list[Tensor]:
 
 
 def then_plain(rank: int, group: Any) -> dict[str, Any]:
-    """The optimizer is gone, the model that it was told about trains on; beside one that never saw it."""
+    """Train the model after its optimizer is gone, and compare with a model that never had one."""
     scenario = Scenario(make=momentum, ddp=SMALL)
     model = new_model(scenario)
     ddp = DistributedDataParallel(model, process_group=group, **scenario.ddp)
@@ -336,7 +336,7 @@ def then_another(rank: int, group: Any) -> dict[str, Any]:
         optimizer = make(model.parameters())
         optimizer.use_ranks(ddp)
         seen = train(ddp, optimizer, scenario, 2 * rank, 2)
-        loss_of(ddp, scenario, 200, rank).backward()  # averaged, and left behind
+        loss_of(ddp, scenario, 200, rank).backward()  # averaged, then abandoned
         del optimizer
         gc.collect()
         ddp.zero_grad()
@@ -380,7 +380,7 @@ def no_sync_forgotten(rank: int, group: Any) -> None:
 
 
 def no_sync_forgotten_later(rank: int, group: Any) -> None:
-    """After a step that was skipped, of more micro-batches than come now."""
+    """After a skipped step that had more micro-batches."""
     scenario = Scenario()
     model = new_model(scenario)
     optimizer = momentum(model.parameters())
@@ -394,7 +394,7 @@ def no_sync_forgotten_later(rank: int, group: Any) -> None:
 
 
 def averaged_twice(rank: int, group: Any) -> None:
-    """Under no_sync once, and still once too few."""
+    """Uses no_sync once, which is once too few."""
     scenario = Scenario()
     model = new_model(scenario)
     optimizer = momentum(model.parameters())
@@ -430,7 +430,7 @@ class Groups:
         self._of: dict[int, Any] = {}
 
     def attempt(self, work: Callable[[Any], dict[str, Any] | None], ranks: int = WORLD) -> dict[str, Any]:
-        """What came of work that the first ranks do in a group."""
+        """Return the result of work that the first ranks do in a group."""
         found: dict[str, Any] | None = None
         if ranks not in self._of:
             self._of[ranks] = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=5))
@@ -441,7 +441,7 @@ class Groups:
             found = {"kind": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
         failed = torch.tensor(float("error" in (found or {})))
         dist.all_reduce(failed)
-        if failed:  # on any rank: what is left in it would spoil what comes next
+        if failed:  # on any rank: its leftovers would spoil the next scenario
             del self._of[ranks]
         return found or {}
 

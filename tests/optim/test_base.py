@@ -1,4 +1,4 @@
-"""Where VRGD must be its base optimizer: gamma = 1 exactly, a factor that never changes under Adam, no variance."""
+"""VRGD equals its base optimizer for gamma = 1, for a constant factor under Adam, and without variance."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def base_and_reduced(rule: str, options: dict[str, Any], vr: dict[str, Any], *, 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("rule", "options"), BASE_CASES.values(), ids=BASE_CASES)
-def test_gamma_of_one_is_the_base_to_the_last_bit(rule: str, options: dict[str, Any], way: str, wrap: bool) -> None:
+def test_gamma_of_one_equals_the_base_bit_for_bit(rule: str, options: dict[str, Any], way: str, wrap: bool) -> None:
     if way == "fused" and rule in ("lamb", "lars"):
         pytest.skip("has no fused form")
     assert base_and_reduced(rule, options | WAYS[way], {"gamma": 1.0}, wrap=wrap, steps=STEPS)
@@ -57,7 +57,7 @@ def test_gamma_of_one_is_the_base_to_the_last_bit(rule: str, options: dict[str, 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("beta3", [0.0, 0.9])
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
-def test_gamma_of_one_whatever_else_is_set(scale: str, beta3: float, maximize: bool) -> None:
+def test_gamma_of_one_overrides_all_other_options(scale: str, beta3: float, maximize: bool) -> None:
     vr = {"gamma": 1.0, "beta3": beta3, "scale": scale}
     assert base_and_reduced("adamw", {"lr": 0.02, "maximize": maximize}, vr, wrap=False, steps=STEPS)
 
@@ -65,20 +65,20 @@ def test_gamma_of_one_whatever_else_is_set(scale: str, beta3: float, maximize: b
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize(("rule", "options"), BASE_CASES.values(), ids=BASE_CASES)
-def test_identical_micro_batches_are_the_base(rule: str, options: dict[str, Any], wrap: bool, scale: str) -> None:
+def test_identical_micro_batches_equal_the_base(rule: str, options: dict[str, Any], wrap: bool, scale: str) -> None:
     steps = [[parts[0]] * 8 for parts in STEPS]
     assert base_and_reduced(rule, options, {"scale": scale}, wrap=wrap, steps=steps)
 
 
 @pytest.mark.parametrize("k", [6, 7, 10])
-def test_identical_micro_batches_whose_number_does_not_divide_exactly(k: int) -> None:
+def test_identical_micro_batches_with_inexact_division_equal_the_base(k: int) -> None:
     steps = [[parts[0]] * k for parts in STEPS]
     assert base_and_reduced("sgd", {"lr": 0.1}, {}, wrap=False, steps=steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_constant_element_does_not_decide_for_its_tensor(dtype: torch.dtype) -> None:
-    """What rounding leaves of a variance that is 0 must not become an r beside which all others vanish."""
+def test_constant_element_does_not_determine_its_tensors_factors(dtype: torch.dtype) -> None:
+    """Rounding of a variance of 0 must not become an r that dwarfs all others."""
     parts = gradients(1, 7, [(20,)])[0]
     for (c,) in parts:
         c[3] = 0.1
@@ -89,7 +89,7 @@ def test_a_constant_element_does_not_decide_for_its_tensor(dtype: torch.dtype) -
     assert got[3] == got[5] == 1
 
 
-def test_other_optimizers_can_be_wrapped() -> None:
+def test_wrapper_works_with_other_optimizers() -> None:
     for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RMSprop):
         base, reduced = (parameters(starting_weights(), torch.float32) for _ in range(2))
         train(kind(base, lr=0.01), base, STEPS)
@@ -111,7 +111,7 @@ def half(mean: Tensor, variance: Tensor, num_parts: int, gamma: float) -> Tensor
 @pytest.mark.parametrize("beta3", [0.0, 0.9])
 @pytest.mark.parametrize("scale", [half, spread])
 @pytest.mark.parametrize("rule", ["adam", "adamw", "lamb"])
-def test_constant_factor_is_adam(rule: str, scale: Any, beta3: float) -> None:
+def test_constant_factor_equals_adam(rule: str, scale: Any, beta3: float) -> None:
     plain, reduced = (parameters(starting_weights()) for _ in range(2))
     train(BASES[rule](plain, lr=0.02, eps=0.0), plain, STEPS)
     train(build(rule, reduced, lr=0.02, eps=0.0, scale=scale, beta3=beta3), reduced, STEPS)
@@ -120,7 +120,7 @@ def test_constant_factor_is_adam(rule: str, scale: Any, beta3: float) -> None:
 
 
 def growing(rule: str, *, same_noise: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Steps whose gradients only differ in size and sign have the same factors; others have not."""
+    """Steps whose gradients differ only in size and sign have the same factors; others do not."""
     sizes = [1.0, -3.0, 0.2, 7.0, -0.01, 2.0, 2.0, -5.0]
     one = gradients(len(sizes))
     steps = [
@@ -133,18 +133,18 @@ def growing(rule: str, *, same_noise: bool) -> tuple[list[nn.Parameter], list[nn
 
 
 @pytest.mark.parametrize("rule", ["adam", "adamw", "lamb"])
-def test_constant_factor_of_the_paper_is_adam(rule: str) -> None:
+def test_constant_paper_factor_equals_adam(rule: str) -> None:
     for one, other in zip(*growing(rule, same_noise=True), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["adam", "adamw", "lamb"])
-def test_a_factor_that_changes_is_not_adam(rule: str) -> None:
+def test_changing_factor_differs_from_adam(rule: str) -> None:
     plain, reduced = growing(rule, same_noise=False)
     assert (plain[0] - reduced[0]).abs().max() > 1e-3
 
 
-def test_a_constant_factor_does_scale_plain_descent() -> None:
+def test_constant_factor_scales_sgd() -> None:
     plain, reduced = (parameters(starting_weights()) for _ in range(2))
     accumulate(plain, STEPS[0])
     train(torch.optim.SGD(plain, lr=0.05), plain, [])
@@ -154,12 +154,12 @@ def test_a_constant_factor_does_scale_plain_descent() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
-# -- what a callable is given -------------------------------------------------------------------------------------
+# -- custom rules ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [6, 8])
-def test_what_a_callable_is_given(k: int, dtype: torch.dtype) -> None:
+def test_custom_rule_receives_mean_variance_k_and_gamma(k: int, dtype: torch.dtype) -> None:
     calls: list[tuple[Tensor, Tensor, int, float]] = []
 
     def scale(mean: Tensor, variance: Tensor, num_parts: int, gamma: float) -> Tensor:
@@ -198,8 +198,8 @@ OWN_RULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("scale", OWN_RULES.values(), ids=OWN_RULES)
 @pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("sgd", True)], ids=str)
-def test_a_callable_need_not_know_of_dead_elements(rule: str, wrap: bool, scale: Any) -> None:
-    """0 / 0 in rows of an embedding that no part uses, or that all use alike."""
+def test_custom_rule_need_not_handle_dead_elements(rule: str, wrap: bool, scale: Any) -> None:
+    """0 / 0 occurs in rows of an embedding that no part uses, or that all parts use equally."""
     model = nn.Embedding(9, 3)
     generator = torch.Generator().manual_seed(0)
     optimizer = build(rule, model.parameters(), wrap=wrap, lr=0.1, scale=scale)
@@ -226,7 +226,7 @@ def test_a_callable_need_not_know_of_dead_elements(rule: str, wrap: bool, scale:
         torch.testing.assert_close(factors[:5], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_callable_that_returns_something_else() -> None:
+def test_custom_rule_must_return_the_right_shape() -> None:
     params = parameters(starting_weights())
     optimizer = gv.optim.VRSGD(params, scale=lambda mean, variance, num_parts, gamma: mean.flatten()[:1].repeat(3))
     accumulate(params, STEPS[0])

@@ -29,7 +29,7 @@ STEPS = gradients(15, k=1)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 @pytest.mark.parametrize(("rule", "options"), CASES.values(), ids=CASES)
-def test_against_the_paper(rule: str, options: dict[str, Any], foreach: bool, maximize: bool) -> None:
+def test_matches_the_papers_algorithm(rule: str, options: dict[str, Any], foreach: bool, maximize: bool) -> None:
     params = parameters(starting_weights())
     optimizer = BASES[rule](params, foreach=foreach, maximize=maximize, **options)
     truth = Transcription(rule, starting_weights(), [options | {"maximize": maximize} for _ in params], vr=False)
@@ -56,14 +56,14 @@ def one_step(optimizer: torch.optim.Optimizer, p: nn.Parameter, gradient: torch.
     return before - p.detach()
 
 
-def test_lamb_by_hand() -> None:
+def test_lamb_matches_a_hand_computed_step() -> None:
     p = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     # The first step of Adam is the sign; its norm is sqrt 2, the weight's 5.
     moved = one_step(gv.optim.LAMB([p], lr=0.1, eps=0.0), p, torch.tensor([7.0, -0.01]).double())
     np.testing.assert_allclose(moved, np.array([1, -1]) * 0.1 * 5 / np.sqrt(2))
 
 
-def test_lars_by_hand() -> None:
+def test_lars_matches_a_hand_computed_step() -> None:
     p = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     optimizer = gv.optim.LARS([p], lr=2.0, momentum=0.5, weight_decay=0.2, trust_coefficient=0.01)
     # local = 0.01 * 5 / (10 + 0.2 * 5)
@@ -73,8 +73,8 @@ def test_lars_by_hand() -> None:
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_weights_of_zero_still_move(rule: str, foreach: bool) -> None:
-    """A bias starts at 0; a ratio of norms would keep it there for ever."""
+def test_zero_weights_still_move(rule: str, foreach: bool) -> None:
+    """A bias starts at 0; a ratio of norms would keep it there forever."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = BASES[rule]([p], lr=0.5, foreach=foreach, weight_decay=0.1)
     gradient = torch.tensor([1.0, -2.0, 3.0]).double()
@@ -86,7 +86,7 @@ def test_weights_of_zero_still_move(rule: str, foreach: bool) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_a_gradient_of_zero_is_no_nan(rule: str, foreach: bool, decay: float) -> None:
+def test_zero_gradient_gives_no_nan(rule: str, foreach: bool, decay: float) -> None:
     other, p = (nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64)) for _ in range(2))
     optimizer = BASES[rule]([other, p], lr=0.1, foreach=foreach, weight_decay=decay)
     other.grad = torch.ones(2).double()
@@ -99,7 +99,7 @@ def test_a_gradient_of_zero_is_no_nan(rule: str, foreach: bool, decay: float) ->
 
 
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_a_parameter_without_gradient_is_left_alone(rule: str) -> None:
+def test_parameter_without_gradient_stays_unchanged(rule: str) -> None:
     params = parameters(starting_weights())
     before = [p.detach().clone() for p in params]
     optimizer = BASES[rule](params, lr=0.1, weight_decay=0.1)
@@ -111,7 +111,7 @@ def test_a_parameter_without_gradient_is_left_alone(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_what_is_refused(rule: str) -> None:
+def test_invalid_settings_raise(rule: str) -> None:
     params = parameters(starting_weights())
     with pytest.raises(ValueError, match=r"lr|[Ll]earning rate"):
         BASES[rule](params, lr=-0.1)
@@ -128,7 +128,7 @@ def test_what_is_refused(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_sparse_gradients_are_refused(rule: str) -> None:
+def test_sparse_gradients_raise(rule: str) -> None:
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = BASES[rule](model.parameters(), lr=0.1)
     model(torch.tensor([1])).sum().backward()
@@ -137,7 +137,7 @@ def test_sparse_gradients_are_refused(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["lamb", "lars"])
-def test_closure_and_its_loss(rule: str) -> None:
+def test_closure_returns_its_loss(rule: str) -> None:
     params = parameters(starting_weights())
     optimizer = BASES[rule](params, lr=0.1)
 
@@ -176,8 +176,8 @@ def test_bfloat16_parameters(rule: str) -> None:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_lamb_has_a_trust_ratio_for_each_tensor(foreach: bool) -> None:
-    """The ratio of one tensor does not depend on its neighbours."""
+def test_lamb_has_one_trust_ratio_per_tensor(foreach: bool) -> None:
+    """The ratio of one tensor does not depend on other tensors."""
     together = parameters(starting_weights())
     train(gv.optim.LAMB(together, lr=0.1, foreach=foreach), together, STEPS)
     for number, w in enumerate(starting_weights()):

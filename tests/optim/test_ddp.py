@@ -1,4 +1,4 @@
-"""Ranks under DistributedDataParallel are parts of a batch like micro-batches are: four processes over gloo."""
+"""Ranks under DistributedDataParallel count as parts of a batch, like micro-batches: four processes over gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def results(spawned_once: Callable[..., list[dict[str, Any]]]) -> list[dict[str,
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_ranks_are_the_same_as_micro_batches(name: str, results: list[dict[str, Any]]) -> None:
+def test_ranks_equal_micro_batches(name: str, results: list[dict[str, Any]]) -> None:
     scenario = SCENARIOS[name]
     found = [results[rank][name] for rank in range(scenario.ranks)]
     for each in found:
@@ -43,20 +43,20 @@ def test_ranks_are_the_same_as_micro_batches(name: str, results: list[dict[str, 
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_ranks_agree_to_the_last_bit(name: str, results: list[dict[str, Any]]) -> None:
+def test_ranks_agree_bit_for_bit(name: str, results: list[dict[str, Any]]) -> None:
     found = [results[rank][name]["weights"] for rank in range(SCENARIOS[name].ranks)]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_ranks_and_micro_batches_may_be_traded(results: list[dict[str, Any]]) -> None:
+def test_ranks_and_micro_batches_are_interchangeable(results: list[dict[str, Any]]) -> None:
     """Four parts are four parts, wherever they are computed."""
     one, other = results[0]["4 ranks"]["weights"], results[0]["2 ranks, 2 micro-batches"]["weights"]
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_identical_ranks_are_plain_descent(results: list[dict[str, Any]]) -> None:
+def test_identical_ranks_equal_the_base(results: list[dict[str, Any]]) -> None:
     scenario = SCENARIOS["identical ranks"]
     model = new_model(scenario)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -69,15 +69,15 @@ def test_identical_ranks_are_plain_descent(results: list[dict[str, Any]]) -> Non
 
 
 def test_scenarios_differ(results: list[dict[str, Any]]) -> None:
-    """Rules that would all be plain descent under DDP would be told here."""
+    """Detects rules that would all be plain descent under DDP."""
     weights = [results[0][name]["weights"][1] for name in ("4 ranks, 2 micro-batches", "rows", "lamb", "wrapper")]
     for number, one in enumerate(weights):
         for other in weights[number + 1 :]:
             assert (one - other).abs().max() > 1e-3
 
 
-def test_a_model_outlives_its_optimizer(results: list[dict[str, Any]]) -> None:
-    """Plain descent on it afterwards is what it is on a model that no optimizer was told about."""
+def test_model_outlives_its_optimizer(results: list[dict[str, Any]]) -> None:
+    """Plain descent afterwards equals that on a model that never had such an optimizer."""
     for rank in range(WORLD):
         found = results[rank]["then_plain"]
         assert "error" not in found, found["trace"]
@@ -85,7 +85,7 @@ def test_a_model_outlives_its_optimizer(results: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
 
-def test_another_optimizer_on_the_same_model(results: list[dict[str, Any]]) -> None:
+def test_second_optimizer_on_the_same_model(results: list[dict[str, Any]]) -> None:
     expected = then_another_in_one_process()
     for rank in range(WORLD):
         found = results[rank]["then_another"]
@@ -106,7 +106,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(name: str, results: list[dict[str, Any]]) -> None:
+def test_mistakes_raise_with_the_fix(name: str, results: list[dict[str, Any]]) -> None:
     kind, word = WORDS[name]
     for rank in range(WORLD):
         assert results[rank][name].get("kind") == kind, results[rank][name]

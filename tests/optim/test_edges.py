@@ -1,8 +1,9 @@
-"""Too few parts or another number than declared, unusual shapes, beginning anew, and everything that is refused."""
+"""Too few parts or not k, unusual shapes, discarded parts, and everything that raises."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -42,7 +43,7 @@ def truth_of(rule: str, **options: Any) -> Transcription:
 
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
-def test_one_gradient_is_an_error_that_says_how_to_get_more(rule: str, wrap: bool) -> None:
+def test_one_gradient_raises_and_says_how_to_get_more(rule: str, wrap: bool) -> None:
     params = parameters(starting_weights())
     optimizer = build(rule, params, wrap=wrap, lr=LR[rule])
     accumulate(params, STEPS[0][:1])
@@ -51,7 +52,7 @@ def test_one_gradient_is_an_error_that_says_how_to_get_more(rule: str, wrap: boo
     compare(params, truth_of(rule), rtol=0, atol=0)
 
 
-def test_it_can_be_put_right() -> None:
+def test_training_works_after_the_fix() -> None:
     params = parameters(starting_weights())
     optimizer = build("sgd", params, lr=0.1)
     accumulate(params, STEPS[0][:1], weight=1 / 8)
@@ -66,8 +67,8 @@ def test_it_can_be_put_right() -> None:
 
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
-def test_no_gradient_at_all(rule: str, wrap: bool) -> None:
-    """Nothing is done then, as in torch: not to the weights, not to the state, and no step is counted."""
+def test_step_without_gradients(rule: str, wrap: bool) -> None:
+    """As in torch, nothing happens: weights and state stay unchanged, and no step is counted."""
     params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5, gamma=lambda step: 0.5 / (1 + step))
     vr = {"beta3": 0.5, "gamma": lambda step: 0.5 / (1 + step)}
     optimizer = build(rule, params, wrap=wrap, lr=LR[rule], **vr)
@@ -83,8 +84,8 @@ def test_no_gradient_at_all(rule: str, wrap: bool) -> None:
 
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
-def test_the_rest_of_an_epoch_is_a_step_of_the_base(rule: str, wrap: bool) -> None:
-    """One micro-batch is left: there is nothing to compare it with, and it is used as it is."""
+def test_last_step_of_an_epoch_with_one_part_is_the_bases(rule: str, wrap: bool) -> None:
+    """A single micro-batch has nothing to compare with, so its gradient is not scaled."""
     params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5)
     optimizer = build(rule, params, wrap=wrap, lr=LR[rule], beta3=0.5)
     rest = [parts[:1] for parts in gradients(2, seed=5)]
@@ -112,7 +113,7 @@ def test_the_rest_of_an_epoch_is_a_step_of_the_base(rule: str, wrap: bool) -> No
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_rest_is_no_rest_where_the_number_was_announced(wrap: bool) -> None:
+def test_short_last_step_raises_if_k_is_set(wrap: bool) -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd")
     optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
     train(optimizer, params, STEPS[:2])
@@ -126,8 +127,8 @@ def test_a_rest_is_no_rest_where_the_number_was_announced(wrap: bool) -> None:
 
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
-def test_gamma_of_one_needs_no_parts(rule: str, wrap: bool) -> None:
-    """It is the base, from the first step on and without a word."""
+def test_gamma_of_one_needs_no_micro_batches(rule: str, wrap: bool) -> None:
+    """It equals the base from the first step, without a warning."""
     params, others = (parameters(starting_weights()) for _ in range(2))
     steps = [parts[:1] for parts in STEPS[:3]] + STEPS[3:4] + [STEPS[4][:1]]
     train(build(rule, params, wrap=wrap, lr=LR[rule], gamma=1.0), params, steps)
@@ -141,7 +142,7 @@ def test_warnings_point_at_the_users_line(came: int, how: str) -> None:
     params = parameters(starting_weights())
     optimizer = build("sgd", params, wrap=how == "wrapped")
     if how == "scheduler":
-        LambdaLR(optimizer, lambda step: 1.0)  # puts a function of its own around step
+        LambdaLR(optimizer, lambda step: 1.0)  # wraps step in its own function
     train(optimizer, params, STEPS[:1])
     accumulate(params, STEPS[1][:came])
     with pytest.warns(UserWarning, match=f"a step of {came}") as caught:
@@ -170,7 +171,7 @@ def test_few_parts_warn_once(k: int, wrap: bool) -> None:
         compare(params, truth)
 
 
-def test_each_optimizer_warns_for_itself() -> None:
+def test_each_optimizer_warns_once() -> None:
     for _ in range(2):
         params = parameters(starting_weights())
         optimizer = build("sgd", params)
@@ -181,7 +182,7 @@ def test_each_optimizer_warns_for_itself() -> None:
 
 @pytest.mark.parametrize("came", [7, 9, 1])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_another_number_than_declared(came: int, wrap: bool) -> None:
+def test_other_number_of_parts_than_k_raises(came: int, wrap: bool) -> None:
     params = parameters(starting_weights())
     optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
     accumulate(params, gradients(1, came)[0])
@@ -196,8 +197,8 @@ def test_another_number_than_declared(came: int, wrap: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
-def test_going_on_after_an_error(scale: str) -> None:
-    """What a step that raised had already added up must not be added twice."""
+def test_training_continues_after_an_error(scale: str) -> None:
+    """What a step added before it raised must not be added twice."""
     params, truth = parameters(starting_weights()), truth_of("sgd", scale=scale)
     optimizer = build("sgd", params, lr=0.1, k=8, scale=scale)
     parts = [[None if i in (1, 4) else part[0], *part[1:]] for i, part in enumerate(STEPS[0])]
@@ -212,7 +213,7 @@ def test_going_on_after_an_error(scale: str) -> None:
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("rule", list(LR))
-def test_a_parameter_without_elements(rule: str, foreach: bool) -> None:
+def test_empty_parameter(rule: str, foreach: bool) -> None:
     shapes = ((3, 2), (0, 4), (5,))
     params = parameters(starting_weights(shapes))
     optimizer = build(rule, params, lr=LR[rule], foreach=foreach)
@@ -226,7 +227,7 @@ def test_a_parameter_without_elements(rule: str, foreach: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "row"}, {"scale": "wiener"}, {"beta3": 0.5}], ids=str)
 def test_strides_do_not_matter(options: dict[str, Any]) -> None:
-    """Weights in channels_last, with gradients that are or are not."""
+    """Weights in channels_last, with gradients in channels_last or not."""
     shape = (4, 3, 2, 2)
     steps = gradients(3, shapes=[shape])
     results = []
@@ -245,17 +246,17 @@ def test_strides_do_not_matter(options: dict[str, Any]) -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=0, check_stride=False)
 
 
-# -- beginning anew -----------------------------------------------------------------------------------------------
+# -- discarding --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["optimizer, none", "optimizer, zeros", "model, none", "by hand"])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_zero_grad_in_the_middle_begins_anew(rule: str, how: str) -> None:
+def test_zero_grad_discards_collected_parts(rule: str, how: str) -> None:
     params, truth = parameters(starting_weights()), truth_of(rule)
     optimizer = build(rule, params, lr=LR[rule])
     holder = nn.ParameterList(params)
     for number, parts in enumerate(STEPS):
-        accumulate(params, gradients(1, 3 + number, seed=99)[0], weight=7.0)  # given up
+        accumulate(params, gradients(1, 3 + number, seed=99)[0], weight=7.0)  # discarded
         if how == "model, none":
             holder.zero_grad()
         elif how == "by hand":
@@ -272,8 +273,8 @@ def test_zero_grad_in_the_middle_begins_anew(rule: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
-def test_a_gradient_taken_away_from_a_parameter_that_is_not_reached_again(scale: str) -> None:
-    """Eight parts were given up; the step is made of the three that came since, to other parameters."""
+def test_removed_gradient_discards_its_parts(scale: str) -> None:
+    """Eight parts were discarded; the step uses the three that reached other parameters since."""
     params, truth = parameters(starting_weights()), truth_of("sgd", scale=scale)
     optimizer = build("sgd", params, lr=0.1, scale=scale)
     accumulate(params, STEPS[0], weight=7.0)
@@ -294,7 +295,7 @@ def test_a_gradient_taken_away_from_a_parameter_that_is_not_reached_again(scale:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_model_may_be_asked_to_zero_its_gradients(set_to_none: bool) -> None:
+def test_model_zero_grad_works(set_to_none: bool) -> None:
     """After the step, the usual place."""
     params, truth = parameters(starting_weights()), truth_of("adamw")
     holder = nn.ParameterList(params)
@@ -319,7 +320,7 @@ def test_zero_grad_before_backward() -> None:
     compare(params, truth)
 
 
-def test_a_closure() -> None:
+def test_closure_runs_all_parts() -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd")
     optimizer = build("sgd", params, lr=0.1)
     for parts in STEPS:
@@ -339,7 +340,7 @@ def test_a_closure() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_closure_through_the_wrapper(kind: str) -> None:
+def test_closure_works_through_the_wrapper(kind: str) -> None:
     params = parameters(starting_weights())
     truth = Transcription(kind, starting_weights(), [{"lr": LR[kind], "beta3": 0.0} for _ in SHAPES])
     optimizer = build(kind, params, wrap=True, lr=LR[kind])
@@ -353,11 +354,11 @@ def test_a_closure_through_the_wrapper(kind: str) -> None:
     compare(params, truth)
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_sparse_gradients_are_refused(wrap: bool) -> None:
+def test_sparse_gradients_raise(wrap: bool) -> None:
     model = nn.Embedding(10, 3, sparse=True)
     optimizer = build("sgd", model.parameters(), wrap=wrap)
 
@@ -372,20 +373,36 @@ def test_sparse_gradients_are_refused(wrap: bool) -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_differentiable_is_refused(rule: str, wrap: bool) -> None:
+def test_differentiable_raises(rule: str, wrap: bool) -> None:
     with pytest.raises(ValueError, match="differentiable"):
         build(rule, parameters(starting_weights()), wrap=wrap, differentiable=True)
 
 
-def test_only_an_optimizer_can_be_wrapped() -> None:
+def test_wrapper_accepts_only_optimizers() -> None:
     with pytest.raises(TypeError, match="Optimizer"):
         gv.optim.VRGD(parameters(starting_weights()))
     inner = build("sgd", parameters(starting_weights()))
-    with pytest.raises((TypeError, ValueError)):  # factors twice over
+    with pytest.raises((TypeError, ValueError)):  # would scale twice
         gv.optim.VRGD(inner)
 
 
-def test_the_base_refuses_its_own() -> None:
+def test_unknown_options_raise() -> None:
+    params = parameters(starting_weights())
+    with pytest.raises(TypeError, match="unknown options: gama"):
+        gv.optim.VRSGD(params, lr=0.1, gama=0.1)
+    with pytest.raises(TypeError, match="unknown options: gama"):
+        gv.optim.VRGD(torch.optim.SGD(params), gama=0.1)
+
+
+def test_arguments_of_the_base_and_options_go_together() -> None:
+    optimizer = gv.optim.VRSGD(parameters(starting_weights()), 0.5, 0.9, gamma=0.3, nesterov=True)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"], group["gamma"]) == (0.5, 0.9, True, 0.3)
+    assert gv.optim.VRAdamW(parameters(starting_weights()), max_norm=1.0).max_norm == 1.0
+    assert {"params", "lr", "momentum", "gamma", "beta3"} <= set(inspect.signature(gv.optim.VRSGD).parameters)
+
+
+def test_base_checks_its_own_arguments() -> None:
     params = parameters(starting_weights())
     for rule in LR:
         with pytest.raises(ValueError, match=r"(?i)learning rate|lr"):
@@ -395,7 +412,7 @@ def test_the_base_refuses_its_own() -> None:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_it_is_an_optimizer(wrap: bool) -> None:
+def test_is_a_torch_optimizer(wrap: bool) -> None:
     for rule in LR:
         optimizer = build(rule, parameters(starting_weights()), wrap=wrap, lr=LR[rule])
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -403,7 +420,7 @@ def test_it_is_an_optimizer(wrap: bool) -> None:
         assert "gamma" in repr(optimizer)
 
 
-def test_another_rule_in_the_place_of_a_function() -> None:
+def test_named_rule_can_replace_a_custom_one() -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd")
     optimizer = build("sgd", params, lr=LR["sgd"], scale=lambda mean, variance, k, gamma: torch.zeros_like(mean))
     optimizer.param_groups[0]["scale"] = "paper"
@@ -412,7 +429,7 @@ def test_another_rule_in_the_place_of_a_function() -> None:
     compare(params, truth)
 
 
-def test_averages_follow_a_model_to_another_dtype() -> None:
+def test_averages_follow_the_models_dtype() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = gv.optim.VRSGD(model.parameters(), lr=0.1, beta3=0.9)
     for dtype in (torch.float32, torch.float64, torch.float64):

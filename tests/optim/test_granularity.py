@@ -1,4 +1,4 @@
-"""Over what the mean of r is taken, and the Wiener factors, against the transcription."""
+"""Granularities of the mean of r, and Wiener factors, against the transcription."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("blocks.0.attn.weight", "blocks.0.attn.bias", "blocks.1.scale", "head.w
     [("paper", g) for g in (None, "tensor", "layer", "row")]
     + [("wiener", g) for g in (None, "element", "row", "tensor", "hierarchical")],
 )
-def test_against_the_transcription(rule: str, scale: str, granularity: str | None, foreach: bool) -> None:
+def test_matches_the_transcription(rule: str, scale: str, granularity: str | None, foreach: bool) -> None:
     options = {"lr": {"sgd": 0.1, "adamw": 0.02, "lars": 1.0}[rule], "scale": scale, "granularity": granularity}
     params = parameters(starting_weights())
     truth = Transcription(rule, starting_weights(), [options for _ in params], names=NAMES)
@@ -46,7 +46,7 @@ def test_against_the_transcription(rule: str, scale: str, granularity: str | Non
 
 
 @pytest.mark.parametrize("granularity", ["layer", "row", "tensor"])
-def test_the_wrapper_knows_names_too(granularity: str) -> None:
+def test_wrapper_knows_parameter_names(granularity: str) -> None:
     options = {"lr": 0.1, "granularity": granularity}
     params = parameters(starting_weights())
     truth = Transcription("sgd", starting_weights(), [options for _ in params], names=NAMES)
@@ -57,8 +57,8 @@ def test_the_wrapper_knows_names_too(granularity: str) -> None:
     compare(params, truth)
 
 
-def test_they_differ() -> None:
-    """Each granularity is a rule of its own, not another name for the default."""
+def test_granularities_differ() -> None:
+    """Each granularity gives its own result, not that of the default."""
     found = {}
     for granularity in ("tensor", "row"):
         found[granularity] = factors_of_one_step(STEPS[0], granularity=granularity)[0]
@@ -70,7 +70,7 @@ def test_they_differ() -> None:
             assert np.abs(found[one] - found[other]).max() > 0.01, (one, other)
 
 
-def test_rows_by_hand() -> None:
+def test_rows_match_a_hand_computed_step() -> None:
     means, variances = torch.tensor([[2.0, 1.0], [30.0, 10.0]]).double(), torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]).double()
     parts = [[(means + sign * variances.sqrt()).numpy()] for sign in signs]
@@ -80,7 +80,7 @@ def test_rows_by_hand() -> None:
     np.testing.assert_allclose(factors_of_one_step(parts, gamma=0.0)[0], np.minimum(whole, 1))
 
 
-def test_wiener_by_hand() -> None:
+def test_wiener_matches_a_hand_computed_step() -> None:
     mean = torch.tensor([2.0, 1.0]).double()
     noise = torch.tensor([5.0, 5.0]).double().sqrt()  # unbiased variance 6, noise of the mean of six parts: 1
     parts = [[(mean + sign * noise).numpy()] for sign in (1, -1, 1, -1, 1, -1)]
@@ -94,7 +94,7 @@ def test_wiener_by_hand() -> None:
         np.testing.assert_allclose(got, factor, rtol=1e-12, err_msg=granularity)
 
 
-def test_layers_need_names() -> None:
+def test_layer_granularity_needs_names() -> None:
     params = parameters(starting_weights())
 
     def go() -> None:
@@ -107,7 +107,7 @@ def test_layers_need_names() -> None:
 
 
 def test_layers_of_a_real_model() -> None:
-    """The weight and bias of one module share their mean of r, whatever group they are in."""
+    """The weight and bias of one module share their mean of r across groups."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     names = [name for name, _ in model.named_parameters()]
@@ -127,7 +127,7 @@ def test_layers_of_a_real_model() -> None:
     compare(params, truth)
 
 
-def test_a_layer_of_large_tensors() -> None:
+def test_layer_of_large_tensors() -> None:
     """One mean of r, however much memory the tensors of a layer take."""
     torch.manual_seed(0)
     sizes, k = (1_500_000, 1_000, 1_500_000), 6
@@ -164,7 +164,7 @@ def test_groups_with_their_own_rule(setting: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_dead_elements(scale: str, granularity: str) -> None:
-    """An embedding row that no micro-batch saw: factor 1, and the others as if it were not there."""
+    """An embedding row that no micro-batch uses has factor 1 and does not affect the others."""
     parts = gradients(1)[0]
     for part in parts:
         part[0][1] = 0.0  # a row

@@ -1,4 +1,4 @@
-"""The published behaviour of the factor under noise and signal, through the optimizer itself (science A1, A2, A13)."""
+"""The published behavior of the factor under noise and signal, through the optimizer itself (science A1, A2, A13)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_half_signal(k: int, signal: float, noise: float) -> None:
     assert scale[N // 2 :].mean().item() == pytest.approx(noise, abs=0.008)
 
 
-def test_a1_and_a2_by_hand() -> None:
+def test_a1_and_a2_match_hand_computed_values() -> None:
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer = gv.optim.VRSGD([p], lr=1.0, gamma=0.0)
     # A2 beside an element with mean 2.5 and variance 6.25: r is 5 and 1, their mean 3, the factors 1 and 1/3.
@@ -81,7 +81,7 @@ def test_a1_and_a2_by_hand() -> None:
 
 @pytest.mark.parametrize("granularity", ["element", "tensor", "hierarchical"])
 def test_wiener_shrinks_towards_the_truth(granularity: str) -> None:
-    """Its reason to be: the shrunken mean has a smaller squared error than the mean. Hierarchical is nearly optimal."""
+    """The shrunken mean has a smaller squared error than the mean. Hierarchical is nearly optimal."""
     k = 16
     truth = 0.25 * torch.randn(N, generator=torch.Generator().manual_seed(3))  # as strong as the noise of the mean
     scale, mean = factors(k, truth, scale="wiener", granularity=granularity, gamma=0.0)

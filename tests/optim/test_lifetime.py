@@ -1,4 +1,4 @@
-"""Hooks on parameters: they come with the optimizer, travel with no copy, and go with it."""
+"""Hooks on parameters: they live as long as the optimizer, and copies do not have them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def live_hooks(parameter: torch.Tensor) -> int:
 
 
 @EVERY
-def test_nothing_is_left_when_it_is_gone(kind: dict[str, Any]) -> None:
+def test_deleted_optimizer_leaves_no_hooks(kind: dict[str, Any]) -> None:
     params = parameters(starting_weights())
     assert [live_hooks(p) for p in params] == [0] * 4
     optimizer = build(params=params, **kind)
     train(optimizer, params, STEPS[:2])
-    assert sum(live_hooks(p) for p in params) >= len(params)  # what this test looks at is where the hooks are
+    assert sum(live_hooks(p) for p in params) >= len(params)  # the test looks in the right place
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -70,8 +70,8 @@ def test_parameters_do_not_keep_each_other_alive(kind: dict[str, Any]) -> None:
     assert [reference() for reference in gone] == [None] * 4
 
 
-def test_optimizers_one_after_the_other() -> None:
-    """A notebook that makes a new optimizer in each cell: the last is the only one that counts."""
+def test_optimizers_in_sequence() -> None:
+    """A notebook creates a new optimizer in each cell: only the last one has an effect."""
     params = parameters(starting_weights())
     for _ in range(3):
         optimizer = build("sgd", params, lr=0.1)
@@ -87,7 +87,7 @@ def test_optimizers_one_after_the_other() -> None:
 
 @EVERY
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_goes_its_own_way(kind: dict[str, Any], how: str) -> None:
+def test_copies_are_independent(kind: dict[str, Any], how: str) -> None:
     params = nn.ParameterList(parameters(starting_weights(), torch.float32))
     optimizer = build(params=list(params), **kind)
     train(optimizer, params, STEPS[:3])
@@ -109,7 +109,7 @@ def test_a_copy_goes_its_own_way(kind: dict[str, Any], how: str) -> None:
     assert not same(params, before)
 
 
-def test_a_copy_in_the_middle_of_accumulation_begins_anew() -> None:
+def test_copy_during_accumulation_starts_empty() -> None:
     params = nn.ParameterList(parameters(starting_weights()))
     optimizer = build("sgd", list(params), lr=0.1)
     accumulate(params, STEPS[0][:3])
@@ -121,7 +121,7 @@ def test_a_copy_in_the_middle_of_accumulation_begins_anew() -> None:
     compare(others, truth)
 
 
-def test_a_copy_of_the_model_is_free_of_hooks() -> None:
+def test_copied_model_has_no_hooks() -> None:
     """torch warns when a tensor with hooks is pickled; an EMA copy must not feed the optimizer either."""
     params = nn.ParameterList(parameters(starting_weights()))
     optimizer = build("sgd", list(params), lr=0.1)
@@ -137,7 +137,7 @@ def test_a_copy_of_the_model_is_free_of_hooks() -> None:
 
 @EVERY
 def test_saving_a_model_raises_no_warning(kind: dict[str, Any]) -> None:
-    """Of hooks that cannot be saved; a tensor that is no Parameter would have torch tell."""
+    """torch would warn about hooks that cannot be saved, for a tensor that is no Parameter."""
     model = nn.ParameterList(parameters(starting_weights()))
     plain = [torch.tensor(w, requires_grad=True) for w in starting_weights()]
     for params, what in ((list(model), model), (plain, plain), (plain, {"state": plain})):
@@ -192,7 +192,7 @@ def test_two_optimizers_of_one_model() -> None:
     compare(params[2:], adam)
 
 
-def test_optimizers_that_step_at_their_own_pace() -> None:
+def test_optimizers_with_different_step_intervals() -> None:
     """The second steps half as often, with twice the micro-batches."""
     params = parameters(starting_weights())
     one, two = gv.optim.VRSGD(params[:2], lr=0.1), gv.optim.VRSGD(params[2:], lr=0.1)
@@ -211,8 +211,8 @@ def test_optimizers_that_step_at_their_own_pace() -> None:
     compare(params[2:], truths[1])
 
 
-def test_the_autograd_engine_is_left_as_it_was() -> None:
-    """torch.autograd.grad and double backward go past ``.grad`` and are no parts of a step."""
+def test_autograd_engine_stays_unchanged() -> None:
+    """torch.autograd.grad and double backward bypass ``.grad`` and are no parts of a step."""
     params = parameters(starting_weights())
     optimizer = build("sgd", params, lr=0.1)
     for part in STEPS[0]:
@@ -227,7 +227,7 @@ def test_the_autograd_engine_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
-def test_gradients_looked_at_in_the_middle(scale: str) -> None:
+def test_autograd_grad_between_parts_counts_no_part(scale: str) -> None:
     """torch.autograd.grad of another loss between backward passes, of all parameters or of one not reached next."""
     params = parameters(starting_weights())
     optimizer = build("sgd", params, lr=0.1, scale=scale)
@@ -248,8 +248,8 @@ def test_gradients_looked_at_in_the_middle(scale: str) -> None:
         compare(params, truth)
 
 
-def test_gradients_looked_at_are_not_kept() -> None:
-    """Of a parameter that the next backward does not reach."""
+def test_autograd_grad_results_are_not_kept() -> None:
+    """For a parameter that the next backward does not reach."""
     params = parameters(starting_weights())
     optimizer = build("sgd", params, lr=0.1)
     accumulate(params, STEPS[0][:2])
@@ -262,8 +262,8 @@ def test_gradients_looked_at_are_not_kept() -> None:
         optimizer.step()
 
 
-def test_a_penalty_on_the_gradient() -> None:
-    """Found by torch.autograd.grad inside the loss, it comes in the same backward: one part."""
+def test_gradient_penalty() -> None:
+    """A penalty computed by torch.autograd.grad inside the loss is in the same backward: one part."""
     params = parameters(starting_weights()[:2])
     optimizer = build("sgd", params, lr=0.1)
     truth = Transcription("sgd", starting_weights()[:2], [{"lr": 0.1}] * 2)

@@ -1,4 +1,4 @@
-"""Gradients that do not come, frozen, thawed and shared parameters, and nan."""
+"""Missing gradients, frozen, unfrozen and shared parameters, and NaN."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def truth_of(rule: str, **options: Any) -> Transcription:
     return Transcription(rule, starting_weights(), [{"lr": LR[rule]} | options for _ in SHAPES])
 
 
-# -- gradients that do not come -----------------------------------------------------------------------------------
+# -- missing gradients --------------------------------------------------------------------------------------------
 
 
 def without(parts: Parts, tensor: int, micro_batches: list[int]) -> Parts:
@@ -53,7 +53,7 @@ MISSING = {"the first": [0], "the last": [7], "some": [1, 2, 5], "all but one": 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize("missing", MISSING.values(), ids=MISSING)
-def test_a_gradient_that_does_not_come_counts_as_zero(missing: list[int], rule: str, scale: str) -> None:
+def test_missing_gradient_counts_as_zero(missing: list[int], rule: str, scale: str) -> None:
     steps = [without(parts, 0, missing) for parts in STEPS]
     params, truth = parameters(starting_weights()), truth_of(rule, scale=scale)
     optimizer = build(rule, params, lr=LR[rule], scale=scale)
@@ -70,7 +70,7 @@ def test_a_gradient_that_does_not_come_counts_as_zero(missing: list[int], rule: 
 
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_parameter_without_gradient_is_left_alone(rule: str, wrap: bool) -> None:
+def test_parameter_without_gradient_stays_unchanged(rule: str, wrap: bool) -> None:
     params, truth = parameters(starting_weights()), truth_of(rule, **({"beta3": 0.5} if wrap else {}))
     optimizer = build(rule, params, wrap=wrap, lr=LR[rule], **({"beta3": 0.5} if wrap else {}))
     train(optimizer, params, STEPS[:2])
@@ -90,8 +90,8 @@ def test_a_parameter_without_gradient_is_left_alone(rule: str, wrap: bool) -> No
     compare(params, truth)
 
 
-def test_a_gradient_of_zeros_left_by_zero_grad_is_what_it_is_for_the_base() -> None:
-    """With set_to_none=False momentum goes on moving a parameter that no backward reaches."""
+def test_zero_gradient_left_by_zero_grad_acts_as_for_the_base() -> None:
+    """With set_to_none=False, momentum keeps moving a parameter that no backward reaches."""
     base, reduced = (parameters(starting_weights()) for _ in range(2))
     runs = (torch.optim.SGD(base, lr=0.1, momentum=0.9), gv.optim.VRSGD(reduced, lr=0.1, momentum=0.9, gamma=1.0))
     for params, optimizer in zip((base, reduced), runs, strict=True):
@@ -103,7 +103,7 @@ def test_a_gradient_of_zeros_left_by_zero_grad_is_what_it_is_for_the_base() -> N
 
 
 @pytest.mark.parametrize("rule", ["sgd", "lamb"])
-def test_a_frozen_parameter(rule: str) -> None:
+def test_frozen_parameter(rule: str) -> None:
     params, truth = parameters(starting_weights()), truth_of(rule)
     params[2].requires_grad_(False)
     optimizer = build(rule, params, lr=LR[rule])
@@ -115,7 +115,7 @@ def test_a_frozen_parameter(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_a_parameter_that_is_unfrozen_later(rule: str) -> None:
+def test_parameter_unfrozen_later(rule: str) -> None:
     params, truth = parameters(starting_weights()), truth_of(rule)
     params[0].requires_grad_(False)
     optimizer = build(rule, params, lr=LR[rule])
@@ -130,7 +130,7 @@ def test_a_parameter_that_is_unfrozen_later(rule: str) -> None:
         compare(params, truth, what=f"weights after step {number}")
 
 
-def test_a_shared_parameter_counts_once() -> None:
+def test_shared_parameter_counts_once() -> None:
     """Used twice in one forward pass, its gradient of one micro-batch is the sum."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     parts = gradients(1, 8, [(5,)])[0]
@@ -183,7 +183,7 @@ def test_tied_weights_of_a_model() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_a_nan_stays_where_it_is(rule: str, options: dict[str, str], micro_batch: int, bad: float) -> None:
+def test_nan_does_not_spread(rule: str, options: dict[str, str], micro_batch: int, bad: float) -> None:
     parts = gradients(1)[0]
     parts[micro_batch][0][1, 2] = bad
     params, truth = parameters(starting_weights()), truth_of(rule, **options)
@@ -205,8 +205,8 @@ def test_a_nan_stays_where_it_is(rule: str, options: dict[str, str], micro_batch
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("kind", ["base", "class", "wrapper"])
 @pytest.mark.parametrize(("rule", "decay"), [("lars", 0.0), ("lars", 0.1), ("lamb", 0.0), ("lamb", 0.1)])
-def test_a_length_that_is_nan_is_no_length_of_zero(rule: str, decay: float, kind: str, foreach: bool) -> None:
-    """The ratio of LARS and LAMB is unknown then, and not 1, which would be a step a thousand times too long."""
+def test_nan_norm_is_not_taken_for_zero(rule: str, decay: float, kind: str, foreach: bool) -> None:
+    """The ratio of LARS and LAMB is then unknown. A ratio of 1 would make the step a thousand times too long."""
     results = []
     for bad in (False, True):
         parts = gradients(1)[0]
@@ -230,8 +230,8 @@ class Frozen:
         self.weights = weights
 
 
-def test_a_nan_is_forgotten_after_the_step() -> None:
-    """What is left of a nan in the accumulators must not outlive the step, e.g. one that the user cleaned up."""
+def test_nan_is_gone_after_the_step() -> None:
+    """A NaN in the accumulators must not outlive the step, even if the user skipped it."""
     params, truth = parameters(starting_weights()), truth_of("sgd")
     optimizer = build("sgd", params, lr=0.1)
     spoilt = gradients(1)[0]

@@ -1,4 +1,4 @@
-"""Numbers: no cancellation, no absolute epsilon, half precision, accumulators of half precision."""
+"""Numerics: no cancellation, no absolute epsilon, half precision, accumulators of half precision."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_float32_does_not_cancel(k: int, noise: float) -> None:
     spread = noise * rng.uniform(0.5, 4.0, N)
     parts = [held_as(1e4 + spread * rng.standard_normal(N), torch.float32) for _ in range(k)]
     expected = exact_factors(parts)
-    assert (expected < 0.9).mean() > 0.3  # there is something to get wrong
+    assert (expected < 0.9).mean() > 0.3  # the case is not trivial
     got = factors_of_one_step([[part] for part in parts], dtype=torch.float32)[0]
     np.testing.assert_allclose(got, expected, rtol=0.03 if noise < 1 else 3e-3)
-    # The naive form in float32, to show that it would not do.
+    # The naive form in float32 fails.
     stack = torch.tensor(np.stack(parts), dtype=torch.float32)
     naive = (stack.square().mean(0) - stack.mean(0).square()).double().numpy()
     if noise < 1:
@@ -59,7 +59,7 @@ def test_float64_does_not_cancel() -> None:
 @given(exponent=st.integers(-40, 40), k=st.sampled_from([6, 8, 13]), seed=st.integers(0, 1000))
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_units_do_not_matter(scale: str, exponent: int, k: int, seed: int) -> None:
-    """Gradients times a power of two, from 1e-12 to 1e12, give the same factors to the last bit."""
+    """Gradients times a power of two, from 1e-12 to 1e12, give the same factors bit for bit."""
     parts = gradients(1, k, [(3, 4)], seed=seed)[0]
     resized = [[c * 2.0**exponent for c in part] for part in parts]
     one, other = (factors_of_one_step(p, dtype=torch.float32, scale=scale)[0] for p in (parts, resized))
@@ -68,8 +68,8 @@ def test_units_do_not_matter(scale: str, exponent: int, k: int, seed: int) -> No
 
 @settings(max_examples=30, deadline=None)
 @given(exponent=st.floats(-12, 12), seed=st.integers(0, 1000))
-def test_units_do_not_matter_within_one_tensor_either(exponent: float, seed: int) -> None:
-    """Elements of very different size: each is held against the rest by its ratio alone."""
+def test_units_do_not_matter_within_one_tensor(exponent: float, seed: int) -> None:
+    """Elements of very different size are compared by their ratios alone."""
     parts = gradients(1, 8, [(4,)], seed=seed)[0]
     sizes = np.array([1.0, 10.0**exponent, 1.0, 1.0])
     one, other = (factors_of_one_step(p)[0] for p in (parts, [[c * sizes for c in part] for part in parts]))
@@ -89,7 +89,7 @@ def test_factors_for_any_parts(k: int, seed: int, signal: float, gamma: float, d
     got = factors_of_one_step(parts, dtype=dtype, gamma=gamma)[0]
     expected = exact_factors([part[0] for part in parts], gamma)
     rtol = 1e-9 if dtype == torch.float64 else 2e-4
-    # A mean that nearly vanishes is known as well as its terms are, and no better.
+    # A mean that nearly vanishes is only as accurate as its terms.
     np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
     assert got.min() >= gamma * (1 - 1e-6)
     assert got.max() <= 1 + 1e-6
@@ -115,7 +115,7 @@ def test_parameters_of_half_precision(dtype: torch.dtype, scale: str) -> None:
 
 
 @pytest.mark.parametrize("k", [8, 32, 64])
-def test_bfloat16_knows_strong_signal_from_rounding(k: int) -> None:
+def test_bfloat16_separates_strong_signal_from_rounding(k: int) -> None:
     """Deviations of 7 % are far above bfloat16's 0.4 %: half the elements have r = 200, the others 1."""
     rng = np.random.default_rng(0)
     size = np.where(np.arange(N) < N // 2, np.sqrt(200.0), 1.0)
@@ -153,7 +153,7 @@ def test_accumulators_of_bfloat16(dtype: torch.dtype, k: int) -> None:
 
 
 def test_accumulators_of_float64() -> None:
-    """More than the parameter has: the squares are summed exactly, the deviations come from its own ``.grad``."""
+    """More precision than the parameter has: squares are summed exactly, deviations come from its own ``.grad``."""
     parts = gradients(1, 64, [(20, 20)])[0]
     exact = exact_factors([part[0] for part in parts])
     wide = factors_of_one_step(parts, dtype=torch.float32, moments_dtype=torch.float64)[0]
@@ -188,10 +188,10 @@ def test_moments_dtype_for_one_group() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("only_one", [False, True])
-def test_a_model_of_another_dtype_from_now_on(
+def test_model_changes_dtype_during_training(
     before: torch.dtype, after: torch.dtype, rtol: float, only_one: bool, scale: str
 ) -> None:
-    """Deviations have the precision of the parameter as it is, whatever it was."""
+    """Deviations have the precision of the parameter's current dtype."""
     model = nn.ParameterList(parameters(starting_weights(), before))
     optimizer = build("sgd", model.parameters(), lr=0.1, scale=scale)
     steps = gradients(4)
@@ -217,7 +217,7 @@ def test_a_model_of_another_dtype_from_now_on(
         optimizer.zero_grad()
 
 
-def test_a_model_of_less_precision_from_now_on() -> None:
+def test_model_loses_precision_during_training() -> None:
     model = nn.ParameterList(parameters(starting_weights(), torch.float32))
     optimizer = build("sgd", model.parameters(), lr=0.1)
     steps = gradients(4)
@@ -226,12 +226,12 @@ def test_a_model_of_less_precision_from_now_on() -> None:
     others = [nn.Parameter(p.detach().clone()) for p in model]
     train(optimizer, list(model), steps[2:])
     train(build("sgd", others, lr=0.1), others, steps[2:])
-    assert same(list(model), others)  # as if it had been so from the beginning
+    assert same(list(model), others)  # as if it had had that dtype from the start
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_parameters_of_several_dtypes(dtypes: tuple[torch.dtype, ...]) -> None:
-    """Each has the factors that it has alone: bfloat16's rounding is no measure for float32, nor the other way."""
+    """Each has the factors that it has alone: bfloat16's rounding does not apply to float32, nor vice versa."""
     shapes = [(30,), (30,)]
     parts = gradients(1, 7, shapes)[0]
     for part in parts:
@@ -252,7 +252,7 @@ def test_parameters_of_several_dtypes(dtypes: tuple[torch.dtype, ...]) -> None:
         np.testing.assert_allclose(got, alone, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_a_huge_tensor_keeps_its_mean() -> None:
+def test_huge_tensor_keeps_its_mean() -> None:
     """A mean over two million r must not be a float32 sum that stops growing."""
     n = 2_000_000
     generator = torch.Generator().manual_seed(0)
@@ -271,8 +271,8 @@ def test_a_huge_tensor_keeps_its_mean() -> None:
 
 
 @pytest.mark.parametrize("k", [8, 24, 64, 128])
-def test_many_equal_parts_are_still_equal(k: int) -> None:
-    """Errors of one sign add up over many sums; constant elements must not pass for noise by them."""
+def test_many_equal_parts_have_no_noise(k: int) -> None:
+    """Errors of one sign add up over many sums; they must not turn constant elements into noise."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(400))
     constant = torch.randn(200, generator=generator)

@@ -160,14 +160,14 @@ def test_gamma_may_be_a_schedule(rule: str, lr: float) -> None:
     assert sorted(set(seen)) == list(range(15))
 
 
-def test_a_schedule_in_one_group() -> None:
+def test_gamma_schedule_in_one_group() -> None:
     params = parameters(starting_weights())
     each = [{"lr": 0.1, "gamma": lambda step: min(1.0, 0.1 * step)}] + [{"lr": 0.1, "gamma": 0.2} for _ in params[1:]]
     groups = [{"params": params[:1], "gamma": each[0]["gamma"]}, {"params": params[1:]}]
     check(build("sgd", groups, lr=0.1, gamma=0.2), params, truth_of("sgd", each))
 
 
-def test_schedules_that_come_with_it() -> None:
+def test_built_in_schedules() -> None:
     linear = gv.optim.schedules.linear(0.1, 0.9, 4)
     assert [linear(step) for step in range(6)] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
     cosine = gv.optim.schedules.cosine(1.0, 0.2, 4)
@@ -176,7 +176,7 @@ def test_schedules_that_come_with_it() -> None:
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
-def test_gamma_outside_its_range(gamma: float) -> None:
+def test_gamma_out_of_range_raises(gamma: float) -> None:
     params = parameters(starting_weights())
     with pytest.raises(ValueError, match="gamma"):
         build("sgd", params, gamma=gamma)
@@ -207,7 +207,7 @@ def test_gamma_outside_its_range(gamma: float) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("wrap", [False, True])
-def test_settings_that_make_no_sense(wrong: dict[str, Any], wrap: bool) -> None:
+def test_invalid_options_raise(wrong: dict[str, Any], wrap: bool) -> None:
     named = [(f"layer{i}.weight", p) for i, p in enumerate(parameters(starting_weights()))]
     name = "granularity" if "granularity" in wrong else next(iter(wrong))
     with pytest.raises((ValueError, TypeError), match=name):
@@ -216,7 +216,7 @@ def test_settings_that_make_no_sense(wrong: dict[str, Any], wrap: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, "bf16"], ids=str)
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_dtype_that_squares_do_not_fit_in(dtype: Any, wrap: bool) -> None:
+def test_float16_moments_raise(dtype: Any, wrap: bool) -> None:
     """Told in words with what may be chosen: of all, of a group, or set by hand later."""
     params = parameters(starting_weights())
     words = r"moments_dtype is .*(float16|'bf16'); expected torch\.bfloat16"
@@ -232,7 +232,7 @@ def test_a_dtype_that_squares_do_not_fit_in(dtype: Any, wrap: bool) -> None:
         optimizer.step()
 
 
-def test_the_number_of_parts_is_told() -> None:
+def test_last_num_parts_is_the_number_of_parts() -> None:
     params = parameters(starting_weights())
     optimizer = build("sgd", params)
     train(optimizer, params, gradients(2, k=7))
@@ -264,7 +264,7 @@ def test_number_of_parts_may_change_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 1 / 8, 100.0])
-def test_what_the_loss_is_divided_by_does_not_matter_to_the_factors(weight: float) -> None:
+def test_loss_divisor_does_not_change_the_factors(weight: float) -> None:
     params = parameters(starting_weights())
     truth = truth_of("sgd", {"lr": 0.1})
     truth.step(weighted(STEPS[0], weight))
@@ -277,13 +277,13 @@ def test_what_the_loss_is_divided_by_does_not_matter_to_the_factors(weight: floa
         np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-10)
 
 
-def test_a_learning_rate_that_is_a_tensor() -> None:
+def test_learning_rate_may_be_a_tensor() -> None:
     params = parameters(starting_weights())
     truth = truth_of("adamw", {"lr": 0.02})
     check(build("adamw", params, lr=torch.tensor(0.02, dtype=torch.float64)), params, truth)
 
 
-def test_changing_a_group_by_hand_takes_effect() -> None:
+def test_changed_group_settings_take_effect() -> None:
     params = parameters(starting_weights())
     truth = truth_of("sgd", {"lr": 0.1})
     optimizer = build("sgd", params, lr=0.1)
@@ -296,7 +296,7 @@ def test_changing_a_group_by_hand_takes_effect() -> None:
         compare(params, truth)
 
 
-def test_the_truth_is_not_the_base_rule() -> None:
+def test_transcription_differs_from_the_base() -> None:
     """What these tests would miss if factors were 1: nothing may be equal to the base rule by accident."""
     plain, reduced = truth_of("sgd", {"lr": 0.1}, vr=False), truth_of("sgd", {"lr": 0.1})
     for parts in STEPS[:1]:

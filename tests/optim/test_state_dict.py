@@ -49,7 +49,7 @@ def through_a_file(state: Any) -> Any:
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_on_to_the_last_bit(kind: dict[str, Any], dtype: torch.dtype) -> None:
+def test_resumed_training_is_equal_bit_for_bit(kind: dict[str, Any], dtype: torch.dtype) -> None:
     params = parameters(starting_weights(), dtype)
     optimizer = make(kind, params)
     train(optimizer, params, STEPS[:4])
@@ -66,7 +66,7 @@ def test_training_goes_on_to_the_last_bit(kind: dict[str, Any], dtype: torch.dty
 
 
 @EVERY
-def test_going_back(kind: dict[str, Any]) -> None:
+def test_loading_an_earlier_state(kind: dict[str, Any]) -> None:
     """Into the same optimizer, which has moved on."""
     params = parameters(starting_weights(), torch.float32)
     optimizer = make(kind, params)
@@ -82,7 +82,7 @@ def test_going_back(kind: dict[str, Any]) -> None:
     assert same(params, there)
 
 
-def test_settings_come_back_with_the_state() -> None:
+def test_settings_are_saved_in_the_state() -> None:
     params = parameters(starting_weights())
     groups = [{"params": params[:1], "gamma": 0.3, "beta3": 0.6}, {"params": params[1:]}]
     optimizer = build("adamw", groups, lr=0.02, gamma=0.2)
@@ -96,7 +96,7 @@ def test_settings_come_back_with_the_state() -> None:
     assert same(params, others)
 
 
-def test_before_the_first_step() -> None:
+def test_state_before_the_first_step() -> None:
     params = parameters(starting_weights())
     state = through_a_file(build("adam", params, lr=0.03).state_dict())
     other = build("adam", params)
@@ -120,7 +120,7 @@ def test_factors_keep_their_precision() -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_from_the_base_optimizer(rule: str, wrap: bool) -> None:
+def test_loads_the_base_optimizers_state(rule: str, wrap: bool) -> None:
     """A run that began with the base: its moments are taken over, and with gamma = 1 nothing changes."""
     extra = {"momentum": 0.9} if rule == "sgd" else {}
     params = parameters(starting_weights(), torch.float32)
@@ -137,7 +137,7 @@ def test_from_the_base_optimizer(rule: str, wrap: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
-def test_back_to_the_base_optimizer(rule: str) -> None:
+def test_base_optimizer_loads_the_state(rule: str) -> None:
     extra = {"momentum": 0.9} if rule == "sgd" else {}
     params = parameters(starting_weights(), torch.float32)
     reduced = build(rule, params, lr=0.02, gamma=1.0, **extra)
@@ -150,7 +150,7 @@ def test_back_to_the_base_optimizer(rule: str) -> None:
     assert same(params, others)
 
 
-def test_a_rule_of_ones_own_is_not_saved() -> None:
+def test_custom_rule_is_not_saved() -> None:
     """Functions stay out of the file. Where one is missing that is said, and not another rule used."""
     params = parameters(starting_weights())
 
@@ -178,7 +178,7 @@ def test_a_rule_of_ones_own_is_not_saved() -> None:
 
 @pytest.mark.parametrize("vr", [{}, {"k": 8}, {"gamma": "linear"}, {"scale": "wiener"}], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
-def test_through_a_distributed_checkpoint(flat: bool, vr: dict[str, Any]) -> None:
+def test_distributed_checkpoint_round_trip(flat: bool, vr: dict[str, Any]) -> None:
     """Which makes the state of a new optimizer by a step without effect, to know what to load."""
     kind = {"rule": "adamw", "lr": 0.02} | vr
     model = nn.ParameterList(parameters(starting_weights(), torch.float32))
@@ -201,7 +201,7 @@ def test_through_a_distributed_checkpoint(flat: bool, vr: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("vr", [{}, {"k": 8}, {"gamma": "linear"}], ids=str)
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_distributed_checkpoint_before_the_first_step(wrap: bool, vr: dict[str, Any]) -> None:
+def test_distributed_checkpoint_before_the_first_step(wrap: bool, vr: dict[str, Any]) -> None:
     """To ask for the state changes nothing: neither weights nor factors that come later."""
     kind = {"rule": "sgd", "lr": 0.1, "beta3": 0.5, "wrap": wrap} | vr
     results = []
@@ -233,7 +233,7 @@ class Remembers(torch.optim.SGD):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "count"})
 
 
-def test_a_base_that_saves_in_its_own_way() -> None:
+def test_base_with_its_own_state_dict() -> None:
     params = parameters(starting_weights(), torch.float32)
     optimizer = gv.optim.VRGD(Remembers(params, lr=0.1, momentum=0.9), beta3=0.5)
     train(optimizer, params, STEPS[:4])
@@ -249,7 +249,7 @@ def test_a_base_that_saves_in_its_own_way() -> None:
     assert same(params, others)
 
 
-def test_into_a_different_number_of_parameters() -> None:
+def test_loading_a_different_number_of_parameters_raises() -> None:
     params = parameters(starting_weights())
     state = build("sgd", params).state_dict()
     with pytest.raises(ValueError, match=r"size|group"):

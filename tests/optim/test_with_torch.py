@@ -65,7 +65,7 @@ def test_schedulers(rule: str, wrap: bool, scheduler: Callable[[torch.optim.Opti
     assert len({round(rate, 9) for rate in rates}) > 5
 
 
-def test_one_cycle_moves_the_momentum_too() -> None:
+def test_one_cycle_changes_the_momentum() -> None:
     params = parameters(starting_weights())
     for optimizer in (
         gv.optim.VRSGD(params, lr=0.1, momentum=0.9),
@@ -142,7 +142,7 @@ def test_loss_scaling_against_the_transcription(how: str, scale: str) -> None:
         compare(params, truth, rtol=1e-8, atol=1e-9)
 
 
-def test_a_step_skipped_for_overflow() -> None:
+def test_overflow_skips_the_step() -> None:
     params = parameters(starting_weights())
     optimizer = build("adamw", params, lr=0.02)
     train(optimizer, params, STEPS[:2])
@@ -160,8 +160,8 @@ def test_a_step_skipped_for_overflow() -> None:
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
-def test_a_fused_step_skipped_for_overflow(rule: str, wrap: bool, when: int) -> None:
-    """A fused optimizer is called even then, and told to do nothing: its factors must not move either."""
+def test_overflow_skips_the_fused_step(rule: str, wrap: bool, when: int) -> None:
+    """A fused optimizer is called even then, with found_inf set: its factors must not change either."""
     spoilt = gradients(1)[0]
     spoilt[3][0][0, 0] = np.inf
     results = []
@@ -180,7 +180,7 @@ def test_a_fused_step_skipped_for_overflow(rule: str, wrap: bool, when: int) -> 
 
 @pytest.mark.parametrize("options", [{}, {"scale": "wiener"}, {"scale": "wiener", "granularity": "tensor"}], ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_clipping_does_not_touch_the_factors(rule: str, options: dict[str, str]) -> None:
+def test_clipping_does_not_change_the_factors(rule: str, options: dict[str, str]) -> None:
     params = parameters(starting_weights())
     optimizer = build(rule, params, lr=0.1, **options)
     truth = truth_of(rule, lr=0.1, **options)
@@ -211,7 +211,7 @@ def partly_constant_parts() -> list[np.ndarray]:
 @pytest.mark.parametrize("how", ["plain", "clipped", "scaled", "scaled and clipped"])
 @pytest.mark.parametrize("granularity", [None, "row"])
 def test_constant_elements_stay_constant(how: str, scale: str, granularity: str | None) -> None:
-    """What rounding leaves of a variance that is 0 must not be held against a gradient that was made smaller."""
+    """Rounding of a variance of 0 must not be compared with a gradient that was scaled down."""
     parts = partly_constant_parts()
     rule = wiener_factors if scale == "wiener" else paper_factors
     stack = np.stack(parts).astype(np.float64).reshape(8, 6, 10)
@@ -235,8 +235,8 @@ def test_constant_elements_stay_constant(how: str, scale: str, granularity: str 
     np.testing.assert_allclose(factors, expected, rtol=1e-4)
 
 
-def test_another_rule_set_by_hand() -> None:
-    """From the step on in which it is set. Wiener's rule must know by how much gradients were clipped."""
+def test_rule_changed_in_the_group() -> None:
+    """Takes effect in the step in which it is set. Wiener's rule must know by how much gradients were clipped."""
     params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1)
     optimizer = build("sgd", params, lr=0.1)
     for number, parts in enumerate(STEPS):
@@ -257,7 +257,7 @@ def test_another_rule_set_by_hand() -> None:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_rule_that_there_is_not_set_by_hand(wrap: bool) -> None:
+def test_unknown_rule_in_the_group_raises(wrap: bool) -> None:
     params = parameters(starting_weights())
     optimizer = build("sgd", params, wrap=wrap)
     train(optimizer, params, STEPS[:1])
@@ -270,7 +270,7 @@ def test_a_rule_that_there_is_not_set_by_hand(wrap: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
-def test_a_gradient_multiplied_by_hand(scale: str) -> None:
+def test_gradient_multiplied_by_the_user(scale: str) -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
     optimizer = build("sgd", params, lr=0.1, scale=scale)
     for number, parts in enumerate(STEPS):
@@ -332,7 +332,7 @@ def test_compiled_step_with_inductor() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_compiled_model() -> None:
+def test_compiled_model() -> None:
     """Hooks on parameters see the gradients of a compiled forward and backward as well."""
     torch._dynamo.reset()
     results = []
@@ -359,7 +359,7 @@ def test_a_compiled_model() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_a_real_model_in_the_ordinary_loop(rule: str) -> None:
+def test_real_model_in_an_ordinary_loop(rule: str) -> None:
     """Gradients that depend on the weights, with unequal micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 2)).double()
@@ -399,7 +399,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "VRAdamW"])
-def test_what_is_printed_of_an_optimizer_has_the_norm_it_clips_to(kind: str) -> None:
+def test_repr_shows_max_norm(kind: str) -> None:
     optimizer = getattr(gv.optim, kind)([nn.Parameter(torch.ones(2))])
     plain = repr(optimizer)
     assert "max_norm" not in plain

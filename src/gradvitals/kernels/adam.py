@@ -170,8 +170,6 @@ def _log2(beta: float) -> float:
     return math.log2(beta) if beta > 0 else -1e30
 
 
-__all__ = ["MAXIMA", "ROOTS", "SPAN", "VITALS", "Ratios", "Reduction", "Rule", "Tables", "prepare", "update"]
-
 VITALS = (
     "square", "largest", "nonzero", "nonfinite", "along_weight", "along_momentum", "momentum_before", "weight_before",
     "weight", "update", "first", "second", "alive", "below_one",

@@ -344,9 +344,23 @@ class VarianceReduced(torch.optim.Optimizer):
     """Number of gradients that the last step combined."""
     default_beta3 = 0.0
 
+    def __init_subclass__(cls) -> None:
+        """Show the arguments of the base and the options in the signature, for `help()` and completion."""
+        if "__init__" not in vars(cls) and VarianceReduced in cls.__bases__[:-1]:
+            base = inspect.signature(cls.__bases__[-1])
+            kind = inspect.Parameter.KEYWORD_ONLY
+            own = [inspect.Parameter(name, kind, default=value) for name, value in cls._default_options().items()]
+            signature = base.replace(parameters=[*base.parameters.values(), *own])
+            setattr(cls, "__signature__", signature)  # noqa: B010 - mypy knows no such attribute
+
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
         options = self._set_options(options, inspect.signature(super().__init__).parameters)
         super().__init__(params, *args, **options)
+
+    @classmethod
+    def _default_options(cls) -> dict[str, Any]:
+        own = {"gamma": 0.1, "beta3": cls.default_beta3, "k": None, "scale": "paper"}
+        return own | {"granularity": None, "moments_dtype": None}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -358,14 +372,7 @@ class VarianceReduced(torch.optim.Optimizer):
 
     def _set_options(self, options: dict[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Take the options of `VROptions` and return the rest. Must run before groups are added."""
-        known: VROptions = {
-            "gamma": 0.1,
-            "beta3": self.default_beta3,
-            "k": None,
-            "scale": "paper",
-            "granularity": None,
-            "moments_dtype": None,
-        }
+        known = self._default_options()
         rest = {name: value for name, value in options.items() if name not in known}
         unknown = sorted(rest.keys() - (base or {}).keys())
         if unknown:
@@ -373,7 +380,7 @@ class VarianceReduced(torch.optim.Optimizer):
                 f"{type(self).__name__} got unknown options: {', '.join(unknown)}; besides the arguments of its "
                 f"base it takes {', '.join(known)}"
             )
-        self._options: Any = known | {name: value for name, value in options.items() if name in known}
+        self._options = known | {name: value for name, value in options.items() if name in known}
         self._start()
         return rest
 

@@ -1,4 +1,4 @@
-"""VRGD's parts added and compared by a kernel: the same as autograd and torch, and nobody notices."""
+"""VRGD's parts added and compared by a kernel: equal to autograd and torch, and invisible to other hooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def some(shapes, device: torch.device, seed: int, dtype: torch.dtype = torch.flo
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the kernel, launch by launch."""
+    """The options of every launch."""
     found: list[dict[str, Any]] = []
     original = Adding.add
 
@@ -45,7 +45,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_launch_is_what_torch_does(added: bool, fresh: bool, device: torch.device) -> None:
+def test_launch_matches_torch(added: bool, fresh: bool, device: torch.device) -> None:
     sizes = (5, 8192, 3 * 8192 + 17)
     given = some([(size,) for size in sizes], device, 0)
     kept = []
@@ -58,12 +58,12 @@ def test_a_launch_is_what_torch_does(added: bool, fresh: bool, device: torch.dev
             add_by_torch(PartBatch(3, added, fresh, False, list(zip(given, totals, noises, strict=True))))
         kept.append((totals, noises))
     for one, other in zip(kept[0][0], kept[1][0], strict=True):
-        assert torch.equal(one, other)  # the sum is torch's, to the last bit
+        assert torch.equal(one, other)  # the sum equals torch's bit for bit
     torch.testing.assert_close(kept[0][1], kept[1][1], rtol=3e-6, atol=1e-6)
 
 
-def test_a_part_in_another_order_of_elements_goes_the_same_way(device: torch.device, launches: list[dict]) -> None:
-    """As autograd hands it over where somebody else looks; a watched run must not be rounded otherwise."""
+def test_part_with_another_layout_gives_the_same_sums(device: torch.device, launches: list[dict]) -> None:
+    """As autograd passes it if there are other hooks; a watched run must round in the same way."""
     part, total, noise = (some([(4, 3, 3, 3)], device, seed)[0] for seed in range(3))
     kept = []
     for given in (part, part.contiguous()):
@@ -76,7 +76,7 @@ def test_a_part_in_another_order_of_elements_goes_the_same_way(device: torch.dev
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_half_precision(dtype: torch.dtype, device: torch.device) -> None:
-    """Numbers whose sums need no rounding, which the interpreter does otherwise than a GPU."""
+    """Numbers whose sums need no rounding: the interpreter rounds differently from a GPU."""
     part, total = (torch.tensor(values, device=device, dtype=dtype) for values in ([2.0, -1, 0.5], [1.0, 3, 0.5]))
     noise = torch.tensor([1.0, 2, 4], device=device)
     Adding([3], device).add([part], [total], [noise], count=2, rounding=0.0, added=False, fresh=False)
@@ -122,7 +122,7 @@ def without_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale": "wiener"}, {"moments_dtype": torch.bfloat16}, {"beta3": 0.9}])
-def test_steps_and_gradients_are_those_without_kernels(
+def test_steps_and_gradients_match_those_without_kernels(
     settings: dict, device: torch.device, without_kernels, launches: list[dict]
 ) -> None:
     found, expected = train(device, **settings), without_kernels(**settings)
@@ -137,15 +137,15 @@ def test_steps_and_gradients_are_those_without_kernels(
     assert all(launch["fresh"] == (launch["count"] == 2) for launch in launches)
 
 
-def test_a_backward_is_two_launches_at_most(device: torch.device, launches: list[dict]) -> None:
+def test_backward_takes_at_most_two_launches(device: torch.device, launches: list[dict]) -> None:
     train(device, steps=2)
     last = [launch for launch in launches if launch["count"] == NUM_PARTS]
     assert len(last) <= 2 * 2
 
 
 @pytest.mark.parametrize("kind", ["tensor", "accumulated"])
-def test_whoever_looks_sees_gradients_as_ever(kind: str, device: torch.device, launches: list[dict]) -> None:
-    """Hooks of others on a parameter leave adding to autograd, and no bit changes."""
+def test_other_hooks_see_the_usual_gradients(kind: str, device: torch.device, launches: list[dict]) -> None:
+    """With other hooks on a parameter, autograd adds, and no bit changes."""
     heard: list[torch.Tensor] = []
 
     def watcher(parameters):
@@ -163,7 +163,7 @@ def test_whoever_looks_sees_gradients_as_ever(kind: str, device: torch.device, l
 
 
 def ready_for_a_part(device: torch.device) -> tuple[list[nn.Parameter], gv.optim.VRSGD]:
-    """Parameters with one part in ``.grad``, whose next is going to be taken over."""
+    """Parameters with one part in ``.grad``, whose next part the kernel will add."""
     parameters = weights(device)
     optimizer = gv.optim.VRSGD(parameters, lr=0.1)
     with warnings.catch_warnings():
@@ -176,7 +176,7 @@ def ready_for_a_part(device: torch.device) -> tuple[list[nn.Parameter], gv.optim
     return parameters, optimizer
 
 
-def test_torch_autograd_grad_takes_nothing_away(device: torch.device, launches: list[dict]) -> None:
+def test_torch_autograd_grad_leaves_grad_unchanged(device: torch.device, launches: list[dict]) -> None:
     parameters, _ = ready_for_a_part(device)
     before = [p.grad for p in parameters]
     torch.autograd.grad(sum(p.square().sum() for p in parameters), parameters)
@@ -199,7 +199,7 @@ class Fails(torch.autograd.Function):
 
 
 def two_ones(device: torch.device) -> tuple[nn.Parameter, nn.Parameter, gv.optim.VRSGD]:
-    """Two parameters with one part of ones in ``.grad``, whose next is going to be taken over."""
+    """Two parameters with one part of ones in ``.grad``, whose next part the kernel will add."""
     first, second = parameters = [nn.Parameter(torch.ones(8, device=device)) for _ in range(2)]
     optimizer = gv.optim.VRSGD(parameters, lr=0.1)
     with warnings.catch_warnings():
@@ -223,7 +223,7 @@ def values(*parameters: nn.Parameter) -> list[float]:
     return [p.grad[0].item() for p in parameters]
 
 
-def test_a_backward_that_fails_leaves_what_autograd_would(device: torch.device) -> None:
+def test_failed_backward_leaves_grad_as_autograd_would(device: torch.device) -> None:
     first, second, _ = two_ones(device)
     fail_after_the_first(first, second)
     assert values(first, second) == [1001, 1]
@@ -232,7 +232,7 @@ def test_a_backward_that_fails_leaves_what_autograd_would(device: torch.device) 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_gradients_zeroed_after_a_failure_stay_so(
+def test_gradients_zeroed_after_a_failure_stay_zero(
     late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, optimizer = two_ones(device)
@@ -244,13 +244,13 @@ def test_gradients_zeroed_after_a_failure_stay_so(
         parameter.grad.zero_()
     if late:
         (task,) = optimizer._parts._awaited
-        optimizer._parts.fail(task)
+        optimizer._parts.fail_backward(task)
     (first.sum() + second.sum()).backward()
     assert values(first, second) == [1, 1]
 
 
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_an_error_while_autograd_adds_loses_nothing(zeroed: bool, device: torch.device) -> None:
+def test_error_during_accumulation_loses_nothing(zeroed: bool, device: torch.device) -> None:
     first, second, _ = two_ones(device)
 
     def fail(grads):
@@ -268,7 +268,7 @@ def test_an_error_while_autograd_adds_loses_nothing(zeroed: bool, device: torch.
     assert values(first, second) == ([1, 1] if zeroed else [2, 2])
 
 
-def test_no_gradient_is_no_part(device: torch.device) -> None:
+def test_none_gradient_is_no_part(device: torch.device) -> None:
     class OfTheFirst(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, y):
@@ -284,7 +284,7 @@ def test_no_gradient_is_no_part(device: torch.device) -> None:
     assert [optimizer._parts.count_of(p) for p in (first, second)] == [2, 1]
 
 
-def test_sums_have_a_new_version(device: torch.device, launches: list[dict]) -> None:
+def test_sums_get_a_new_version(device: torch.device, launches: list[dict]) -> None:
     first, _, _ = two_ones(device)
     del launches[:]
     version = first.grad._version
@@ -293,7 +293,7 @@ def test_sums_have_a_new_version(device: torch.device, launches: list[dict]) -> 
     assert first.grad._version == version + 1
 
 
-def test_parts_of_other_streams_are_not_held_together(
+def test_parts_of_different_streams_are_not_held_together(
     device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = []
@@ -308,7 +308,7 @@ def test_parts_of_other_streams_are_not_held_together(
     assert values(first, second) == [2, 2]
 
 
-def test_one_table_of_chunks_for_all_parts_of_a_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parts_of_a_step_share_one_table_of_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = []
 
     def count(*args):
@@ -321,7 +321,7 @@ def test_one_table_of_chunks_for_all_parts_of_a_step(device: torch.device, monke
     assert len(cut) == len({args[:1] for args in cut}) <= 4  # two kinds of places, in autograd's first part and ours
 
 
-def test_the_set_that_was_used_longest_ago_is_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_set_is_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "MAX_SETS", 2)
     adder = parts_module.PartAdder()
 
@@ -338,7 +338,7 @@ def test_the_set_that_was_used_longest_ago_is_dropped(device: torch.device, monk
     assert [sizes for _, _, sizes in adder._sets] == [(4,), (8,)]  # a CUDA graph reads the tables of the first
 
 
-def test_gradients_with_a_graph_are_left_alone(device: torch.device, launches: list[dict]) -> None:
+def test_gradients_with_a_graph_stay_unchanged(device: torch.device, launches: list[dict]) -> None:
     parameters, _ = ready_for_a_part(device)
     del launches[:]
     with warnings.catch_warnings():
@@ -350,7 +350,7 @@ def test_gradients_with_a_graph_are_left_alone(device: torch.device, launches: l
         parameter.grad = None
 
 
-def test_much_at_a_time_is_held_no_longer(
+def test_held_parts_are_bounded_in_size(
     device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch, without_kernels
 ) -> None:
     monkeypatch.setattr(parts_module, "ADDED_BYTES", 300)
@@ -359,8 +359,8 @@ def test_much_at_a_time_is_held_no_longer(
     torch.testing.assert_close(found, without_kernels(), rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_that_come_at_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left in accumulators by one step is none of the next one's."""
+def test_parameters_used_in_some_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leftovers of one step in accumulators do not affect the next one."""
     kept = []
     for by_kernels in (True, False):
         with monkeypatch.context() as patch:
@@ -380,7 +380,7 @@ def test_parameters_that_come_at_times(device: torch.device, monkeypatch: pytest
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
 
 
-def test_a_kernel_that_fails_leaves_it_to_torch(
+def test_failed_kernel_falls_back_to_torch(
     device: torch.device, without_kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args, **kwargs):

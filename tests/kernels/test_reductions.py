@@ -10,7 +10,7 @@ from gradvitals.kernels import reductions
 from gradvitals.kernels.reductions import Reader
 from gradvitals.kernels.tables import Addresses, Chunks
 
-# The interpreter computes with numpy, which warns of what is an answer on a GPU.
+# The interpreter computes with numpy, which warns about results that are valid on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 SIZES = (7, 1, 2048, 16384, 16384 * 2 + 5)
@@ -22,7 +22,7 @@ def some(dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_number_is_that_of_float64(dtype: torch.dtype, device: torch.device) -> None:
+def test_every_number_matches_float64(dtype: torch.dtype, device: torch.device) -> None:
     tensors, others = some(dtype, device), some(dtype, device, seed=1)
     tensors[2][:100] = 0
     found = Reader().read(tensors, counts=True, others=others).cpu()
@@ -38,7 +38,7 @@ def test_every_number_is_that_of_float64(dtype: torch.dtype, device: torch.devic
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=2e-6, atol=1e-4)
 
 
-def test_nan_and_inf_are_counted_and_not_hidden(device: torch.device) -> None:
+def test_nan_and_inf_are_counted(device: torch.device) -> None:
     tensors = [torch.ones(5000, device=device) for _ in range(3)]
     tensors[0][17] = torch.inf
     tensors[0][4000] = -torch.inf
@@ -64,14 +64,14 @@ def test_the_same_tensors_give_the_same_bits(device: torch.device) -> None:
     assert torch.equal(Reader().read(tensors, counts=True), Reader().read(tensors, counts=True))
 
 
-def test_tensors_that_begin_anywhere_are_read_right(device: torch.device) -> None:
+def test_unaligned_tensors_are_read_correctly(device: torch.device) -> None:
     buffer = torch.randn(40000, device=device)
     views = [buffer[1:17000], buffer[17001:40000]]
     found = Reader().read(views)[0].float()
     torch.testing.assert_close(found, torch.stack([view.norm() for view in views]))
 
 
-def test_gradients_that_moved_are_found_again(device: torch.device) -> None:
+def test_moved_gradients_are_read(device: torch.device) -> None:
     reader = Reader()
     for seed in range(3):
         tensors = some(torch.float32, device, seed)  # elsewhere in memory, while the last ones are still held
@@ -79,7 +79,7 @@ def test_gradients_that_moved_are_found_again(device: torch.device) -> None:
         torch.testing.assert_close(found, torch.stack([t.norm() for t in tensors]))
 
 
-def test_a_table_is_sent_again_only_when_something_moved(device: torch.device) -> None:
+def test_table_is_uploaded_again_only_after_a_move(device: torch.device) -> None:
     first, second = some(torch.float32, device), some(torch.float32, device)
     addresses = Addresses()
     table = addresses.table(first)
@@ -100,7 +100,7 @@ def test_every_element_is_in_one_chunk() -> None:
     assert cut.ranges.tolist() == [[0, 1], [1, 5], [5, 8], [5, 6], [6, 7], [7, 8]]
 
 
-def test_what_kernels_cannot_read_is_told(device: torch.device) -> None:
+def test_usable_rejects_what_kernels_cannot_read(device: torch.device) -> None:
     matrix = torch.randn(8, 6, device=device)
     assert kernels.usable(matrix)
     assert kernels.usable(matrix.t())
@@ -111,7 +111,7 @@ def test_what_kernels_cannot_read_is_told(device: torch.device) -> None:
     assert not kernels.usable(matrix.to_sparse())
 
 
-def test_a_reading_is_two_launches_whatever_the_number_of_tensors(
+def test_reading_takes_two_launches_for_any_number_of_tensors(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
