@@ -90,3 +90,10 @@ def test_what_cannot_be_run_is_told_in_a_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, ["run", *args])
         assert result.exit_code == 2
         assert told in result.output
+
+
+@pytest.mark.parametrize("way", ["find_spec", "import_module", "submodule", "lazy", "own_finder"])
+def test_a_script_is_watched_however_it_imports_torch(way: str, tmp_path: Path) -> None:
+    run = watched("--run", "run", str(HERE / "imports_torch.py"), way, cwd=tmp_path)
+    assert run.status == 0, run.err
+    assert gv.open_run(tmp_path / "run").series("loss")[0].tolist() == list(range(6))
