@@ -1,4 +1,4 @@
-"""Calls a function once a module has been imported, without importing it first: the script may have to set up before."""
+"""Calls a function once the script has imported a module, which may be after it has set things up."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Launch:
             from gradvitals.report.verdict import closing_lines
 
             return closing_lines(runs)
-        if not is_first or (watcher is not None and (watcher.watches_itself or watcher.said_elsewhere)):
+        if not is_first or (watcher is not None and watcher.is_explained):
             return ()
         return ["no optimizer stepped in this process, so there is nothing to judge"]
 

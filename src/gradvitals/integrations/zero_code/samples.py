@@ -42,6 +42,11 @@ class SampleCount:
                 modules.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether the number may still be found."""
+        return bool(self._handles)
+
     def after_backward(self) -> None:
         """A backward pass of the model is over."""
         if self._handles:

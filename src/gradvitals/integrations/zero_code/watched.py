@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from gradvitals.integrations.backward import Ear, observe_part
 from gradvitals.integrations.zero_code.discovery import Found
 from gradvitals.integrations.zero_code.samples import SampleCount
 from gradvitals.monitor import Monitor
+from gradvitals.report.verdict import relative
+
+ANNOUNCE_SECONDS = 5.0
+"""How long to wait for the batch size before printing what is watched."""
 
 
 class Watched:
@@ -25,6 +30,7 @@ class Watched:
         watch: Begins to watch them, in a folder where a run is to be continued.
         resume: That folder, where this model, or the same with other optimizers, was watched before.
         thread: The one that is taken to train it, until another does.
+        announce: Prints what is watched.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class Watched:
         watch: Callable[[Found, Path | None], Monitor],
         resume: Path | None,
         thread: threading.Thread,
+        announce: Callable[[str], None] | None,
     ) -> None:
         self.found = found
         self.monitor = watch(found, resume)
@@ -41,6 +48,8 @@ class Watched:
         """The one that trains it. Backward changes gradients without Python's lock: no other may look at them."""
         self.idle = 0
         """Backward passes since the last one that has reached it, of its own thread, or of any once that is gone."""
+        self._announce = announce
+        self._announce_by = time.monotonic() + ANNOUNCE_SECONDS
         self._samples = SampleCount(found.model, self._on_samples)
         self._late = _reduces_by_hand(found.model, self.parameters)
         self._losses: list[Tensor] = []
@@ -86,6 +95,8 @@ class Watched:
     def after_step(self) -> None:
         """One of its optimizers has stepped."""
         self._samples.after_step()
+        if not self._samples.is_counting or time.monotonic() > self._announce_by:
+            self._print_start()
 
     def catch_up(self, losses: Sequence[Tensor], heard: Ear) -> None:
         """Take in what has happened in its first step before it was found."""
@@ -102,7 +113,19 @@ class Watched:
     def close(self, error: BaseException | None = None) -> None:
         """Watch it no more."""
         self._samples.stop()
+        if self.monitor.step:
+            self._print_start()
         self.monitor.close(error)
+
+    def _print_start(self) -> None:
+        """Print one line that says what is watched. It waits for the batch size, which takes a few steps."""
+        if self._announce is None:
+            return
+        announce, self._announce = self._announce, None
+        optimizers = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.found.optimizers))
+        samples = self.monitor.recorder.batch_size
+        batch = "" if samples is None else f", {samples:g} samples per step"
+        announce(f"watching {self.found.name} with {optimizers}{batch}; the run is in {relative(self.run_path)}")
 
     def _on_samples(self, samples: float) -> None:
         self.monitor.recorder.batch_size = samples

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from gradvitals.collect import hooks as torch_hooks
 from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
+from gradvitals.distributed.topology import MissingRanksError
 from gradvitals.integrations.backward import Ear
 from gradvitals.integrations.sharded import sharded_modules, show_shards
 from gradvitals.integrations.zero_code.discovery import Found, distinct_name, find, parameters_of
@@ -27,6 +28,8 @@ from gradvitals.worker.worker import print_line
 
 MAX_RUNS = 8
 """Models that are watched in one process, at the same time or one after the other."""
+RANKS_SECONDS = 5.0
+"""How long to wait for ranks that no launcher started together with this one: most likely nothing watches them."""
 IDLE_BACKWARDS = 200
 """A model that this many backward passes have not reached is let go, so that it does not fill the memory."""
 
@@ -57,8 +60,17 @@ class Watcher:
         """Of every thread that has gone backward, those since the last step, for a model that is found in it."""
         self._finding = threading.RLock()
         self.speaks = int(os.environ.get("RANK", "0")) == 0
+        self.explained = False
+        """Whether a line was printed that says why a model is not watched."""
+        self._launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        """Whether a launcher such as torchrun started this process, and so started the other ranks the same way."""
         self.watches_itself = False
         """Whether the script has a Monitor of its own making."""
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is known, or printed elsewhere, why this process has no run to judge."""
+        return self.explained or self.watches_itself or self.said_elsewhere
 
     # -- what the script does -----------------------------------------------------------------------------------
 
@@ -190,20 +202,26 @@ class Watcher:
         if resume is None and self._num_begun >= MAX_RUNS:
             self._say(f"{MAX_RUNS} models have been watched already; {found.name} is not")
         elif self.speaks or _has_others():  # of processes that do not know each other, one is watched
+            patience = threading.Timer(RANKS_SECONDS, self._say, [f"{found.name}: waiting for the other ranks"])
+            patience.daemon = True
             try:
+                if _has_others() and self._launched:
+                    patience.start()  # never a silent wait
                 if resume is None:
                     variables = dict(vars(sys.modules["__main__"]))
                     found = replace(found, name=distinct_name(found, self._names, variables))
                 home = thread or self._homes.get(found.optimizers[0], threading.current_thread())
-                watched = Watched(found, self._watch, resume, home)
+                watched = Watched(found, self._watch, resume, home, None if resume else self._say)
                 watched.catch_up(self._losses.get(home, ()), self.ear)
             except Exception as error:
-                self._say(f"{found.name} is not watched: {error}")
+                self._explain(found, error)
             else:
                 self.watched.append(watched)
                 self._num_begun += resume is None
                 self._names.add(found.name)
                 return watched
+            finally:
+                patience.cancel()
         self._left += map(weakref.ref, found.optimizers)
         return None
 
@@ -213,6 +231,7 @@ class Watcher:
         config = Config(
             tensor_every=settings.every,
             quiet=settings.quiet,
+            rank_timeout=Config.rank_timeout if self._launched else RANKS_SECONDS,
             extra={"program": settings.program, "model": found.name},
         )
         show_shards(found.model)
@@ -246,6 +265,16 @@ class Watcher:
                 self.runs.setdefault(watched.run_path, watched.found.name)
             else:
                 self.said_elsewhere = True
+
+    def _explain(self, found: Found, error: Exception) -> None:
+        self.explained = True
+        if isinstance(error, MissingRanksError) and not self._launched:
+            self._say(
+                f"{found.name} is not watched: the script itself started {dist.get_world_size()} ranks. To watch them, "
+                "start them with torchrun --nproc_per_node=N -m gradvitals run SCRIPT"
+            )
+        else:
+            self._say(f"{found.name} is not watched: {error}")
 
     def _say(self, line: str) -> None:
         print_line(line, self.settings.quiet or not self.speaks)
