@@ -19,8 +19,8 @@ from click.testing import CliRunner
 import gradvitals as gv
 from gradvitals.cli import main
 from gradvitals.importing import ImportSourceError, import_run
-from gradvitals.importing import source as limits
-from gradvitals.importing.columns import choose
+from gradvitals.importing import sources as limits
+from gradvitals.importing.run import choose
 
 Rows = list[dict[str, Any]]
 
@@ -382,5 +382,5 @@ def test_nothing_there_and_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(path, "over 49 rows")
     monkeypatch.setattr("gradvitals.importing.run.MAX_COLUMNS", 3)
     refused(path, "over 3 columns")
-    monkeypatch.setattr("gradvitals.importing.finding_sources.MAX_BYTES", limits.MAX_BYTES >> 30)
+    monkeypatch.setattr("gradvitals.importing.sources.MAX_BYTES", limits.MAX_BYTES >> 30)
     refused(path, "GB; expected")

@@ -18,8 +18,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import MissingExtraError
-from gradvitals.importing.source import Notes
-from gradvitals.importing.wandb_files import _record_class, _records, wandb_source
+from gradvitals.importing.sources import Notes, _record_class, _records, wandb_source
 
 STEPS, BAD = 200, 150
 

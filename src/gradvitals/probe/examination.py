@@ -1,38 +1,198 @@
-"""The examination of a model: every question asked of it, and a record of the answers."""
+"""`gv.probe`: examine a model and its data offline."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradvitals.errors import ConfigError, GradvitalsError, expect
-from gradvitals.probe.activations import Activations
-from gradvitals.probe.averaging import averaging_of, note_of, verdict_of
-from gradvitals.probe.batches import Subject, form_of, task_of, unwrapped
-from gradvitals.probe.gradients import Gradients, trainable
+from gradvitals.probe.data import (
+    Names,
+    Reading,
+    Subject,
+    check_loader,
+    check_model,
+    form_of,
+    names_of,
+    task_of,
+    unwrapped,
+)
+from gradvitals.probe.gradients import Gradients, Stream, signal_record, trainable
 from gradvitals.probe.landscape import landscape_record
-from gradvitals.probe.layers import layers_record, planned_update
-from gradvitals.probe.names import Names, names_of
-from gradvitals.probe.optimizers import AT_REST, learning_rate, notes_on_optimizer
-from gradvitals.probe.reading import Reading, check_loader, check_model
+from gradvitals.probe.layers import Activations, layers_record, planned_update
+from gradvitals.probe.perturb import at_rest
 from gradvitals.probe.robustness import examine_robustness
 from gradvitals.probe.saliency import examine_saliency
 from gradvitals.probe.samples import samples_record
-from gradvitals.probe.signal import signal_record
-from gradvitals.probe.streaming import Stream
-from gradvitals.probe.telling import Telling, telling
-from gradvitals.probe.untouched import untouched
-from gradvitals.probe.verdict import verdicts
+from gradvitals.probe.state import same_randomness, untouched
+from gradvitals.probe.verdict import item, verdicts
 from gradvitals.types import json_ready
+
+EXAMPLES = 4
+TOLERANCE = {True: 0.03, False: 3e-3}
+"""Relative, in half precision and else: a batch is computed in another order than its examples."""
+
+
+def averaging_of(subject: Subject, batch: Any) -> dict[str, Any]:
+    """Compare the loss of a few examples together with their losses one by one, in eval mode.
+
+    Returns:
+        `kind` (``mean``, ``sum``, ``weighted``, ``other``, or ``unknown`` where it cannot be told: a single example, a
+        loss that needs several or draws random numbers), and the two losses as `together` and `mean_of_singles`.
+    """
+    count = min(EXAMPLES, subject.size(batch))
+    nothing = {"kind": "unknown", "together": math.nan, "mean_of_singles": math.nan}
+    if count < 2:
+        return nothing
+    some = subject.take(batch, 0, count)
+    try:
+        with torch.no_grad(), at_rest(subject.model):
+            together, again = (_loss(subject, some, seed) for seed in (0, 1))
+            singles = [_loss(subject, subject.take(batch, i, i + 1), 0) for i in range(count)]
+    except Exception:  # one example may be too few for the model; the batch as a whole is what counts
+        return nothing
+    mean = math.fsum(singles) / count
+    if together != again or not math.isfinite(mean + together):
+        return nothing
+    near = TOLERANCE[_is_half(subject)] * max(abs(mean), abs(together), 1e-6)
+    if abs(together - mean) <= near:
+        kind = "mean"
+    elif abs(together - count * mean) <= near * count:
+        kind = "sum"
+    else:
+        within = min(singles) - near <= together <= max(singles) + near
+        kind = "weighted" if within and not _is_broadcast(subject, some) else "other"
+    return {"kind": kind, "together": together, "mean_of_singles": mean, "examples": count}
+
+
+def _is_half(subject: Subject) -> bool:
+    narrow = any(p.is_floating_point() and p.element_size() < 4 for p in subject.model.parameters())
+    return narrow or torch.is_autocast_enabled(subject.device.type)
+
+
+def _is_broadcast(subject: Subject, batch: Any) -> bool:
+    """Whether output and a target of real numbers differ in shape, so that each is compared with all others."""
+    target = subject.target(batch)
+    if not subject.splits or not isinstance(target, Tensor) or not target.is_floating_point():
+        return False
+    with torch.no_grad(), at_rest(subject.model):
+        return subject.output(batch).shape != target.shape
+
+
+def verdict_of(found: dict[str, Any], shapes: str) -> list[dict[str, Any]]:
+    """A warning where the loss is no mean."""
+    numbers = f"{found['together']:.4g} for {found.get('examples')} together, {found['mean_of_singles']:.4g} on average"
+    if found["kind"] == "sum":
+        title = "the batch loss is the sum of its examples' losses, not the mean"
+        advice = "reduction='mean': with a sum, gradients, steps and the edge of stability grow with the batch"
+        return [item("warning", "loss", title, numbers, (), advice)]
+    if found["kind"] == "other":
+        title = "the batch loss is not the mean of its examples' losses"
+        advice = (
+            "look at the shapes of output and target, one may be broadcast; where examples are compared with each "
+            "other, as in a contrastive loss, what is said of single examples does not hold"
+        )
+        return [item("warning", "loss", title, f"{numbers}; {shapes}", (), advice)]
+    return []
+
+
+def note_of(found: dict[str, Any]) -> list[str]:
+    """A note where examples weigh differently, as those of different length do."""
+    if found["kind"] != "weighted":
+        return []
+    return [
+        f"the batch loss weighs its examples ({found['together']:.4g} together, {found['mean_of_singles']:.4g} on "
+        "average), as a mean over tokens or weights of classes do; what is said of single examples weighs them the same"
+    ]
+
+
+def _loss(subject: Subject, batch: Any, seed: int) -> float:
+    with same_randomness(seed):
+        return float(subject.loss(batch))
+
+
+AT_REST = (
+    "the optimizer's learning rate is 0 now, as at the start of a warm-up: no thresholds by the learning rate and no "
+    "size of a step; give lr= the rate that is planned"
+)
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """The largest of all groups; None where all are 0."""
+    largest = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+    return largest if largest > 0 else None
+
+
+def notes_on_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """A note on parameters that it leaves out.
+
+    Raises:
+        ConfigError: when it trains none of them.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if id(p) not in held]
+    if len(missing) == len(parameters):
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__} of {len(held)} tensors, none of them this model's; expected the "
+            "one made with this model's parameters, after they were last replaced"
+        )
+    if not missing:
+        return []
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    return [f"the optimizer leaves out {', '.join(missing[:2])}{more}: nothing trains them"]
+
+
+Progress = Callable[[int, int, str], object]
+
+
+class Telling:
+    """Counts what is done and passes it on."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def step(self, label: str) -> None:
+        """One part is done."""
+        self.done = min(self.done + 1, self.total)
+        self.say(label)
+
+    def say(self, label: str) -> None:
+        """Something goes on within a part."""
+        self.progress(self.done, self.total, label)
+
+
+@contextmanager
+def telling(progress: Progress | bool, total: int) -> Iterator[Telling]:
+    """A bar on stderr where that is a terminal, nothing where it is not, or the function given."""
+    if callable(progress):
+        yield Telling(progress, total)
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not progress or not console.is_terminal:
+        yield Telling(lambda done, total, label: None, total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        yield Telling(lambda done, total, label: bar.update(task, completed=done, description=label), total)
+
 
 QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness")
 """In the order they are asked."""
@@ -359,3 +519,83 @@ def _place(home: torch.device, wanted: str | torch.device | None) -> torch.devic
     if place.type != home.type or (place.index is not None and place.index != (home.index or 0)):
         raise ConfigError(f"device is {place} and the model is on {home}; expected the same: call model.to('{place}')")
     return home
+
+
+PLACES = ("model", "loader", "loss_fn", "optimizer")
+WANTED = "(model, loader), (model, loader, loss), (model, loader, loss, optimizer) or a dict of arguments of gv.probe"
+
+
+def made_by(path: str, device: str | None = None) -> dict[str, Any]:
+    """What the function returns, as arguments of `probe`.
+
+    Args:
+        path: ``package.module:function``; modules are looked for in the current folder too.
+        device: ``cpu``, ``cuda`` or ``auto`` to move the model there.
+
+    Raises:
+        GradvitalsError: when there is no such function, or it returns something else.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise GradvitalsError(f"the factory is {path!r}; expected package.module:function, e.g. train:make_probe")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise GradvitalsError(f"the factory is {path!r}; expected the module without .py: {dotted}:{name}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise GradvitalsError(
+            f"there is no module {error.name!r} to import {path!r} from; expected it in {here} or installed"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise GradvitalsError(f"{module_name} has no function {name!r}; expected one that returns {WANTED}")
+    needed = [
+        p.name
+        for p in _parameters(function)
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise GradvitalsError(
+            f"{path} takes {', '.join(needed)}; expected a function without arguments, that returns {WANTED}"
+        )
+    arguments = _arguments(path, function())
+    if device is not None:
+        arguments["model"].to(_device(device))
+    return arguments
+
+
+def _arguments(path: str, made: Any) -> dict[str, Any]:
+    if isinstance(made, Mapping):
+        arguments = {str(key): value for key, value in made.items()}
+    elif isinstance(made, (tuple, list)) and 2 <= len(made) <= len(PLACES):
+        arguments = dict(zip(PLACES, made, strict=False))
+    else:
+        raise GradvitalsError(f"{path} returned {type(made).__name__}; expected {WANTED}")
+    if not isinstance(arguments.get("model"), nn.Module) or "loader" not in arguments:
+        got = type(arguments.get("model")).__name__
+        raise GradvitalsError(f"{path} returned a model of type {got}; expected {WANTED}, with a torch.nn.Module first")
+    known = list(inspect.signature(probe).parameters)
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise GradvitalsError(
+            f"{path} returned a dict with the key {unknown[0]!r}; expected some of {', '.join(known)}"
+        )
+    return arguments
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        return []
+
+
+def _device(name: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")
+    return ("cuda" if has_gpu else "cpu") if name == "auto" else name

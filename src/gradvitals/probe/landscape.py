@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradvitals.probe.batches import Subject
+from gradvitals.probe.data import Subject
 from gradvitals.probe.gradients import gradients
 from gradvitals.probe.layers import planned_update
-from gradvitals.probe.untouched import same_randomness
+from gradvitals.probe.state import same_randomness
 
 FACTORS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Places on the line, in units of the learning rate."""

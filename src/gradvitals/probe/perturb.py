@@ -1,8 +1,8 @@
-"""The place where data enters a model, and the model as a function of what enters there.
+"""Where data enters a model, and the model as a function of what enters there.
 
-Saliency and robustness both ask what becomes of the loss when the data are changed a little. Numbers (an image, a
-row of a table) are changed where the model is called; words have no "a little", so what is changed is the vector
-that the model's first `torch.nn.Embedding` looks up for each of them.
+Saliency and robustness both ask what happens to the loss when the data change a little. Numbers (an image, a row of a
+table) change where the model is called. Tokens have no "a little", so the vectors change that the model's first
+`torch.nn.Embedding` looks up for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import GradvitalsError, expect
-from gradvitals.probe.batches import answers_in, checked_loss, parts_of
+from gradvitals.probe.data import answers_in, checked_loss, parts_of
 
 Where = Literal["auto", "inputs", "embeddings"]
 Path = tuple[str | int, ...]

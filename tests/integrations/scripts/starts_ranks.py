@@ -23,6 +23,7 @@ for _ in range(5):
     optimizer.zero_grad()
     model(torch.ones(8, 4)).square().mean().backward()
     optimizer.step()
+dist.barrier()
 dist.destroy_process_group()
 if child is not None:
     assert child.wait() == 0

@@ -1,4 +1,4 @@
-"""Leaves a model, its gradients and all random numbers exactly as they were, whatever happens in between."""
+"""What a probe must not change: weights, gradients, modes, buffers, hooks and random states are put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch is: how a model is fed with it, what its target is, how many examples it has."""
+"""A model and its batches: how the loss is called, what an example is, and what features and classes are called."""
 
 from __future__ import annotations
 
@@ -6,24 +6,77 @@ import copy
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gradvitals.errors import GradvitalsError
-from gradvitals.probe.forms import Form, form_of
+from gradvitals.errors import ConfigError, GradvitalsError
+
+MODEL_NAMES = ("model", "net", "network", "module")
+BATCH_NAMES = ("batch", "data", "examples", "samples")
+
+Form = Literal["output, target", "output", "model, batch", "own"]
+"""How the loss is called; `own` is a model that gives its loss itself."""
+
+
+def form_of(loss_fn: Callable[..., Any] | None) -> Form:
+    """How a loss function wants to be called, by its signature.
+
+    Returns:
+        ``own`` for None; ``model, batch`` where the first argument is called `model`, `net`, `network` or `module`, or
+        is annotated as a module; ``output`` for a function of one argument; else ``output, target``.
+
+    Example:
+        >>> form_of(nn.MSELoss()), form_of(lambda model, batch: model(batch).mean()), form_of(None)
+        ('output, target', 'model, batch', 'own')
+    """
+    if loss_fn is None:
+        return "own"
+    if not callable(loss_fn):
+        raise GradvitalsError(
+            f"loss_fn is {loss_fn!r}; expected loss_fn(output, target), loss_fn(model, batch), or None for a model "
+            "that gives its own loss"
+        )
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise GradvitalsError(f"loss_fn is the class {loss_fn.__name__}; expected one of it: {loss_fn.__name__}()")
+    if isinstance(loss_fn, nn.Module):
+        return "output, target"
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return "output, target"
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not placed and variadic:
+        return "output, target"
+    required = [p.name for p in placed if p.default is p.empty]
+    if not placed or len(required) > 2:
+        raise GradvitalsError(
+            f"loss_fn takes {', '.join(required) or 'no arguments'}; expected loss_fn(output, target) or "
+            "loss_fn(model, batch)"
+        )
+    annotation = placed[0].annotation
+    is_module = isinstance(annotation, type) and issubclass(annotation, nn.Module)
+    if placed[0].name in MODEL_NAMES or is_module or str(annotation).endswith("Module"):
+        return "model, batch"
+    if len(placed) == 1 and placed[0].name in BATCH_NAMES and not variadic:
+        raise GradvitalsError(
+            f"loss_fn takes one argument, {placed[0].name}, and would get the model's output; expected "
+            f"loss_fn(model, {placed[0].name}) for a loss that reads the batch itself"
+        )
+    return "output" if len(placed) == 1 and not variadic else "output, target"
+
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Names under which a batch with names keeps what is to be predicted."""
 
 INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
 """Names of what the model is fed, the most telling first."""
-
-__all__ = ["Form", "Subject", "form_of", "map_tensors", "task_of", "tensors_of", "unwrapped"]
 
 Found = TypeVar("Found")
 
@@ -323,3 +376,179 @@ def _describe(value: Any) -> str:
         return f"a mapping with the keys {list(value)[:8]!r}"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+WANTED = "expected a DataLoader or another iterable of batches"
+
+
+def check_model(model: Any) -> nn.Module:
+    """The model, if it is one.
+
+    Raises:
+        ConfigError: when it is none.
+    """
+    if not isinstance(model, nn.Module):
+        order = "probe(model, loader, loss_fn)"
+        raise ConfigError(f"model is {type(model).__name__}; expected a torch.nn.Module first, as in {order}")
+    return model
+
+
+def check_loader(loader: Any) -> None:
+    """Tell what is one example after the other, or one batch, from a loader of batches.
+
+    Raises:
+        ConfigError: when it is no loader; it says how to make one.
+    """
+    kind = type(loader).__name__
+    if isinstance(loader, Tensor):
+        raise ConfigError(f"loader is a tensor of shape {tuple(loader.shape)}; {WANTED}: x.split(32)")
+    if isinstance(loader, Mapping):
+        raise ConfigError(f"loader is a mapping with the keys {list(loader)[:8]!r}; {WANTED}: for one batch [batch]")
+    # Data sets of Hugging Face are none of torch's and are not imported for this.
+    of_rows = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if of_rows or (type(loader).__module__.startswith("datasets.") and hasattr(loader, "__getitem__")):
+        raise ConfigError(
+            f"loader is {kind}, a data set of single examples; {WANTED}: DataLoader(dataset, batch_size=32)"
+        )
+    if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(part, Tensor) for part in loader):
+        first = loader[0]
+        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in loader):
+            shapes = ", ".join(str(tuple(part.shape)) for part in loader)
+            raise ConfigError(
+                f"loader is a tuple of tensors of shapes {shapes}, which is one batch; {WANTED}: [(x, y)], or "
+                "DataLoader(TensorDataset(x, y), batch_size=32)"
+            )
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigError(f"loader is {kind}; {WANTED}")
+
+
+class Reading:
+    """Reads the first batches of a loader and, where that can be known, notes which examples they hold.
+
+    Args:
+        loader: Is not changed; its own generators are put back after reading.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.indices: list[list[int]] | None = None
+        """For each batch read, the places of its examples in the data set; None where the loader does not tell."""
+
+    def first(self, n_batches: int) -> Generator[Any]:
+        """At most so many batches."""
+        loader = self._noting()
+        sampler = getattr(self.loader, "sampler", None)
+        holders = (self.loader, sampler, getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
+        generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
+        states = [(generator, generator.get_state()) for generator in generators]
+        try:
+            if n_batches > 0:
+                for number, batch in enumerate(loader, 1):
+                    yield batch
+                    if number == n_batches:
+                        break
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def of(self, batch: int, size: int) -> list[int | None]:
+        """Places in the data set of the examples of one batch; None for each where they are not known."""
+        known = self.indices[batch] if self.indices is not None and batch < len(self.indices) else []
+        return [*known] if len(known) == size else [None] * size
+
+    def _noting(self) -> Iterable[Any]:
+        """The loader, or a copy of it that notes what its sampler says."""
+        loader = self.loader
+        if (
+            not isinstance(loader, DataLoader)
+            or type(loader).__iter__ is not DataLoader.__iter__
+            or isinstance(loader.dataset, IterableDataset)
+            or loader.batch_sampler is None
+            or not getattr(loader, "in_order", True)
+        ):
+            return loader
+        self.indices = []
+        twin = copy.copy(loader)
+        # Around the loader's own setter, which forbids this; workers that are kept for the loader stay with it.
+        vars(twin).update(batch_sampler=_Noting(loader.batch_sampler, self.indices), _iterator=None)
+        return twin
+
+
+class _Noting:
+    """A batch sampler that writes down what it gives."""
+
+    def __init__(self, inner: Any, seen: list[list[int]]) -> None:
+        self.inner, self.seen = inner, seen
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.inner:
+            known = isinstance(batch, (list, tuple)) and all(isinstance(i, int) for i in batch)
+            self.seen.append(list(batch) if known else [])
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What things are called in the answers: the features of a table, classes, and the token behind each number.
+
+    Example:
+        >>> names = Names(classes=["cat", "dog"], tokens={7: "seven"}.get)
+        >>> names.label(1), names.label(2), names.token(7)
+        ('dog', '2', 'seven')
+    """
+
+    features: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    tokens: Callable[[int], str | None] | Sequence[str] | Mapping[int, str] | None = None
+    """A list, a dictionary or a function from a number to its text, such as a tokenizer's `convert_ids_to_tokens`."""
+
+    def label(self, number: int) -> str:
+        """Name of a class; its number where it has none."""
+        return str(self.classes[number]) if 0 <= number < len(self.classes) else str(number)
+
+    def token(self, number: int) -> str:
+        """Text of a token; its number where it has none."""
+        text: object = None
+        if isinstance(self.tokens, Mapping):
+            text = self.tokens.get(number)
+        elif callable(self.tokens):
+            text = self.tokens(number)
+        elif self.tokens is not None and 0 <= number < len(self.tokens):
+            text = self.tokens[number]
+        return str(number) if text is None else str(text)
+
+
+def names_of(model: Any, loader: Any) -> Names:
+    """The names that a data set, a tokenizer or a model carry with them, where they follow the usual customs.
+
+    Classes are the `classes` of the data set, as torchvision has them, or the `id2label` of the model's `config`, as
+    Hugging Face has them. Tokens are those of a `tokenizer` of the loader's `collate_fn`, of the data set or of the
+    model. Features are the `feature_names` of the data set.
+
+    Args:
+        model: the model.
+        loader: gives the batches.
+
+    Returns:
+        What was found; anything that does not follow the customs is left out.
+    """
+    dataset = getattr(loader, "dataset", None)
+    classes = _texts(getattr(dataset, "classes", None))
+    id2label = getattr(getattr(model, "config", None), "id2label", None)
+    if not classes and isinstance(id2label, Mapping):
+        classes = _texts([id2label.get(number) for number in range(len(id2label))])
+    holders = (getattr(loader, "collate_fn", None), dataset, model)
+    tokenizer = next((found for holder in holders if (found := getattr(holder, "tokenizer", None)) is not None), None)
+    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
+    return Names(
+        features=_texts(getattr(dataset, "feature_names", None)),
+        classes=classes,
+        tokens=convert if callable(convert) else None,
+    )
+
+
+def _texts(found: Any) -> list[str]:
+    return list(found) if isinstance(found, (list, tuple)) and all(isinstance(item, str) for item in found) else []
