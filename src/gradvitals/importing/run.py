@@ -27,7 +27,7 @@ from gradvitals.types import Finding, Reading
 STEP, TIME = "step", "time"
 
 KNOWN = ("loss", "lr", "grad/norm", "grad/max", "grad/nonfinite", "clip/max_norm", "step/skipped")
-"""What can be imported: metrics that say something without single tensors, and without the samples behind them."""
+"""Metrics that can be imported: those that need neither single tensors nor the number of samples."""
 
 NAMES: dict[str, tuple[str, ...]] = {
     STEP: (
@@ -50,24 +50,24 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("lr_0", "lr_group0", "lr_pg1", "optim_learning_rate_group0", "lr_adamw", "lr_adam", "lr_sgd"),
     ),
 }
-"""What columns are called, the plainest first; all in small letters, with _ for everything else."""
+"""Names of columns, most likely first, in lower case with _ for everything else."""
 
 NOT_OF_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev)(_|$)")
 
 SHOWN = 20
-"""Columns that an error names."""
+"""The most columns to list in an error."""
 
 
 def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
-    """The column to read for each metric, and for the step and the time where there is one.
+    """Returns the column to read for each metric, and for the step and the time if there is one.
 
     Args:
         columns: All columns of the source.
-        told: Metrics by the column that the user says they are in.
-        has_steps: Whether rows know their step and time without a column: one called so is a value like others.
+        told: The user's choice: metrics by column.
+        has_steps: Whether rows have a step and a time besides their columns.
 
     Raises:
-        ImportSourceError: If it is not clear which they are. Says what was found and how to say which is which.
+        ImportSourceError: If the columns are ambiguous. The message lists them and how to choose.
     """
     chosen: dict[str, str] = {}
     for column, called in told.items():
@@ -80,7 +80,7 @@ def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool =
         chosen[metric] = column
     taken = set(chosen.values())
     free = [column for column in columns if column not in taken]
-    for column in free:  # what gradvitals wrote itself has its names
+    for column in free:  # a history that gradvitals wrote
         own = column.removeprefix("metrics/").removeprefix("gradvitals/")
         if own in KNOWN and own not in chosen:
             chosen[own] = column
@@ -98,7 +98,7 @@ def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool =
 
 
 def _metric_called(name: str) -> str:
-    """The metric that a user means, by its own name or by one that columns have."""
+    """Returns the metric for its own name or for a usual name of its column."""
     if name in (*KNOWN, *NAMES):
         return name
     return next((metric for metric, names in NAMES.items() if _small(name) in names), name)
@@ -129,23 +129,23 @@ def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
 
 
 def _small(column: str) -> str:
-    """A name in small letters with _ for everything else; one at the start is kept, as wandb's own have it."""
+    """Returns a name in lower case with _ for everything else. A leading _ stays, because wandb's own columns have it."""
     small = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.strip()).lower()).rstrip("_")
     return small if column.startswith("_") else small.lstrip("_")
 
 
 def listed(columns: Sequence[str]) -> str:
-    """Some columns by name, and how many more there are."""
+    """Returns the first columns by name, and how many more there are."""
     more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
     return ", ".join(repr(column[:100]) for column in columns[:SHOWN]) + more if columns else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What came of an import."""
+    """The result of an import."""
 
     run: Path
-    """The folder it is in now."""
+    """The folder of the new run."""
     source: Path
     kind: str
     columns: Mapping[str, str]
@@ -153,10 +153,10 @@ class Imported:
     steps: int
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    """What is to be said about the source: damaged rows, steps that came twice."""
+    """Remarks on the source, such as damaged rows or repeated steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Returns the record as plain JSON values."""
         return {
             "run": str(self.run),
             "source": str(self.source),
@@ -171,15 +171,15 @@ class Imported:
 def import_run(
     source: str | Path, run: str | Path | None = None, *, columns: Mapping[str, str] | None = None
 ) -> Imported:
-    """Make a run folder out of a history of loss, gradient norm or learning rate.
+    """Make a run folder from a history of loss, gradient norm or learning rate.
 
     Args:
         source: Event files of TensorBoard, a run of W&B, a CSV, JSONL or JSON file; or the folder of one.
         run: Folder to make; None takes ``runs/`` and the source's name.
-        columns: Metrics by the name of their column, where that cannot be guessed: ``{"train_nll": "loss"}``.
+        columns: Metrics by the name of their column, if they cannot be guessed: ``{"train_nll": "loss"}``.
 
     Raises:
-        ImportSourceError: If the source cannot be read, or its columns cannot be told apart.
+        ImportSourceError: If the source cannot be read, or its columns are ambiguous.
         RunError: If there is a run in that folder already.
     """
     path = Path(source)
@@ -231,7 +231,7 @@ def _columns_of(source: Source) -> list[str]:
 
 
 def _readings(source: Source, chosen: Mapping[str, str], notes: Notes) -> list[Reading]:
-    """One reading a step, in order of steps. Where a step comes again, what came last counts."""
+    """Returns one reading per step, in order. If a step is repeated, its last values count."""
     metrics = _metrics(chosen)
     values: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
