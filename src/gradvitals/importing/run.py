@@ -129,7 +129,7 @@ def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
 
 
 def _small(column: str) -> str:
-    """Returns a name in lower case with _ for everything else. A leading _ stays, because wandb's own columns have it."""
+    """Returns a name in lower case with _ for everything else. A leading _ stays: wandb uses it."""
     small = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.strip()).lower()).rstrip("_")
     return small if column.startswith("_") else small.lstrip("_")
 

@@ -207,7 +207,7 @@ def _lines(file: Any, notes: Notes) -> Iterator[str]:
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a last line without a line break is complete. Half a number looks like a number, so only JSON shows it."""
+    """Whether a last line without a line break is complete. Half a number looks like one; only JSON shows it."""
     return line.rstrip().endswith("}")
 
 

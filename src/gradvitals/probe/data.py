@@ -21,14 +21,14 @@ MODEL_NAMES = ("model", "net", "network", "module")
 BATCH_NAMES = ("batch", "data", "examples", "samples")
 
 Form = Literal["output, target", "output", "model, batch", "own"]
-"""How the loss is called; `own` is a model that gives its loss itself."""
+"""How the loss is called; `own` means that the model returns its loss."""
 
 
 def form_of(loss_fn: Callable[..., Any] | None) -> Form:
-    """How a loss function wants to be called, by its signature.
+    """Returns how a loss function expects to be called, from its signature.
 
     Returns:
-        ``own`` for None; ``model, batch`` where the first argument is called `model`, `net`, `network` or `module`, or
+        ``own`` for None; ``model, batch`` if the first argument is called `model`, `net`, `network` or `module`, or
         is annotated as a module; ``output`` for a function of one argument; else ``output, target``.
 
     Example:
@@ -73,21 +73,21 @@ def form_of(loss_fn: Callable[..., Any] | None) -> Form:
 
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-"""Names under which a batch with names keeps what is to be predicted."""
+"""Names of targets in batches that are mappings."""
 
 INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
-"""Names of what the model is fed, the most telling first."""
+"""Names of model inputs, most likely first."""
 
 Found = TypeVar("Found")
 
 
 def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
-    """The same batch with every tensor changed: tensors, mappings, tuples, named tuples, lists, dataclasses."""
+    """Returns the same batch with every tensor changed: tensors, mappings, tuples, named tuples, lists, dataclasses."""
     result: Any
     if isinstance(batch, Tensor):
         result = change(batch)
     elif isinstance(batch, Mapping):
-        # Of its own kind, where copies are known to be separate: a loss may want what a plain dict has not.
+        # Keep the type if its copies are independent: a loss may use methods that a plain dict lacks.
         result = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else {}
         for key, value in batch.items():
             result[key] = map_tensors(value, change)
@@ -104,14 +104,14 @@ def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors of a batch, in order."""
+    """Yields the tensors of a batch in order."""
     found: list[Tensor] = []
     map_tensors(batch, found.append)
     return found
 
 
 def parts_of(tree: Any) -> dict[Any, Any] | None:
-    """The parts of something nested by name, or by place where they have none; None for what has no parts."""
+    """Returns the parts of a nested object by name or else by position; None if it has no parts."""
     if isinstance(tree, Mapping):
         return dict(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -124,18 +124,18 @@ def parts_of(tree: Any) -> dict[Any, Any] | None:
 
 
 def named(batch: Any) -> dict[Any, Any]:
-    """The parts of a batch; the batch itself where it has none."""
+    """Returns the parts of a batch, or the batch itself if it has none."""
     parts = parts_of(batch)
     return {0: batch} if parts is None else parts
 
 
 def target_key(batch: Any) -> Any:
-    """The name or place of the target; None where there is none, or the input is its own."""
+    """Returns the name or position of the target; None if there is none or the input is its own target."""
     parts = named(batch)
     key = next((key for key in TARGET_KEYS if key in parts), None)
     if key is not None:
         return key
-    # Without names that tell, what comes last is the target, as a DataLoader of pairs has it.
+    # Without known names the last part is the target, as in a DataLoader of pairs.
     told = [key for key, value in parts.items() if tensors_of(value)]
     alone = len(told) == 1 and told[0] != list(parts)[-1]  # (x, names of files) has no target
     return told[-1] if not isinstance(batch, Mapping) and len(parts) > 1 and told and not alone else None
@@ -143,7 +143,7 @@ def target_key(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its loss, and how a batch is read by them."""
+    """A model, its loss, and how they read a batch."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
@@ -154,15 +154,15 @@ class Subject:
 
     @property
     def splits(self) -> bool:
-        """Whether output and loss can be had one after the other."""
+        """Whether the output can be computed before the loss."""
         return self.form in ("output, target", "output")
 
     def move(self, batch: Found) -> Found:
-        """The batch on the model's device."""
+        """Returns the batch on the model's device."""
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def size(self, batch: Any) -> int:
-        """Number of examples: the first dimension of what the model is fed.
+        """Returns the number of examples: the first dimension of the model's input.
 
         Raises:
             GradvitalsError: when there is no such dimension, it is empty, or that of the target is another.
@@ -183,17 +183,17 @@ class Subject:
         return shape[0]
 
     def take(self, batch: Found, start: int, stop: int) -> Found:
-        """The examples from `start` to `stop`; what has no dimension of examples stays as it is."""
+        """Returns the examples from `start` to `stop`; parts without a batch dimension stay as they are."""
         size = self.size(batch)
         return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
 
     def inputs(self, batch: Any) -> Tensor:
-        """The first tensor the model is fed."""
+        """Returns the first input tensor of the model."""
         value = named(batch)[self._input_key(batch)]
         return value if isinstance(value, Tensor) else tensors_of(value)[0]
 
     def target(self, batch: Any) -> Any:
-        """What is to be predicted; the batch itself where it is a single tensor; None where there is none."""
+        """Returns the target; the batch itself if it is a single tensor; None if there is none."""
         key = target_key(batch)
         if key is not None:
             return named(batch)[key]
@@ -201,7 +201,7 @@ class Subject:
         return parts[0] if len(parts) == 1 and not isinstance(batch, Mapping) else None
 
     def raw_output(self, batch: Any, *, with_target: bool = False) -> Any:
-        """What the model returns for a batch."""
+        """Returns the model's output for a batch."""
         key, parts = target_key(batch), named(batch)
         fed = {name: value for name, value in parts.items() if with_target or name != key or len(parts) == 1}
         if isinstance(batch, Mapping):
@@ -218,17 +218,17 @@ class Subject:
             raise
 
     def output(self, batch: Any) -> Tensor:
-        """The tensor of predictions or logits."""
+        """Returns the tensor of predictions or logits."""
         return logits_of(self.raw_output(batch))
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
-        """The loss of an output that is already there."""
+        """Returns the loss of an output that is already computed."""
         if self.loss_fn is None or not self.splits:
             raise GradvitalsError(
                 f"the loss is called as {self.form!r} and cannot be had from an output; "
                 "expected loss_fn(output, target) for this question"
             )
-        # A loss of torch wants a tensor; a function of the user's knows what its model returns.
+        # A torch loss expects a tensor; a user's function knows what its model returns.
         if not isinstance(output, Tensor) and isinstance(self.loss_fn, nn.Module):
             output = logits_of(output)
         if self.form == "output":
@@ -237,7 +237,7 @@ class Subject:
         return checked_loss(self._called({"output": output, "target": batch if target is None else target}))
 
     def loss(self, batch: Any) -> Tensor:
-        """The scalar loss of a batch, with its graph."""
+        """Returns the scalar loss of a batch, with its graph."""
         if self.form == "own":
             return checked_loss(_own_loss(self.raw_output(batch, with_target=True)))
         if self.form == "model, batch":
@@ -245,7 +245,7 @@ class Subject:
         return self.loss_of(self.raw_output(batch), batch)
 
     def _called(self, given: dict[str, Any]) -> Any:
-        """What loss_fn returns; an error in it says how it was called."""
+        """Returns what loss_fn returns; errors report how it was called."""
         assert self.loss_fn is not None
         try:
             return self.loss_fn(*given.values())
@@ -269,9 +269,9 @@ class Subject:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile` or DDP, which share its parameters."""
+    """Returns the model inside `torch.compile` or DDP, which share its parameters."""
     while True:
-        if "_orig_mod" in model._modules:  # its class is not asked for: to import the compiler takes seconds
+        if "_orig_mod" in model._modules:  # no isinstance: importing the compiler takes seconds
             model = model.get_submodule("_orig_mod")
         elif isinstance(model, (DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -280,7 +280,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one number that depends on something.
+    """Returns the loss if it is one number that depends on something.
 
     Raises:
         GradvitalsError: when it is not a tensor or has more than one element.
@@ -296,7 +296,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
-    """The tensor of predictions in whatever a model returns: itself, its `logits`, or the first that has an axis.
+    """Returns the predictions in a model's output: the tensor itself, its `logits`, or the first tensor with an axis.
 
     Args:
         output: of the model.
@@ -313,7 +313,7 @@ def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The same without a guess.
+    """Returns the same, but does not guess.
 
     Raises:
         GradvitalsError: where there is none.
@@ -327,7 +327,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def task_of(subject: Subject, batch: Any) -> str:
-    """What is learnt, as far as one batch tells."""
+    """Returns the kind of task, as far as one batch shows it."""
     target = subject.target(batch)
     with torch.no_grad():
         output = subject.output(batch)
@@ -356,7 +356,7 @@ def _own_loss(output: Any) -> Any:
 
 
 def _accepted(model: nn.Module, fed: Mapping[Any, Any]) -> dict[str, Any]:
-    """What the model's forward has a name for; all of it where it takes any."""
+    """Returns the parts that the model's forward has a parameter for; all of them if it takes any."""
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return {str(name): value for name, value in fed.items()}
@@ -382,7 +382,7 @@ WANTED = "expected a DataLoader or another iterable of batches"
 
 
 def check_model(model: Any) -> nn.Module:
-    """The model, if it is one.
+    """Returns the model if it is one.
 
     Raises:
         ConfigError: when it is none.
@@ -394,7 +394,7 @@ def check_model(model: Any) -> nn.Module:
 
 
 def check_loader(loader: Any) -> None:
-    """Tell what is one example after the other, or one batch, from a loader of batches.
+    """Reject a data set or a single batch where a loader of batches is expected.
 
     Raises:
         ConfigError: when it is no loader; it says how to make one.
@@ -404,7 +404,7 @@ def check_loader(loader: Any) -> None:
         raise ConfigError(f"loader is a tensor of shape {tuple(loader.shape)}; {WANTED}: x.split(32)")
     if isinstance(loader, Mapping):
         raise ConfigError(f"loader is a mapping with the keys {list(loader)[:8]!r}; {WANTED}: for one batch [batch]")
-    # Data sets of Hugging Face are none of torch's and are not imported for this.
+    # Hugging Face data sets are not subclasses of torch's; do not import their package for this.
     of_rows = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if of_rows or (type(loader).__module__.startswith("datasets.") and hasattr(loader, "__getitem__")):
         raise ConfigError(
@@ -423,7 +423,7 @@ def check_loader(loader: Any) -> None:
 
 
 class Reading:
-    """Reads the first batches of a loader and, where that can be known, notes which examples they hold.
+    """Reads the first batches of a loader and records, if possible, which examples they hold.
 
     Args:
         loader: Is not changed; its own generators are put back after reading.
@@ -432,11 +432,11 @@ class Reading:
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.indices: list[list[int]] | None = None
-        """For each batch read, the places of its examples in the data set; None where the loader does not tell."""
+        """For each batch read, the indices of its examples in the data set; None if the loader does not show them."""
 
     def first(self, n_batches: int) -> Generator[Any]:
-        """At most so many batches."""
-        loader = self._noting()
+        """Yields at most this many batches."""
+        loader = self._recording()
         sampler = getattr(self.loader, "sampler", None)
         holders = (self.loader, sampler, getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
         generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
@@ -452,12 +452,12 @@ class Reading:
                 generator.set_state(state)
 
     def of(self, batch: int, size: int) -> list[int | None]:
-        """Places in the data set of the examples of one batch; None for each where they are not known."""
+        """Returns the data set indices of the examples of one batch; None for each if unknown."""
         known = self.indices[batch] if self.indices is not None and batch < len(self.indices) else []
         return [*known] if len(known) == size else [None] * size
 
-    def _noting(self) -> Iterable[Any]:
-        """The loader, or a copy of it that notes what its sampler says."""
+    def _recording(self) -> Iterable[Any]:
+        """Returns the loader, or a copy that records the indices of its sampler."""
         loader = self.loader
         if (
             not isinstance(loader, DataLoader)
@@ -469,13 +469,13 @@ class Reading:
             return loader
         self.indices = []
         twin = copy.copy(loader)
-        # Around the loader's own setter, which forbids this; workers that are kept for the loader stay with it.
-        vars(twin).update(batch_sampler=_Noting(loader.batch_sampler, self.indices), _iterator=None)
+        # Bypasses the loader's setter, which forbids this; persistent workers stay with the original.
+        vars(twin).update(batch_sampler=_RecordingSampler(loader.batch_sampler, self.indices), _iterator=None)
         return twin
 
 
-class _Noting:
-    """A batch sampler that writes down what it gives."""
+class _RecordingSampler:
+    """A batch sampler that records what it yields."""
 
     def __init__(self, inner: Any, seen: list[list[int]]) -> None:
         self.inner, self.seen = inner, seen
@@ -492,7 +492,7 @@ class _Noting:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What things are called in the answers: the features of a table, classes, and the token behind each number.
+    """Names to use in the answers: features of a table, classes, and the token behind each number.
 
     Example:
         >>> names = Names(classes=["cat", "dog"], tokens={7: "seven"}.get)
@@ -506,11 +506,11 @@ class Names:
     """A list, a dictionary or a function from a number to its text, such as a tokenizer's `convert_ids_to_tokens`."""
 
     def label(self, number: int) -> str:
-        """Name of a class; its number where it has none."""
+        """Returns the name of a class, or its number."""
         return str(self.classes[number]) if 0 <= number < len(self.classes) else str(number)
 
     def token(self, number: int) -> str:
-        """Text of a token; its number where it has none."""
+        """Returns the text of a token, or its number."""
         text: object = None
         if isinstance(self.tokens, Mapping):
             text = self.tokens.get(number)
@@ -522,7 +522,7 @@ class Names:
 
 
 def names_of(model: Any, loader: Any) -> Names:
-    """The names that a data set, a tokenizer or a model carry with them, where they follow the usual customs.
+    """Returns the names that a data set, a tokenizer or a model carry, if they follow the usual conventions.
 
     Classes are the `classes` of the data set, as torchvision has them, or the `id2label` of the model's `config`, as
     Hugging Face has them. Tokens are those of a `tokenizer` of the loader's `collate_fn`, of the data set or of the
@@ -533,7 +533,7 @@ def names_of(model: Any, loader: Any) -> Names:
         loader: gives the batches.
 
     Returns:
-        What was found; anything that does not follow the customs is left out.
+        The names found; anything unconventional is skipped.
     """
     dataset = getattr(loader, "dataset", None)
     classes = _texts(getattr(dataset, "classes", None))

@@ -42,14 +42,14 @@ from gradvitals.types import json_ready
 
 EXAMPLES = 4
 TOLERANCE = {True: 0.03, False: 3e-3}
-"""Relative, in half precision and else: a batch is computed in another order than its examples."""
+"""Relative tolerance, by whether half precision is used: a batch sums in another order than its examples."""
 
 
 def averaging_of(subject: Subject, batch: Any) -> dict[str, Any]:
     """Compare the loss of a few examples together with their losses one by one, in eval mode.
 
     Returns:
-        `kind` (``mean``, ``sum``, ``weighted``, ``other``, or ``unknown`` where it cannot be told: a single example, a
+        `kind` (``mean``, ``sum``, ``weighted``, ``other``, or ``unknown`` if undetermined: a single example, a
         loss that needs several or draws random numbers), and the two losses as `together` and `mean_of_singles`.
     """
     count = min(EXAMPLES, subject.size(batch))
@@ -61,7 +61,7 @@ def averaging_of(subject: Subject, batch: Any) -> dict[str, Any]:
         with torch.no_grad(), at_rest(subject.model):
             together, again = (_loss(subject, some, seed) for seed in (0, 1))
             singles = [_loss(subject, subject.take(batch, i, i + 1), 0) for i in range(count)]
-    except Exception:  # one example may be too few for the model; the batch as a whole is what counts
+    except Exception:  # the model may need more than one example; only the whole batch matters
         return nothing
     mean = math.fsum(singles) / count
     if together != again or not math.isfinite(mean + together):
@@ -83,7 +83,7 @@ def _is_half(subject: Subject) -> bool:
 
 
 def _is_broadcast(subject: Subject, batch: Any) -> bool:
-    """Whether output and a target of real numbers differ in shape, so that each is compared with all others."""
+    """Whether output and a floating-point target differ in shape, so that broadcasting compares each with all."""
     target = subject.target(batch)
     if not subject.splits or not isinstance(target, Tensor) or not target.is_floating_point():
         return False
@@ -92,7 +92,7 @@ def _is_broadcast(subject: Subject, batch: Any) -> bool:
 
 
 def verdict_of(found: dict[str, Any], shapes: str) -> list[dict[str, Any]]:
-    """A warning where the loss is no mean."""
+    """Returns a warning if the loss is not a mean."""
     numbers = f"{found['together']:.4g} for {found.get('examples')} together, {found['mean_of_singles']:.4g} on average"
     if found["kind"] == "sum":
         title = "the batch loss is the sum of its examples' losses, not the mean"
@@ -109,7 +109,7 @@ def verdict_of(found: dict[str, Any], shapes: str) -> list[dict[str, Any]]:
 
 
 def note_of(found: dict[str, Any]) -> list[str]:
-    """A note where examples weigh differently, as those of different length do."""
+    """Returns a note if examples have different weights, as sequences of different length do."""
     if found["kind"] != "weighted":
         return []
     return [
@@ -130,13 +130,13 @@ AT_REST = (
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """The largest of all groups; None where all are 0."""
+    """Returns the largest learning rate of all groups; None if all are 0."""
     largest = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
     return largest if largest > 0 else None
 
 
 def notes_on_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """A note on parameters that it leaves out.
+    """Returns notes on parameters that the optimizer does not step.
 
     Raises:
         ConfigError: when it trains none of them.
@@ -157,8 +157,8 @@ def notes_on_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str
 Progress = Callable[[int, int, str], object]
 
 
-class Telling:
-    """Counts what is done and passes it on."""
+class ProgressReport:
+    """Counts finished parts and reports progress."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
@@ -166,24 +166,24 @@ class Telling:
     def step(self, label: str) -> None:
         """One part is done."""
         self.done = min(self.done + 1, self.total)
-        self.say(label)
+        self.report(label)
 
-    def say(self, label: str) -> None:
-        """Something goes on within a part."""
+    def report(self, label: str) -> None:
+        """Report what happens within a part."""
         self.progress(self.done, self.total, label)
 
 
 @contextmanager
-def telling(progress: Progress | bool, total: int) -> Iterator[Telling]:
-    """A bar on stderr where that is a terminal, nothing where it is not, or the function given."""
+def reporting(progress: Progress | bool, total: int) -> Iterator[ProgressReport]:
+    """Use the given function, or else a progress bar if stderr is a terminal."""
     if callable(progress):
-        yield Telling(progress, total)
+        yield ProgressReport(progress, total)
         return
     from rich.console import Console
 
     console = Console(stderr=True)
     if not progress or not console.is_terminal:
-        yield Telling(lambda done, total, label: None, total)
+        yield ProgressReport(lambda done, total, label: None, total)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -191,28 +191,28 @@ def telling(progress: Progress | bool, total: int) -> Iterator[Telling]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
-        yield Telling(lambda done, total, label: bar.update(task, completed=done, description=label), total)
+        yield ProgressReport(lambda done, total, label: bar.update(task, completed=done, description=label), total)
 
 
 QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness")
-"""In the order they are asked."""
+"""In the order in which they are answered."""
 
 Answer = dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What an examination found. Every field is plain: numbers, strings, lists and dicts.
+    """The results of an examination. Every field is plain: numbers, strings, lists and dicts.
 
     A question that was not asked, or could not be answered, is None; `notes` says why. docs/probe.md has every field.
     """
 
     about: dict[str, Any]
-    """The model, the data and how they were looked at."""
+    """The model, the data and how they were examined."""
     verdict: list[dict[str, Any]]
-    """What it means, the worst first."""
+    """What the answers mean, worst first."""
     notes: list[str]
-    """What was not as asked."""
+    """What differs from the request."""
     signal: Answer = None
     layers: Answer = None
     samples: Answer = None
@@ -221,16 +221,16 @@ class Probe:
     robustness: Answer = None
 
     def record(self) -> dict[str, Any]:
-        """All fields as one dict."""
+        """Returns all fields as one dict."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def to_json(self) -> dict[str, Any]:
-        """The same for strict JSON: numbers that it cannot hold become 'nan', 'inf' and '-inf'."""
+        """Returns the same for strict JSON: numbers that JSON cannot hold become 'nan', 'inf' and '-inf'."""
         ready: dict[str, Any] = json_ready(self.record())
         return ready
 
     def save_html(self, path: str | Path) -> Path:
-        """Write one page with everything in it, which needs no network.
+        """Write a self-contained HTML page.
 
         Returns:
             Where it was written.
@@ -242,7 +242,7 @@ class Probe:
         return target
 
     def __str__(self) -> str:
-        """The tables of the terminal, without colours."""
+        """Returns the tables of the terminal, without colors."""
         from gradvitals.report.probe_report import probe_text
 
         return probe_text(self.record())
@@ -323,9 +323,9 @@ def probe(
         torch.enable_grad(),
         untouched(model),
         untouched(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext(),
-        telling(progress, steps) as tell,
+        reporting(progress, steps) as report,
     ):
-        examination = _Examination(subject, parameters, asked, lr, optimizer, tell, names, notes)
+        examination = _Examination(subject, parameters, asked, lr, optimizer, report, names, notes)
         return examination.run(loader, n_batches, examples, memory_mb)
 
 
@@ -337,23 +337,23 @@ class _Examination:
         asked: list[str],
         lr: float | None,
         optimizer: torch.optim.Optimizer | None,
-        tell: Telling,
+        report: ProgressReport,
         names: Names | None,
         notes: list[str],
     ) -> None:
         self.subject, self.parameters, self.asked = subject, parameters, asked
-        self.lr, self.optimizer, self.tell, self.names = lr, optimizer, tell, names
+        self.lr, self.optimizer, self.progress, self.names = lr, optimizer, report, names
         self.notes = notes
         self.stepping = optimizer if optimizer is not None and learning_rate(optimizer) else None
-        """The optimizer where its step is more than nothing."""
+        """The optimizer, if its step changes anything."""
         self.losses: list[float] = []
         self.sizes: list[int] = []
         self.kept: list[Any] = []
-        """The first batches, for questions that look at examples."""
+        """The first batches, for questions about examples."""
         self.activations = Activations(subject.model)
 
     def run(self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int) -> Probe:
-        """Ask everything."""
+        """Answer all questions."""
         started = time.perf_counter()
         stream = Stream(list(self.parameters.values()), n_batches)
         self.reading = Reading(loader)
@@ -379,7 +379,7 @@ class _Examination:
                 train_size=train_size,
                 indices=self.reading.of,
                 label=names.label,
-                tick=self.tell.say,
+                tick=self.progress.report,
             ),
             "landscape": lambda: landscape_record(
                 self.subject,
@@ -387,10 +387,10 @@ class _Examination:
                 first,
                 lr=self.lr,
                 optimizer=self.stepping,
-                tick=self.tell.say,
+                tick=self.progress.report,
             ),
-            "saliency": lambda: examine_saliency(self.subject, first, tick=self.tell.say, names=names),
-            "robustness": lambda: examine_robustness(self.subject, first, tick=self.tell.say),
+            "saliency": lambda: examine_saliency(self.subject, first, tick=self.progress.report, names=names),
+            "robustness": lambda: examine_robustness(self.subject, first, tick=self.progress.report),
         }
         answers = {question: self._answer(question, ways[question]) for question in QUESTIONS if question in self.asked}
         if answers.get("samples") and self.reading.indices is None and not isinstance(loader, (list, tuple)):
@@ -409,7 +409,7 @@ class _Examination:
         wants_gradients = bool({"signal", "layers"} & set(self.asked))
         watch = self.activations.watching if "layers" in self.asked else nullcontext
         gradients = Gradients(list(self.parameters.values()))
-        # Closed at once, so that the loader's generators are not put back at some later time.
+        # Closed now, so that the loader's generators are restored now and not later.
         with closing(self.reading.first(n_batches)) as batches:
             for number, raw in enumerate(batches, 1):
                 batch = self.subject.move(raw)
@@ -421,7 +421,7 @@ class _Examination:
                 if wants_gradients:
                     stream.add(gradients(loss))
                 self.losses.append(float(loss.detach()))
-                self.tell.step(f"batch {number}")
+                self.progress.step(f"batch {number}")
         self._note_on_batches(n_batches)
 
     def _note_on_batches(self, n_batches: int) -> None:
@@ -439,11 +439,11 @@ class _Examination:
             )
 
     def _shapes(self, batch: Any) -> str:
-        """Shapes of output and target, where both are tensors."""
+        """Returns the shapes of output and target, if both are tensors."""
         try:
             with untouched(self.subject.model), torch.no_grad():
                 output, target = self.subject.output(batch), self.subject.target(batch)
-        except Exception:  # a model that is fed by the loss alone
+        except Exception:  # only the loss can call the model
             return "an output that cannot be had by itself"
         return f"output {tuple(output.shape)}, target {tuple(getattr(target, 'shape', ()))}"
 
@@ -451,20 +451,20 @@ class _Examination:
         try:
             with untouched(self.subject.model):
                 return task_of(self.subject, batch)
-        except Exception:  # what the model returns is its own affair; only some questions need to know
+        except Exception:  # only some questions need the output
             return "unknown"
 
     def _answer(self, question: str, way: Callable[[], Any]) -> Any:
-        """One answer; what goes wrong in one question is a note, and the others are still answered."""
+        """Answer one question. An error becomes a note, and the other questions are still answered."""
         try:
-            # Each begins with the model as it was given.
+            # Each question starts with the model as it was given.
             with untouched(self.subject.model):
                 answer = way()
         except Exception as error:
             text = " ".join(str(error).split()) or type(error).__name__
             self.notes.append(f"{question}: no answer: {text[:300]}")
             answer = None
-        self.tell.step(question)
+        self.progress.step(question)
         if isinstance(answer, tuple):
             answer, notes = answer
             self.notes += notes
@@ -507,12 +507,12 @@ class _Examination:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except Exception:  # none, or one that cannot tell
+    except Exception:  # no length
         return None
 
 
 def _place(home: torch.device, wanted: str | torch.device | None) -> torch.device:
-    """Where batches go."""
+    """Returns the device for batches."""
     if wanted is None:
         return home
     place = torch.device(wanted)
@@ -526,10 +526,10 @@ WANTED = "(model, loader), (model, loader, loss), (model, loader, loss, optimize
 
 
 def made_by(path: str, device: str | None = None) -> dict[str, Any]:
-    """What the function returns, as arguments of `probe`.
+    """Returns the arguments of `probe` that a factory function makes.
 
     Args:
-        path: ``package.module:function``; modules are looked for in the current folder too.
+        path: ``package.module:function``; modules in the current folder are found too.
         device: ``cpu``, ``cuda`` or ``auto`` to move the model there.
 
     Raises:

@@ -23,7 +23,7 @@ from gradvitals.functional.thresholds import is_exploding, is_vanishing
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have gradients, tied ones once.
+    """Returns the parameters that require gradients, tied ones once.
 
     Raises:
         GradvitalsError: when there are none.
@@ -47,7 +47,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Gradients:
-    """Takes gradients of losses; `.grad` is left alone.
+    """Computes gradients of losses without changing `.grad`.
 
     Args:
         parameters: Those to differentiate for.
@@ -58,7 +58,7 @@ class Gradients:
         self._only_backward: bool | None = None
 
     def __call__(self, loss: Tensor) -> list[Tensor | None]:
-        """The gradient for each parameter; None for those the loss does not depend on.
+        """Returns the gradient of each parameter; None for those the loss does not depend on.
 
         Raises:
             GradvitalsError: when the loss depends on no parameter at all.
@@ -84,12 +84,12 @@ class Gradients:
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of one loss, as `Gradients` takes it."""
+    """Returns the gradients of one loss; see `Gradients`."""
     return Gradients(parameters)(loss)
 
 
 def _is_checkpointed(loss: Tensor) -> bool:
-    """Whether `checkpoint(..., use_reentrant=True)` was used: the parameters inside are seen by `backward()` only."""
+    """Whether `checkpoint(..., use_reentrant=True)` was used: only `backward()` sees the parameters inside."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -103,27 +103,27 @@ def _is_checkpointed(loss: Tensor) -> bool:
 
 
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""Elements of one piece: on a CPU of one thread, in whose cache they stay; on a GPU a bound on extra memory."""
+"""Elements per piece: small enough for a CPU's cache; on a GPU it bounds the extra memory."""
 
 MOST_KEPT = 64
-"""Gradients of which some coordinates are kept, for the interval."""
+"""The most gradients to keep some coordinates of, for the interval."""
 
 MOST_COORDINATES = 1024
 SMALL = 4096
-"""Kept coordinates of one tensor over all gradients, where half of its size is less."""
+"""Coordinates to keep of one tensor over all gradients, if half of its size is less."""
 
 LEAST_SEEN = 0.5
-"""Share of a tensor's noise that the kept coordinates have to show, for their shape to stand for that of all."""
+"""Fraction of a tensor's noise that the kept coordinates must show to represent all of them."""
 
 EXACT_MEDIAN = 1 << 22
-"""Coordinates up to which medians and shares are those of all; beyond, of every s-th."""
+"""Up to this many coordinates, medians and fractions use all of them; beyond, every s-th."""
 
 PLUG_IN_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class PerCoordinate:
-    """GSNR of every coordinate by itself, summarised over one tensor."""
+    """The GSNR of single coordinates, summarized over one tensor."""
 
     plug_in_median: float
     """Plug-in with 1e-8 added to the variance."""
@@ -134,11 +134,11 @@ class PerCoordinate:
     mean: float
     below_one: float
     zero_share: float
-    """Share of the coordinates that were zero in every gradient."""
+    """Fraction of the coordinates that were zero in every gradient."""
 
 
 class Stream:
-    """Takes gradients of the same parameters one after the other.
+    """Running moments over gradients of the same parameters.
 
     A gradient that is NaN or infinite anywhere is left out as a whole, and counted for the parameters where it is.
     """
@@ -146,10 +146,10 @@ class Stream:
     def __init__(self, parameters: Sequence[Tensor], num_expected: int) -> None:
         self.parameters = list(parameters)
         self.count = 0
-        """Gradients taken, T."""
+        """Number of gradients added, T."""
         self.nonfinite = [0] * len(self.parameters)
         self.norms: list[list[float]] = []
-        """One list a gradient, with one norm a parameter."""
+        """One list per gradient, with one norm per parameter."""
         self.mean: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self.m2: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -162,7 +162,7 @@ class Stream:
         self._sums: list[tuple[float, float]] | None = None
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Take one gradient; that of a parameter that was not used, None, is zero."""
+        """Add one gradient; None, for a parameter that was not used, counts as zero."""
         with torch.no_grad():
             present = [
                 torch.zeros_like(m) if g is None else (g.to_dense() if g.is_sparse else g).detach()
@@ -179,7 +179,7 @@ class Stream:
                 group.add([present[row].reshape(-1) for row in group.rows], self.count)
 
     def gsnr(self, which: Sequence[Sequence[int]]) -> list[Estimate]:
-        """GSNR of some sets of parameters, each set taken together."""
+        """Returns the GSNR of each set of parameters, taken together."""
         kept = {row: columns for group in self._groups for row, columns in group.kept()}
         sums = self.sums()
         asked = []
@@ -187,29 +187,29 @@ class Stream:
             spread = sum(sums[row][1] for row in rows)
             columns = torch.cat([kept[row] for row in rows], dim=1) if rows and self.count else torch.zeros(0, 0)
             told = _spread(columns) >= LEAST_SEEN * spread * max(0, len(columns) - 1) / max(1, self.count - 1)
-            # Noise that the kept coordinates have missed may have any shape: without them the interval is the widest.
+            # Noise that the kept coordinates miss may have any shape; without them the interval is the widest.
             coordinates = columns if told else columns[:0]
             asked.append(Sums(sum(sums[row][0] for row in rows), spread, self.count, coordinates))
         return gsnr_streamed(asked)
 
     def sums(self) -> list[tuple[float, float]]:
-        """For each parameter, the squared norm of the mean and the sum of the squared distances from it."""
+        """Returns for each parameter the squared norm of the mean and the sum of squared distances from it."""
         if self._sums is None:
             self._sums = [(_sum_of_squares(mean), _sum(m2)) for mean, m2 in zip(self.mean, self.m2, strict=True)]
         return self._sums
 
     def norm_of_mean(self, rows: Sequence[int]) -> float:
-        """Norm of the mean gradient of some parameters."""
+        """Returns the norm of the mean gradient of some parameters."""
         sums = self.sums()
         return math.sqrt(sum(sums[row][0] for row in rows))
 
     def noise(self, rows: Sequence[int]) -> float:
-        """Trace of the covariance of one gradient; nan with fewer than two."""
+        """Returns the trace of the covariance of one gradient; nan with fewer than two."""
         sums = self.sums()
         return sum(sums[row][1] for row in rows) / (self.count - 1) if self.count > 1 else math.nan
 
     def per_coordinate(self, row: int) -> PerCoordinate:
-        """Summary of the GSNR of single coordinates, plug-in with an epsilon and debiased.
+        """Returns a summary of the GSNR of single coordinates, plug-in with an epsilon and debiased.
 
         With T gradients of mean m and unbiased variance s^2: ``m^2 / (s^2 + 1e-8)``, and
         ``(T - 3) / (T - 1) m^2 / s^2 - 1 / T``, which needs more than 3 of them.
@@ -263,7 +263,7 @@ class _Group:
             self._together.append((places, [(mean, m2, room[: len(mean)]) for mean, m2 in pieces]))
 
     def _join(self, sizes: list[int]) -> list[list[int]]:
-        """Neighbours that fit into one piece, and each large one by itself."""
+        """Groups neighbors that fit into one piece; a large one is a group by itself."""
         joined: list[list[int]] = []
         room = 0
         for place, size in enumerate(sizes):
@@ -275,7 +275,7 @@ class _Group:
         return joined
 
     def views(self) -> list[tuple[int, Tensor, Tensor]]:
-        """For each parameter its row, its mean and its squared distances, in its own shape."""
+        """Yields for each parameter its row, mean and squared distances, in its own shape."""
         return [
             (row, self._mean[start:stop].view(p.shape), self._m2[start:stop].view(p.shape))
             for row, p, (start, stop) in zip(self.rows, self.parameters, pairwise(self._ends), strict=True)
@@ -293,7 +293,7 @@ class _Group:
                 m2.addcmul_(difference, difference, value=(n - 1) / n)
 
     def kept(self) -> list[tuple[int, Tensor]]:
-        """For each parameter its row, and some of its coordinates in some of the gradients.
+        """Yields for each parameter its row, and some of its coordinates in some of the gradients.
 
         They are scaled so that a parameter has its own share in the inner products of the whole.
         """
@@ -309,14 +309,14 @@ class _Group:
 
 
 def _stride(numel: int, num_expected: int) -> int:
-    """Every how many-th coordinate is kept, so that all that is kept stays small beside the tensor."""
+    """Returns the stride between kept coordinates, so that they stay small beside the tensor."""
     gradients = max(1, min(num_expected, MOST_KEPT))
     most = max(1, min(MOST_COORDINATES, max(SMALL, numel // 2) // gradients))
     return odd_stride(numel, most)
 
 
 def _norms(grads: Sequence[Tensor]) -> list[float]:
-    """Norms of all; those of one device are brought to the host at once."""
+    """Returns all norms, with one copy to the host per device."""
     norms = [torch.linalg.vector_norm(grad, dtype=accumulator(grad.dtype)) for grad in grads]
     if len({(norm.device, norm.dtype) for norm in norms}) == 1:
         found: list[float] = torch.stack(norms).tolist()
@@ -346,7 +346,7 @@ RELATIVE_HIGH = 1e4
 
 
 def signal_record(names: Sequence[str], stream: Stream, batch_size: int, lr: float | None) -> dict[str, Any]:
-    """The answer as a plain record, from gradients of several batches."""
+    """Returns the answer as a plain record, from gradients of several batches."""
     rms = [_rms(stream, i) for i in range(len(names))]
     usual = statistics.median([value for value in rms if value > 0] or [math.nan])
     groups: dict[str, list[int]] = {}
@@ -373,7 +373,7 @@ def signal_record(names: Sequence[str], stream: Stream, batch_size: int, lr: flo
 
 
 def noise_scale_of(gsnr: Estimate, batch_size: int) -> dict[str, float]:
-    """The noise scale in examples: the batch over its GSNR, nan where the signal cannot be told from none."""
+    """Returns the noise scale in examples: batch size over GSNR; nan if the signal is not distinguishable from 0."""
     told = gsnr.low > 0
     return {
         "noise_scale": batch_size / gsnr.value if told else math.nan,
@@ -383,7 +383,7 @@ def noise_scale_of(gsnr: Estimate, batch_size: int) -> dict[str, float]:
 
 
 def _rms(stream: Stream, i: int) -> float:
-    """Root mean square of one coordinate of a batch gradient."""
+    """Returns the root mean square of one coordinate of a batch gradient."""
     norms = [row[i] for row in stream.norms if math.isfinite(row[i])]
     size = max(1, stream.parameters[i].numel())
     return math.sqrt(statistics.fmean(norm**2 for norm in norms) / size) if norms else math.nan
@@ -419,7 +419,7 @@ def _tensor(
 
 
 def judge(row: dict[str, Any], batch_size: int) -> tuple[str, str]:
-    """A verdict on one tensor or layer, and a sentence that says why."""
+    """Returns the verdict on one tensor or layer, and the reason as a sentence."""
     if row.get("nonfinite"):
         return "nonfinite", f"NaN or infinite in {row['nonfinite']} of the batches, which were left out"
     if row["norm_mean"] == 0:
@@ -450,7 +450,7 @@ def _layer(
 ) -> dict[str, Any]:
     norms = [math.sqrt(sum(batch[i] ** 2 for i in rows)) for batch in stream.norms]
     finite = [norm for norm in norms if math.isfinite(norm)]
-    # A layer vanishes or explodes where all of its tensors do, and is broken where one is.
+    # A layer vanishes or explodes if all of its tensors do, and is broken if one is.
     relative = float(np.nanmax([tensors[i]["relative"] for i in rows] + [0.0]))
     found = {
         "layer": layer,

@@ -29,25 +29,25 @@ KINDS: dict[Any, str] = {
 }
 RANGES = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 NEAR = 0.01
-"""Of the width of its range from an end, a value counts as saturated; its slope is then below 4 % of the largest."""
+"""A value this close to an end of the range, relative to its width, is saturated: its slope is below 4 % of the top."""
 
 
 SMOOTH = ("gelu", "silu", "swish", "mish")
-"""In the name of a class: activations that are made from a sigmoid or a tanh, and do not saturate."""
+"""Parts of class names of activations that use a sigmoid or a tanh and do not saturate."""
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 
 Key = tuple[str, str, int]
-"""Module, kind, and the how many-th of this kind in it in one forward pass."""
+"""Module, kind, and the index among calls of this kind in one forward pass."""
 
 
 @dataclass
 class Activation:
-    """Sums over everything that one activation of one module has let through."""
+    """Sums over all outputs of one activation of one module."""
 
     kind: str
     active: Tensor
-    """For each unit, whether it ever was above zero."""
+    """For each unit, whether it was ever above zero."""
     zeros: int = 0
     saturated: int = 0
     values: int = 0
@@ -75,13 +75,13 @@ def _plain(value: Any) -> Any:
 
 
 class Activations:
-    """Looks on while a model runs."""
+    """Observes activations while a model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.found: dict[Key, Activation] = {}
         self.notes: dict[str, None] = {}
-        """What could not be looked at, once each."""
+        """What could not be observed, once each."""
         self._left_out: set[Key] = set()
         self._inside: list[tuple[str, nn.Module]] = []
         self._calls: dict[tuple[str, str], int] = {}
@@ -90,7 +90,7 @@ class Activations:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look on inside; hooks are gone afterwards."""
+        """Observe inside the block; the hooks are removed afterwards."""
         handles: list[RemovableHandle] = []
         try:
             for name, module in self.model.named_modules():
@@ -120,7 +120,7 @@ class Activations:
             self._channels_first = True
         elif next(module.parameters(recurse=False), None) is not None:
             self._channels_first = False
-        # What the model ends with is meant to come to the ends of its range.
+        # The last activation of a model is meant to reach the ends of its range.
         if module is self.model and self._last is not None and output is self._last[1] and self._last[0][1] in RANGES:
             self._left_out.add(self._last[0])
 
@@ -130,7 +130,7 @@ class Activations:
             self._left_out.add(self._last[0])
 
     def note(self, kind: str, result: Tensor) -> None:
-        """Take in what one call gave."""
+        """Add the output of one call."""
         values = result.detach()
         name, module = self._inside[-1] if self._inside else ("", self.model)
         if values.dim() == 0 or not values.numel() or any(part in type(module).__name__.lower() for part in SMOOTH):
@@ -138,7 +138,7 @@ class Activations:
         number = self._calls[name, kind] = self._calls.get((name, kind), 0) + 1
         key = (name, kind, number)
         self._last = (key, result)
-        # Units are channels behind a convolution, and the last dimension in everything else.
+        # Units are channels after a convolution, and the last dimension otherwise.
         first = self._channels_first if self._channels_first is not None else values.dim() >= 4
         unit = 1 if first and values.dim() >= 3 else values.dim() - 1
         others = [dim for dim in range(values.dim()) if dim != unit]
@@ -159,7 +159,7 @@ class Activations:
             record.saturated += int(((values < low + margin) | (values > high - margin)).sum())
 
     def records(self) -> list[dict[str, Any]]:
-        """One plain record for each activation that was seen."""
+        """Returns one plain record per activation."""
         return [
             {
                 "module": module if number == 1 else f"{module or 'forward'}, {kind} {number}",
@@ -178,7 +178,7 @@ class Activations:
 
 MOST_ROWS = 512
 MOST_COLUMNS = 4096
-"""Rows and columns of a gradient whose effective rank is taken; of larger ones every s-th."""
+"""The most rows and columns for an effective rank; larger gradients use every s-th."""
 
 
 def effective_rank(matrix: Tensor) -> float:
@@ -209,14 +209,14 @@ def effective_rank(matrix: Tensor) -> float:
     scaled = rows.double() / largest
     gram = scaled @ scaled.T if len(scaled) <= scaled.shape[1] else scaled.T @ scaled
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
-    # What rounding leaves in place of a zero eigenvalue is not a direction.
+    # An eigenvalue that is only rounding is not a direction.
     values = values[values > values.max() * len(gram) * torch.finfo(torch.float64).eps].sqrt()
     shares = values / values.sum()
     return math.exp(-float((shares * shares.log()).sum()))
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """Rows and columns of a bounded number; empty for a vector."""
+    """Returns a matrix of bounded size; empty for a vector."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.new_zeros(0, 0)
     rows = tensor.detach().reshape(tensor.shape[0], -1)
@@ -226,7 +226,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 def planned_update(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]
 ) -> list[Tensor]:
-    """By how much one step of the optimizer with these gradients would change each parameter.
+    """Returns by how much one optimizer step with these gradients would change each parameter.
 
     The step is made by a copy of the optimizer, with its moments, on copies of the parameters.
 
@@ -250,7 +250,7 @@ def layers_record(
     lr: float | None,
     activations: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The answer as a plain record.
+    """Returns the answer as a plain record.
 
     Args:
         parameters: By name.

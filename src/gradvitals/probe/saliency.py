@@ -20,14 +20,14 @@ from gradvitals.types import FloatArray
 if TYPE_CHECKING:
     from gradvitals.probe.data import Subject
 
-IGNORED = -100  # the target that torch's cross entropy leaves out
+IGNORED = -100  # the target that torch's cross entropy ignores
 
 Score = Callable[[Outcome], Tensor]
-"""Makes of an outcome what is to be explained: one number, or one for each example."""
+"""Maps an outcome to what is explained: one number, or one per example."""
 
 
 def integrated_gradients(opening: Opening, answer: Score, steps: int = 32) -> tuple[Tensor, dict[str, float]]:
-    """Integrated gradients from a baseline of zeros, and how well they add up.
+    """Returns integrated gradients from a baseline of zeros, and how well they add up.
 
     Gauss-Legendre with n points is exact for polynomials of degree 2n - 1 along the path.
 
@@ -55,7 +55,7 @@ def integrated_gradients(opening: Opening, answer: Score, steps: int = 32) -> tu
 
 
 def smoothgrad(opening: Opening, answer: Score, draws: int = 16, spread: float = 0.15, seed: int = 0) -> Tensor:
-    """Mean gradient over normal noise around the data, drawn in pairs of opposite sign.
+    """Returns the mean gradient over normal noise around the data, drawn in pairs of opposite sign.
 
     Args:
         opening: where the data enter.
@@ -80,7 +80,7 @@ def smoothgrad(opening: Opening, answer: Score, draws: int = 16, spread: float =
 
 
 def answer_of(start: Outcome, target: Tensor | None, tokens: Tensor | None = None) -> tuple[Score, str, Tensor | None]:
-    """What is explained: as a function of the outcome, in words, and the class of each example where there are classes.
+    """Returns what is explained: a function of the outcome, its description, and the class of each example if any.
 
     It is the score of the label's own class for a classifier, the log-probability of the last token of each example for
     a language model, the output where there is one number an example, and otherwise the loss.
@@ -106,7 +106,7 @@ def answer_of(start: Outcome, target: Tensor | None, tokens: Tensor | None = Non
 
 
 def predicts_own_tokens(target: Tensor, tokens: Tensor | None) -> bool:
-    """Whether the targets are the model's own tokens: it then shifts them itself, and predicts the one after each.
+    """Whether the targets are the model's own tokens: it then shifts them itself and predicts the next one.
 
     >>> predicts_own_tokens(torch.tensor([[-100, 5, 6]]), torch.tensor([[4, 5, 6]]))
     True
@@ -153,11 +153,10 @@ def _of_loss(outcome: Outcome) -> Tensor:
 Method = Literal["gradient", "gradient_x_input", "integrated_gradients", "smoothgrad"]
 METHODS: tuple[Method, ...] = ("gradient", "gradient_x_input", "integrated_gradients", "smoothgrad")
 SIGNED = ("gradient_x_input", "integrated_gradients")
-"""The methods whose values are parts of the answer, for it or against it; those of the others are only large or
-small."""
+"""Methods whose values have a sign: they add to the answer or subtract from it."""
 
 PICTURE_SIDE = 48
-"""Pictures in the record are averaged down to this many pixels a side."""
+"""Pictures in the record are averaged down to this many pixels per side."""
 MOST_EXAMPLES = 64
 _MOST_TOKENS = 200
 _MOST_CLASSES = 20
@@ -187,7 +186,7 @@ class Saliency:
     """Some examples one by one: `label`, `predicted`, `scores` by method, and the data: `image`, `values` or
     `texts`."""
     names: dict[str, list[str]]
-    """By axis, what its entries are called, where that is known."""
+    """By axis, the names of its entries, if known."""
     completeness: dict[str, float]
     """Whether integrated gradients sum to the change of the answer from the baseline, as they must: `expected` is that
     change, `found` their sum, and `error` the distance of the two over the larger of |expected| and the sum of
@@ -195,7 +194,7 @@ class Saliency:
     verdict: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """The record as nested dicts and lists."""
+        """Returns the record as nested dicts and lists."""
         plain: dict[str, Any] = _listed(asdict(self))
         return plain
 
@@ -203,7 +202,7 @@ class Saliency:
 def examine_saliency(
     subject: Subject, batch: Any, *, tick: Callable[[str], object] = lambda words: None, names: Names | None = None
 ) -> dict[str, Any]:
-    """Saliency of one batch's first examples, as the plain record that `gv.probe` keeps.
+    """Returns the saliency of a batch's first examples, as the plain record that `gv.probe` keeps.
 
     Args:
         subject: the model and how its batches are read.
@@ -323,7 +322,7 @@ def saliency(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """On the host, with at least one axis beside the examples'."""
+    """Returns values on the host, with at least one axis besides that of the examples."""
     host = tensor.detach().float().cpu()
     return host if host.ndim > 1 else host.reshape(-1, 1)
 
@@ -335,7 +334,7 @@ def _per_token(method: str, tensor: Tensor, opening: Opening) -> Tensor:
 
 
 def _axes(model: nn.Module, opening: Opening) -> tuple[str, ...]:
-    """What the axes of one example stand for; the last two of an image are drawn as one picture."""
+    """Returns the meaning of each axis of an example; the last two of an image are one picture."""
     rank = opening.values.ndim - 1
     if opening.kind == "embeddings" or rank <= 1:
         return ("position",) if opening.kind == "embeddings" else ("feature",)
@@ -413,7 +412,7 @@ def _shown(
 
 
 def _map(method: str, found: Tensor) -> FloatArray:
-    """One number a pixel: the sum over channels, of absolute values where the sign says nothing."""
+    """Returns one number per pixel: the sum over channels, of absolute values if the sign has no meaning."""
     array: FloatArray = _small(found.sum(dim=0) if method in SIGNED else found.abs().sum(dim=0)).numpy()
     return array
 
@@ -424,7 +423,7 @@ def _small(picture: Tensor) -> Tensor:
 
 
 def _verdict(profile: dict[str, FloatArray], completeness: dict[str, float], names: list[str]) -> list[dict[str, Any]]:
-    """What the numbers say in words: inputs that nothing depends on, and an integral that does not add up."""
+    """Returns the verdict: inputs that nothing depends on, and integrals that do not add up."""
     found = []
     axis = next((axis for axis in ("feature", "channel") if axis in profile and len(profile[axis]) > 1), None)
     if axis is not None:

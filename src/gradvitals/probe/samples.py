@@ -38,7 +38,7 @@ class _Loss(nn.Module):
 
 
 class PerExample:
-    """Gradients of single examples: by `torch.func.vmap` where the model can, else one after the other.
+    """Gradients of single examples: by `torch.func.vmap` if the model supports it, else one by one.
 
     Batch norm takes its running statistics, as in eval mode: with those of the batch, one example's gradient would
     depend on the others.
@@ -56,7 +56,7 @@ class PerExample:
         self.method, self.why = "vmap", ""
 
     def freeze_batch_norm(self) -> list[str]:
-        """Let batch norm use its running statistics; the names of the modules where this changes something."""
+        """Make batch norm use its running statistics. Returns the names of the modules that this changes."""
         frozen = []
         for name, module in self.subject.model.named_modules():
             if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
@@ -65,7 +65,7 @@ class PerExample:
         return frozen
 
     def chunks(self, batch: Any, size: int, number: int = 0) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """For some examples at a time: their losses `[n]`, and their gradients `[n, ...]` for each parameter.
+        """Yields, for some examples at a time, their losses `[n]` and gradients `[n, ...]` for each parameter.
 
         Random numbers are those of the batch's number and the place in it: another pass draws the same.
         """
@@ -88,7 +88,7 @@ class PerExample:
                         raise
                     self.chunk = max(1, self.chunk // 2)
                     continue
-                except Exception as error:  # what vmap cannot do is told by errors of many kinds
+                except Exception as error:  # vmap raises errors of many types
                     self.method, self.why = "loop", self._reason(error)
             with same_randomness(seed):
                 found = self._by_loop(part, stop - start)
@@ -109,7 +109,7 @@ class PerExample:
         both = torch.func.vmap(torch.func.grad_and_value(loss_of_one), in_dims=(None, *mapped), randomness="different")
         fixed = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
         with warnings.catch_warnings():
-            # For what has no batching rule, as a recurrent layer, vmap makes a loop of its own and says so.
+            # Without a batching rule, as for a recurrent layer, vmap loops and warns.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             found, losses = both(fixed, *leaves)
         return losses.detach(), [found[name] for name in fixed]
@@ -123,7 +123,7 @@ class PerExample:
         return torch.stack(losses), [torch.stack(column) for column in zip(*rows, strict=True)]
 
     def _reason(self, error: Exception) -> str:
-        """Why it cannot, and a way out where one is known."""
+        """Returns why vmap failed, and a workaround if one is known."""
         text = (str(error) or type(error).__name__).strip().splitlines()[0].removeprefix("vmap: ")
         if ".item()" in text or "data-dependent" in text:
             text = "the model, or its loss, looks at values to decide what to do"
@@ -140,14 +140,14 @@ class PerExample:
 
 MOST_NAMED = 10
 FEWEST = 5
-"""Examples of a class that a median of its own is taken of; those of rarer classes are compared with all."""
+"""The fewest examples of a class to have a median of its own; rarer classes are compared with all examples."""
 
 FAR = 3.0
-"""Tukey's outer fence: a value is far out that is so many interquartile ranges above the upper quartile."""
+"""Tukey's outer fence: an outlier is this many interquartile ranges above the upper quartile."""
 
 
 def excess_losses(losses: Sequence[float], targets: Sequence[int | None]) -> FloatArray:
-    """The loss of each example above the median of its class, or of all where there are no classes.
+    """Returns the loss of each example above the median of its class, or of all if there are no classes.
 
     Example:
         >>> excess_losses([1.0, 1.0, 2.0, 5.0], [None] * 4).tolist()
@@ -165,7 +165,7 @@ def excess_losses(losses: Sequence[float], targets: Sequence[int | None]) -> Flo
 
 
 def standing_out(excess: FloatArray, norms: FloatArray) -> NDArray[np.bool_]:
-    """Which examples have a loss that is far out, and loss and gradient above the root mean square of all.
+    """Returns which examples have an outlying loss, and loss and gradient above the root mean square of all.
 
     The latter, since where a model has learnt nearly all, an example may be far out that it has right.
     """
@@ -173,10 +173,10 @@ def standing_out(excess: FloatArray, norms: FloatArray) -> NDArray[np.bool_]:
 
 
 def add_examples(record: dict[str, Any], label: Callable[[int], str] = str) -> None:
-    """Put the lists of single examples into the record of `samples`; `label` gives the name of a class."""
+    """Add the lists of single examples to the record of `samples`; `label` returns the name of a class."""
     norms, cosines = np.array(record["norms"]), np.array(record["cosines"])
     excess = excess_losses(record["losses"], record["targets"])
-    # What is not finite comes first among the suspects, and what has no direction last among the contrary.
+    # Non-finite examples come first among the suspects; those without a direction last among the contrary.
     order = np.argsort(-np.nan_to_num(excess, nan=np.inf), kind="stable")
     odd = standing_out(excess, norms)
     record["standing_out"] = [int(i) for i in order if odd[i]]
@@ -232,7 +232,7 @@ def _fence(values: FloatArray) -> float:
 
 BINS = 20
 USUAL = 256
-"""Examples that are looked at where nothing else is asked for."""
+"""The default number of examples."""
 
 
 def osgr(gsnr: float, train_size: float) -> float:
@@ -269,7 +269,7 @@ def samples_record(
     label: Callable[[int], str] = str,
     tick: Callable[[str], object] = lambda label: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The answer as a plain record, and notes on what was not as asked.
+    """Returns the answer as a plain record, and notes on what differs from the request.
 
     Args:
         subject: The model and its loss; batch norm is set to eval mode and left so.
@@ -351,19 +351,19 @@ def cosines_with_the_others(inner: Any, norm_of_sum: float) -> Any:
         [0.0, 0.0]
     """
     square = norm_of_sum**2 - 2 * inner + 1
-    # Where the others cancel out, what is left is rounding and has no direction.
+    # If the others cancel out, only rounding is left, which has no direction.
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(square > 1e-9, np.clip((inner - 1) / np.sqrt(np.maximum(square, 0.0)), -1.0, 1.0), math.nan)
 
 
 class _Votes:
-    """The sum of the directions of gradients, one a row."""
+    """The sum of gradient directions, one per row."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.sum = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in parameters]
 
     def add(self, grads: Sequence[Tensor]) -> None:
-        """Take the gradients of some examples; those that are zero or not finite have no direction."""
+        """Add the gradients of some examples; zero or non-finite ones have no direction."""
         norms = row_norms(grads)
         known = (norms > 0) & norms.isfinite()
         for total, grad in zip(self.sum, grads, strict=True):
@@ -371,7 +371,7 @@ class _Votes:
             total += ((1 / norms[known]).to(total.dtype) @ rows).view(total.shape)
 
     def inner(self, grads: Sequence[Tensor]) -> list[float]:
-        """Of each direction with the sum."""
+        """Returns the cosine of each direction with the sum."""
         products = torch.stack(
             [g.flatten(1).to(total.dtype) @ total.flatten() for g, total in zip(grads, self.sum, strict=True)]
         ).double()
@@ -379,12 +379,12 @@ class _Votes:
         return found
 
     def norm_of_sum(self) -> float:
-        """Length of the sum."""
+        """Returns the length of the sum."""
         return math.sqrt(sum(squared_norm(total) for total in self.sum))
 
 
 def row_norms(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of each example's gradient over all parameters, in float64."""
+    """Returns the norm of each example's gradient over all parameters, in float64."""
     each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grads])
     norms: Tensor = torch.linalg.vector_norm(each, dim=0)
     return norms
@@ -411,7 +411,7 @@ def _inner_products(
     held: list[list[Tensor]] | None,
     tick: Callable[[str], object],
 ) -> list[float]:
-    """Of each example's direction with the sum; from a second pass where the gradients could not all be held."""
+    """Returns the cosine of each example with the sum, from a second pass if not all gradients fit in memory."""
     found = [value for grads in held or () for value in votes.inner(grads)]
     if held is None:
         for number, batch, size in parts:
@@ -430,7 +430,7 @@ def _tensor(name: str, gsnr: Estimate, n: int) -> dict[str, Any]:
 
 
 def _targets(subject: Subject, batch: Any, size: int) -> list[int | None]:
-    """The class of each example, where it has one."""
+    """Returns the class of each example, if it has one."""
     target = subject.target(batch)
     if isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point() and len(target) == size:
         return [int(value) for value in target.tolist()]
