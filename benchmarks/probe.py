@@ -27,12 +27,10 @@ from torch.nn import functional as F
 
 from benchmarks.command_line import Command, device_option, echo_line, json_option, pick_device, print_result
 from gradvitals.bench import Training, cnn, gpt_124m, machine_name, markdown_table, mlp, transformer
-from gradvitals.probe.batches import Subject
+from gradvitals.probe.data import Subject
 from gradvitals.probe.examination import probe
-from gradvitals.probe.gradients import Gradients, trainable
-from gradvitals.probe.per_example import PerExample
-from gradvitals.probe.signal import signal_record
-from gradvitals.probe.streaming import Stream
+from gradvitals.probe.gradients import Gradients, Stream, signal_record, trainable
+from gradvitals.probe.samples import PerExample
 
 Batch = tuple[Tensor, Tensor]
 

@@ -43,9 +43,8 @@ def check(run: gv.Run, losses: list[float], norms: list[float]) -> None:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "re-entrant checkpoints"])
 def test_zero_code_with_a_scaler(tmp_path: Path, reentrant: bool) -> None:
     """A re-entrant checkpoint goes backward in a thread of torch's, within the pass of the loop."""
-    from gradvitals.integrations.zero_code.hooks import Hooks
-    from gradvitals.integrations.zero_code.settings import Settings
-    from gradvitals.integrations.zero_code.watcher import Watcher
+    from gradvitals.integrations.zero_code.program import Settings
+    from gradvitals.integrations.zero_code.watcher import Hooks, Watcher
 
     watcher = Watcher(Settings(run=tmp_path / "run", program="test", every=1, quiet=True))
     hooks = Hooks(watcher)

@@ -11,9 +11,8 @@ import pytest
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optim
 
-from gradvitals.integrations.zero_code.hooks import Hooks
-from gradvitals.integrations.zero_code.settings import Settings
-from gradvitals.integrations.zero_code.watcher import Watcher
+from gradvitals.integrations.zero_code.program import Settings
+from gradvitals.integrations.zero_code.watcher import Hooks, Watcher
 
 sys.path.insert(0, str(Path(__file__).parent))
 collect_ignore_glob = ["scripts/*"]

@@ -90,3 +90,25 @@ def test_what_cannot_be_run_is_told_in_a_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, ["run", *args])
         assert result.exit_code == 2
         assert told in result.output
+
+
+@pytest.mark.parametrize("way", ["find_spec", "import_module", "submodule", "lazy", "own_finder"])
+def test_a_script_is_watched_however_it_imports_torch(way: str, tmp_path: Path) -> None:
+    run = watched("--run", "run", str(HERE / "imports_torch.py"), way, cwd=tmp_path)
+    assert run.status == 0, run.err
+    assert gv.open_run(tmp_path / "run").series("loss")[0].tolist() == list(range(6))
+
+
+def test_the_first_line_says_what_is_watched(tmp_path: Path) -> None:
+    run = watched("--run", "run", str(HERE / "imports_torch.py"), "submodule", cwd=tmp_path)
+    assert run.err.splitlines()[0] == "gradvitals: watching model with SGD, 8 samples per step; the run is in run"
+
+
+def test_ranks_that_the_script_starts_itself_are_left_alone_without_a_long_wait(tmp_path: Path) -> None:
+    run = watched("--run", "run", str(HERE / "starts_ranks.py"), cwd=tmp_path)  # fails after 100 s
+    assert run.status == 0, run.err
+    assert run.out == "trained\n"
+    lines = [line for line in run.err.splitlines() if line.startswith("gradvitals: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("gradvitals: model is not watched: the script itself started 2 ranks")
+    assert not (tmp_path / "run").exists()

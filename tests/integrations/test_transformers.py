@@ -102,7 +102,7 @@ def test_a_state_file_cut_short_does_not_stop_a_resumed_training(
     file.write_bytes(file.read_bytes()[:200])  # as a process leaves it that is killed while it writes
     callback = GradvitalsCallback(tmp_path / "second")
     train(tmp_path / "out", callback, 8, resume=True)
-    assert "cannot be read, and a new record begins" in capsys.readouterr().err
+    assert "cannot be read, so the record starts anew" in capsys.readouterr().err
     with gv.open_run(tmp_path / "second") as run:
         assert run.series("loss")[0].tolist() == [4, 5, 6, 7]
 

@@ -14,11 +14,10 @@ from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
 
 import gradvitals as gv
-from gradvitals.integrations.backward import Backwards
+from gradvitals.integrations.common import BackwardPasses
 from gradvitals.integrations.zero_code import watcher as watcher_module
-from gradvitals.integrations.zero_code.hooks import Hooks
-from gradvitals.integrations.zero_code.settings import Settings
-from gradvitals.integrations.zero_code.watcher import Watcher
+from gradvitals.integrations.zero_code.program import Settings
+from gradvitals.integrations.zero_code.watcher import Hooks, Watcher
 
 Install = Callable[..., Watcher]
 
@@ -348,7 +347,7 @@ def test_an_error_of_ours_stops_the_watching_and_not_the_training(
     twin = copy.deepcopy(model)
     torch.manual_seed(0)
     train(model, [torch.optim.SGD(model.parameters(), lr=0.01)], 2)
-    assert capsys.readouterr().err.count("stopped watching after an error of its own: RuntimeError('ours')") == 1
+    assert capsys.readouterr().err.count("stopped watching after an internal error: RuntimeError('ours')") == 1
     torch.manual_seed(0)
     train(twin, [torch.optim.SGD(twin.parameters(), lr=0.01)], 2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -380,7 +379,7 @@ def test_an_error_of_ours_is_not_one_of_the_script(capsys: pytest.CaptureFixture
 
     weight = torch.nn.Parameter(torch.ones(3))
     elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
-    for listener in (Backwards(fail, lambda loss: None), Backwards(lambda: None, fail)):
+    for listener in (BackwardPasses(fail, lambda loss: None), BackwardPasses(lambda: None, fail)):
         listener.start()
         try:
             torch.autograd.backward([weight.sum(), elsewhere.sum()])
@@ -389,4 +388,4 @@ def test_an_error_of_ours_is_not_one_of_the_script(capsys: pytest.CaptureFixture
             listener.stop()
     assert weight.grad is not None
     assert weight.grad.tolist() == [4, 4, 4]
-    assert capsys.readouterr().err.count("losses are not heard any more: ") == 2  # each says it once
+    assert capsys.readouterr().err.count("losses are no longer recorded: ") == 2  # each prints it once

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.probe.batches import Subject, answers_in, form_of, logits_of, map_tensors, task_of
-from gradvitals.probe.reading import Reading
+from gradvitals.probe.data import Reading, Subject, answers_in, form_of, logits_of, map_tensors, task_of
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradvitals as gv
-from gradvitals.probe.batches import Subject
+from gradvitals.probe.data import Subject
 from gradvitals.probe.landscape import Curvature, landscape_record, moved, top_eigenvalue
 
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals.probe import layers
-from gradvitals.probe.activations import Activations
-from gradvitals.probe.layers import effective_rank, planned_update
+from gradvitals.probe.layers import Activations, effective_rank, planned_update
 
 
 def test_effective_rank_of_known_matrices() -> None:

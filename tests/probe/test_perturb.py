@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradvitals.probe.names import Names, names_of
+from gradvitals.probe.data import Names, names_of
 from gradvitals.probe.perturb import Opening, Sample, at_rest
 
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gradvitals.errors import ConfigError
-from gradvitals.probe.attribution import answer_of, integrated_gradients, smoothgrad
-from gradvitals.probe.names import Names
+from gradvitals.probe.data import Names
 from gradvitals.probe.perturb import CannotPerturb, Opening, Sample
-from gradvitals.probe.saliency import METHODS, saliency
+from gradvitals.probe.saliency import METHODS, answer_of, integrated_gradients, saliency, smoothgrad
 
 
 class Formula(nn.Module):

@@ -14,11 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
-from gradvitals.probe.batches import Subject, form_of
+from gradvitals.probe.data import Subject, form_of
 from gradvitals.probe.gradients import trainable
-from gradvitals.probe.per_example import PerExample
-from gradvitals.probe.samples import cosines_with_the_others, osgr, samples_record
-from gradvitals.probe.suspects import excess_losses, standing_out
+from gradvitals.probe.samples import (
+    PerExample,
+    cosines_with_the_others,
+    excess_losses,
+    osgr,
+    samples_record,
+    standing_out,
+)
 
 
 def reader_of(model: nn.Module, loss_fn: Any, memory: int = 1 << 28) -> PerExample:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import gradvitals as gv
-from gradvitals.probe.signal import judge, signal_record
-from gradvitals.probe.streaming import Stream
+from gradvitals.probe.gradients import Stream, judge, signal_record
 
 
 def record_of(samples: dict[str, torch.Tensor], lr: float | None = None, batch_size: int = 4) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import gradvitals as gv
 from benchmarks.probe import check_gradient_snr_perlayer, check_gradient_snr_perparam
 from gradvitals.functional import gsnr, gsnr_elementwise
 from gradvitals.functional.streamed import Sums, gsnr_streamed
-from gradvitals.probe import streaming
-from gradvitals.probe.streaming import Stream
+from gradvitals.probe import gradients as streaming
+from gradvitals.probe.gradients import Stream
 
 
 def streamed(samples: list[torch.Tensor]) -> Stream:

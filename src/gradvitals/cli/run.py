@@ -68,9 +68,7 @@ def run(
       gradvitals run --run runs/big -m mypackage.train --config big.toml
       torchrun --nproc_per_node=2 -m gradvitals run --out runs/two train.py
     """
-    from gradvitals.integrations.zero_code.launch import Launch
-    from gradvitals.integrations.zero_code.program import Program
-    from gradvitals.integrations.zero_code.settings import Settings
+    from gradvitals.integrations.zero_code.program import Launch, Program, Settings
 
     _check(sinks, alerts)
     place = folder if folder is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -279,6 +279,10 @@ class Topology:
         return int(self.data_index.max()) + 1 if len(self.data_index) else 1
 
 
+class MissingRanksError(RunError):
+    """Some ranks did not come in time."""
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Where ranks meet: the same name on all of them, once only."""
@@ -308,14 +312,14 @@ class Rendezvous:
         """Wait until all notes are there.
 
         Raises:
-            RunError: When they are not in time; it names the ranks that are missing.
+            MissingRanksError: When they are not in time; it names the ranks that are missing.
         """
         deadline, pause = time.monotonic() + self.timeout, 0.002
         while not self._all_there(keys):
             if time.monotonic() > deadline:
                 missing = [place for place, key in enumerate(keys) if not self._is_there(key)]
                 who = _listed(missing) if len(keys) == len(self.ranks) else "0"  # what one tells all is the first's
-                raise RunError(
+                raise MissingRanksError(
                     f"of {len(self.ranks)} ranks, rank {who} did not {what} within "
                     f"{self.timeout:g} s. Call gradvitals.watch on every rank that trains the model, or pass those "
                     "that do as watch(group=...); Config(rank_timeout=...) sets how long to wait"

@@ -1,4 +1,4 @@
-"""From rows to a run folder: cells become readings, the readings are judged, and what they mean is kept with them."""
+"""Import: make a run folder from a history that another program kept."""
 
 from __future__ import annotations
 
@@ -24,13 +24,128 @@ from gradvitals.importing.sources import (
 from gradvitals.store import RunWriter, free_run_path
 from gradvitals.types import Finding, Reading
 
+STEP, TIME = "step", "time"
+
+KNOWN = ("loss", "lr", "grad/norm", "grad/max", "grad/nonfinite", "clip/max_norm", "step/skipped")
+"""Metrics that can be imported: those that need neither single tensors nor the number of samples."""
+
+NAMES: dict[str, tuple[str, ...]] = {
+    STEP: (
+        *("gradvitals_step", "global_step", "train_global_step", "trainer_global_step", "step", "steps", "train_step"),
+        *("iteration", "iterations", "iter", "iter_num", "it", "update", "updates", "num_updates", "_step"),
+    ),
+    TIME: ("_timestamp", "timestamp", "wall_time", "time"),
+    "loss": (
+        *("loss", "train_loss", "training_loss", "loss_train", "loss_training", "train_loss_step", "loss_step"),
+        *("train_batch_loss", "batch_loss", "train_loss_batch", "lm_loss", "train_lm_loss"),
+    ),
+    "grad/norm": (
+        *("grad_norm", "gradient_norm", "gradnorm", "gnorm", "train_grad_norm", "train_gradient_norm", "train_gnorm"),
+        *("total_grad_norm", "global_grad_norm", "grad_norm_total", "total_norm", "global_norm", "grads_norm"),
+        *("optim_grad_norm", "optim_total_grad_norm", "grad_2_0_norm_total", "l2_norm_grad_global"),
+    ),
+    "lr": (
+        *("lr", "learning_rate", "train_lr", "train_learning_rate", "optim_lr", "optim_learning_rate"),
+        *("learn_rate", "learningrate", "learnrate", "lrate", "train_learn_rate", "current_lr", "cur_lr", "last_lr"),
+        *("lr_0", "lr_group0", "lr_pg1", "optim_learning_rate_group0", "lr_adamw", "lr_adam", "lr_sgd"),
+    ),
+}
+"""Names of columns, most likely first, in lower case with _ for everything else."""
+
+NOT_OF_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev)(_|$)")
+
+SHOWN = 20
+"""The most columns to list in an error."""
+
+
+def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
+    """Returns the column to read for each metric, and for the step and the time if there is one.
+
+    Args:
+        columns: All columns of the source.
+        told: The user's choice: metrics by column.
+        has_steps: Whether rows have a step and a time besides their columns.
+
+    Raises:
+        ImportSourceError: If the columns are ambiguous. The message lists them and how to choose.
+    """
+    chosen: dict[str, str] = {}
+    for column, called in told.items():
+        metric = _metric_called(called)
+        if metric not in (*KNOWN, STEP, TIME):
+            known = ", ".join((*NAMES, *(name for name in KNOWN if name not in NAMES)))
+            raise ImportSourceError(f"--map {column}={metric}: there is no metric {metric!r}; expected one of {known}")
+        if column not in columns:
+            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {listed(columns)}")
+        chosen[metric] = column
+    taken = set(chosen.values())
+    free = [column for column in columns if column not in taken]
+    for column in free:  # a history that gradvitals wrote
+        own = column.removeprefix("metrics/").removeprefix("gradvitals/")
+        if own in KNOWN and own not in chosen:
+            chosen[own] = column
+    for metric, names in NAMES.items():
+        if metric not in chosen and not (has_steps and metric in (STEP, TIME)):
+            found = _guess(metric, names, free)
+            if found is not None:
+                chosen[metric] = found
+    if not chosen.keys() & {"loss", "grad/norm"}:
+        raise ImportSourceError(
+            f"no column is known to be the loss or the gradient norm; found {listed(columns)}. "
+            "Say which is which: --map COLUMN=loss, --map COLUMN=grad/norm"
+        )
+    return chosen
+
+
+def _metric_called(name: str) -> str:
+    """Returns the metric for its own name or for a usual name of its column."""
+    if name in (*KNOWN, *NAMES):
+        return name
+    return next((metric for metric, names in NAMES.items() if _small(name) in names), name)
+
+
+def _guess(metric: str, names: Sequence[str], columns: Iterable[str]) -> str | None:
+    by_name: dict[str, list[str]] = {}
+    for column in columns:
+        by_name.setdefault(_small(column), []).append(column)
+    for name in names:
+        if len(by_name.get(name, ())) > 1:
+            raise _unclear(metric, by_name[name])
+        if name in by_name:
+            return by_name[name][0]
+    if metric != "loss":
+        return None
+    like = [own for name, own in by_name.items() if "loss" in name.split("_") and not NOT_OF_TRAINING.search(name)]
+    maybe = [column for columns_of_name in like for column in columns_of_name]
+    if len(maybe) > 1:
+        raise _unclear(metric, maybe)
+    return maybe[0] if maybe else None
+
+
+def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
+    return ImportSourceError(
+        f"several columns may be the {metric}: {listed(columns)}. Say which: --map {columns[0]}={metric}"
+    )
+
+
+def _small(column: str) -> str:
+    """Returns a name in lower case with _ for everything else. A leading _ stays: wandb uses it."""
+    small = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.strip()).lower()).rstrip("_")
+    return small if column.startswith("_") else small.lstrip("_")
+
+
+def listed(columns: Sequence[str]) -> str:
+    """Returns the first columns by name, and how many more there are."""
+    more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
+    return ", ".join(repr(column[:100]) for column in columns[:SHOWN]) + more if columns else "none"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What came of an import."""
+    """The result of an import."""
 
     run: Path
-    """The folder it is in now."""
+    """The folder of the new run."""
     source: Path
     kind: str
     columns: Mapping[str, str]
@@ -38,10 +153,10 @@ class Imported:
     steps: int
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    """What is to be said about the source: damaged rows, steps that came twice."""
+    """Remarks on the source, such as damaged rows or repeated steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Returns the record as plain JSON values."""
         return {
             "run": str(self.run),
             "source": str(self.source),
@@ -56,15 +171,15 @@ class Imported:
 def import_run(
     source: str | Path, run: str | Path | None = None, *, columns: Mapping[str, str] | None = None
 ) -> Imported:
-    """Make a run folder out of a history of loss, gradient norm or learning rate.
+    """Make a run folder from a history of loss, gradient norm or learning rate.
 
     Args:
         source: Event files of TensorBoard, a run of W&B, a CSV, JSONL or JSON file; or the folder of one.
         run: Folder to make; None takes ``runs/`` and the source's name.
-        columns: Metrics by the name of their column, where that cannot be guessed: ``{"train_nll": "loss"}``.
+        columns: Metrics by the name of their column, if they cannot be guessed: ``{"train_nll": "loss"}``.
 
     Raises:
-        ImportSourceError: If the source cannot be read, or its columns cannot be told apart.
+        ImportSourceError: If the source cannot be read, or its columns are ambiguous.
         RunError: If there is a run in that folder already.
     """
     path = Path(source)
@@ -116,7 +231,7 @@ def _columns_of(source: Source) -> list[str]:
 
 
 def _readings(source: Source, chosen: Mapping[str, str], notes: Notes) -> list[Reading]:
-    """One reading a step, in order of steps. Where a step comes again, what came last counts."""
+    """Returns one reading per step, in order. If a step is repeated, its last values count."""
     metrics = _metrics(chosen)
     values: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
@@ -165,121 +280,3 @@ def _limited(source: Source, notes: Notes) -> Iterator[Row]:
 def _name(path: Path) -> str:
     resolved = path.resolve()
     return f"{resolved.stem if resolved.is_file() else resolved.name}-imported"
-
-
-# -- which column is what ---------------------------------------------------------------------------------------------
-
-STEP, TIME = "step", "time"
-
-KNOWN = ("loss", "lr", "grad/norm", "grad/max", "grad/nonfinite", "clip/max_norm", "step/skipped")
-"""What can be imported: metrics that say something without single tensors, and without the samples behind them."""
-
-NAMES: dict[str, tuple[str, ...]] = {
-    STEP: (
-        *("gradvitals_step", "global_step", "train_global_step", "trainer_global_step", "step", "steps", "train_step"),
-        *("iteration", "iterations", "iter", "iter_num", "it", "update", "updates", "num_updates", "_step"),
-    ),
-    TIME: ("_timestamp", "timestamp", "wall_time", "time"),
-    "loss": (
-        *("loss", "train_loss", "training_loss", "loss_train", "loss_training", "train_loss_step", "loss_step"),
-        *("train_batch_loss", "batch_loss", "train_loss_batch", "lm_loss", "train_lm_loss"),
-    ),
-    "grad/norm": (
-        *("grad_norm", "gradient_norm", "gradnorm", "gnorm", "train_grad_norm", "train_gradient_norm", "train_gnorm"),
-        *("total_grad_norm", "global_grad_norm", "grad_norm_total", "total_norm", "global_norm", "grads_norm"),
-        *("optim_grad_norm", "optim_total_grad_norm", "grad_2_0_norm_total", "l2_norm_grad_global"),
-    ),
-    "lr": (
-        *("lr", "learning_rate", "train_lr", "train_learning_rate", "optim_lr", "optim_learning_rate"),
-        *("learn_rate", "learningrate", "learnrate", "lrate", "train_learn_rate", "current_lr", "cur_lr", "last_lr"),
-        *("lr_0", "lr_group0", "lr_pg1", "optim_learning_rate_group0", "lr_adamw", "lr_adam", "lr_sgd"),
-    ),
-}
-"""What columns are called, the plainest first; all in small letters, with _ for everything else."""
-
-NOT_OF_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev)(_|$)")
-
-SHOWN = 20
-"""Columns that an error names."""
-
-
-def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
-    """The column to read for each metric, and for the step and the time where there is one.
-
-    Args:
-        columns: All columns of the source.
-        told: Metrics by the column that the user says they are in.
-        has_steps: Whether rows know their step and time without a column: one called so is a value like others.
-
-    Raises:
-        ImportSourceError: If it is not clear which they are. Says what was found and how to say which is which.
-    """
-    chosen: dict[str, str] = {}
-    for column, called in told.items():
-        metric = _metric_called(called)
-        if metric not in (*KNOWN, STEP, TIME):
-            known = ", ".join((*NAMES, *(name for name in KNOWN if name not in NAMES)))
-            raise ImportSourceError(f"--map {column}={metric}: there is no metric {metric!r}; expected one of {known}")
-        if column not in columns:
-            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {listed(columns)}")
-        chosen[metric] = column
-    taken = set(chosen.values())
-    free = [column for column in columns if column not in taken]
-    for column in free:  # what gradvitals wrote itself has its names
-        own = column.removeprefix("metrics/").removeprefix("gradvitals/")
-        if own in KNOWN and own not in chosen:
-            chosen[own] = column
-    for metric, names in NAMES.items():
-        if metric not in chosen and not (has_steps and metric in (STEP, TIME)):
-            found = _guess(metric, names, free)
-            if found is not None:
-                chosen[metric] = found
-    if not chosen.keys() & {"loss", "grad/norm"}:
-        raise ImportSourceError(
-            f"no column is known to be the loss or the gradient norm; found {listed(columns)}. "
-            "Say which is which: --map COLUMN=loss, --map COLUMN=grad/norm"
-        )
-    return chosen
-
-
-def _metric_called(name: str) -> str:
-    """The metric that a user means, by its own name or by one that columns have."""
-    if name in (*KNOWN, *NAMES):
-        return name
-    return next((metric for metric, names in NAMES.items() if _small(name) in names), name)
-
-
-def _guess(metric: str, names: Sequence[str], columns: Iterable[str]) -> str | None:
-    by_name: dict[str, list[str]] = {}
-    for column in columns:
-        by_name.setdefault(_small(column), []).append(column)
-    for name in names:
-        if len(by_name.get(name, ())) > 1:
-            raise _unclear(metric, by_name[name])
-        if name in by_name:
-            return by_name[name][0]
-    if metric != "loss":
-        return None
-    like = [own for name, own in by_name.items() if "loss" in name.split("_") and not NOT_OF_TRAINING.search(name)]
-    maybe = [column for columns_of_name in like for column in columns_of_name]
-    if len(maybe) > 1:
-        raise _unclear(metric, maybe)
-    return maybe[0] if maybe else None
-
-
-def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
-    return ImportSourceError(
-        f"several columns may be the {metric}: {listed(columns)}. Say which: --map {columns[0]}={metric}"
-    )
-
-
-def _small(column: str) -> str:
-    """A name in small letters with _ for everything else; one at the start is kept, as wandb's own have it."""
-    small = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.strip()).lower()).rstrip("_")
-    return small if column.startswith("_") else small.lstrip("_")
-
-
-def listed(columns: Sequence[str]) -> str:
-    """Some columns by name, and how many more there are."""
-    more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
-    return ", ".join(repr(column[:100]) for column in columns[:SHOWN]) + more if columns else "none"

@@ -1,7 +1,4 @@
-"""Rows of named cells out of files that some other program wrote: CSV, JSON, TensorBoard events and W&B runs.
-
-Everything in them is text and numbers; nothing is ever run.
-"""
+"""Histories that other programs keep: TensorBoard event files, W&B files, CSV, JSON and JSON lines."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from typing import IO, Any, NamedTuple
 from gradvitals.errors import GradvitalsError
 
 MAX_BYTES = 2 << 30
-"""Of a source, all its files together."""
+"""The most bytes in all files of a source."""
 MAX_ROWS = 5_000_000
 MAX_COLUMNS = 20_000
 
 
 class ImportSourceError(GradvitalsError):
-    """A source cannot be read, or not without being told more."""
+    """A source cannot be read, or is ambiguous."""
 
 
 class Row(NamedTuple):
-    """One row: its step and time where the format has a place for them, and its cells by the name of their column."""
+    """One row: its cells by column, and its step and time if the format has a place for them."""
 
     cells: Mapping[str, Any]
     step: int | None = None
@@ -38,16 +35,16 @@ class Row(NamedTuple):
 
 @dataclass
 class Notes:
-    """What was met while reading."""
+    """What went wrong while reading."""
 
     unreadable: int = 0
     """Rows that could not be read."""
     cut_off: bool = False
-    """Whether the last row is not whole: the program that wrote it was killed, or still writes."""
+    """Whether the last row is incomplete: its writer was killed or is still writing."""
     others: list[str] = field(default_factory=list)
 
     def words(self) -> list[str]:
-        """All of it, in sentences."""
+        """Returns the notes as sentences."""
         words = list(self.others)
         if self.unreadable:
             rows = "1 row" if self.unreadable == 1 else f"{self.unreadable:,} rows"
@@ -59,7 +56,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder, and how to go through its rows, as often as needed."""
+    """A file or folder, and a function that iterates over its rows, as often as needed."""
 
     kind: str
     path: Path
@@ -67,7 +64,7 @@ class Source:
 
 
 def number(cell: Any) -> float | None:
-    """A cell as a number; None where it holds none. NaN and infinity are numbers: they may be the news.
+    """Returns a cell as a number, or None. NaN and infinity are numbers here: they may be what matters.
 
     >>> number("1e-3"), number("nan") is None, number(""), number([1.0])
     (0.001, False, None, None)
@@ -81,7 +78,7 @@ def number(cell: Any) -> float | None:
 
 
 def whole(cell: Any) -> int | None:
-    """A cell as a step: a whole number that a run can hold, not below 0."""
+    """Returns a cell as a step: an integer from 0 that a run can hold, or None."""
     value = number(cell)
     if value is None or not math.isfinite(value) or value != int(value) or not 0 <= value < 1 << 53:
         return None
@@ -89,7 +86,7 @@ def whole(cell: Any) -> int | None:
 
 
 def decoded(contents: Iterable[bytes], message_class: Any, notes: Notes) -> Iterator[Any]:
-    """Messages of protobuf; what is none is counted."""
+    """Yields protobuf messages, and counts those that cannot be decoded."""
     from google.protobuf.message import DecodeError
 
     for content in contents:
@@ -99,23 +96,21 @@ def decoded(contents: Iterable[bytes], message_class: Any, notes: Notes) -> Iter
             notes.unreadable += 1
 
 
-# -- CSV, JSONL and JSON ---------------------------------------------------------------------------------------------
-
 MAX_JSON_BYTES = 256 << 20
-"""A JSON file is read as a whole."""
+"""The most bytes of a JSON file, which is read as a whole."""
 MAX_LINE = 1 << 20
-"""Characters of a row."""
+"""The most characters in a row."""
 MAX_DEPTH = 3
-"""Levels of objects inside a row of JSON that are looked into."""
+"""Levels of nested objects to read in a JSON row."""
 
 
 def csv_source(path: Path) -> Source:
-    """A table with a header, its columns apart by comma, semicolon or tab."""
+    """A table with a header, separated by comma, semicolon or tab."""
     return Source("csv", path, partial(_csv_rows, path))
 
 
 def jsonl_source(path: Path) -> Source:
-    """One object of JSON a line."""
+    """One JSON object per line."""
     return Source("jsonl", path, partial(_jsonl_rows, path))
 
 
@@ -123,7 +118,7 @@ def json_source(path: Path) -> Source:
     """A list of objects, a ``trainer_state.json`` of transformers, or an object of columns."""
     if path.stat().st_size > MAX_JSON_BYTES:
         limit = MAX_JSON_BYTES >> 20
-        raise ImportSourceError(f"{path} is over {limit} MB of JSON; expected less, or one object a line in a .jsonl")
+        raise ImportSourceError(f"{path} is over {limit} MB of JSON; expected less, or one object per line in a .jsonl")
     try:
         content = json.loads(path.read_text("utf-8-sig", "replace"))
     except (ValueError, RecursionError) as error:
@@ -187,16 +182,16 @@ def _object_rows(content: list[Any], notes: Notes) -> Iterator[Row]:
 def _column_rows(path: Path, columns: Mapping[str, list[Any]], notes: Notes) -> Iterator[Row]:
     if len(columns) > MAX_COLUMNS:
         raise ImportSourceError(f"{path} has over {MAX_COLUMNS:,} columns; expected fewer")
-    going_on, until = columns, 0
+    longer, until = columns, 0
     for index in range(max(map(len, columns.values()))):
-        if index >= until:  # thousands of columns that have ended must not be gone through for every row
-            going_on = {name: cells for name, cells in going_on.items() if len(cells) > index}
-            until = min(map(len, going_on.values()))
-        yield Row({name: cells[index] for name, cells in going_on.items()})
+        if index >= until:  # do not visit thousands of columns that have ended for every row
+            longer = {name: cells for name, cells in longer.items() if len(cells) > index}
+            until = min(map(len, longer.values()))
+        yield Row({name: cells[index] for name, cells in longer.items()})
 
 
 def _lines(file: Any, notes: Notes) -> Iterator[str]:
-    """Whole lines; one that is far too long is left out, and so is a last one that is cut off."""
+    """Yields complete lines; skips lines that are far too long and an incomplete last one."""
     while line := file.readline(MAX_LINE):
         if line.endswith(("\n", "\r")):
             yield line
@@ -212,12 +207,12 @@ def _lines(file: Any, notes: Notes) -> Iterator[str]:
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a last line without an end may be taken as it is. Half a number looks like a number: only JSON tells."""
+    """Whether a last line without a line break is complete. Half a number looks like one; only JSON shows it."""
     return line.rstrip().endswith("}")
 
 
 def flat(row: Mapping[str, Any], prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """An object with the names of inner ones joined to theirs.
+    """Returns a nested object as a flat one whose names are paths.
 
     >>> flat({"step": 1, "train": {"loss": 0.5}})
     {'step': 1, 'train/loss': 0.5}
@@ -231,16 +226,14 @@ def flat(row: Mapping[str, Any], prefix: str = "", depth: int = MAX_DEPTH) -> di
     return cells
 
 
-# -- TensorBoard event files: frames are read here, their content by tensorboard -------------------------------------
-
 MAX_EVENT = 16 << 20
-"""Bytes of one event; images and graphs may be larger, and are passed over."""
+"""The most bytes of one event; larger ones, such as images and graphs, are skipped."""
 FLOAT, DOUBLE = 1, 2
-"""TensorFlow's numbers for its types."""
+"""TensorFlow's numbers for its dtypes."""
 
 
 def event_source(path: Path, files: list[Path]) -> Source:
-    """The event files of one run, in the order of their names, which begin with the time they were begun at."""
+    """The event files of one run, in the order of their names, which start with a time."""
     _event_class()
     return Source("tensorboard", path, partial(_event_rows, sorted(files)))
 
@@ -259,7 +252,7 @@ def _event_rows(files: list[Path], notes: Notes) -> Iterator[Row]:
 
 
 def _frames(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
-    """The events as bytes: each has its length and a checksum of it before, a checksum of itself after it."""
+    """Yields events as bytes. Each follows its length and the checksum of that, and precedes its own checksum."""
     size = file.seek(0, 2)
     place = file.seek(0)
     while place < size:
@@ -310,19 +303,17 @@ def _event_class() -> Any:
     return Event
 
 
-# -- The file that W&B keeps of a run: frames are read here, their content by wandb -----------------------------------
-
 MAGIC = b":W&B"
 BLOCK = 32768
 HEADER = 7
-"""Bytes before the first record, and before every piece of one."""
+"""Bytes before the first record, and before each piece of a record."""
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 MAX_RECORD = 16 << 20
-"""Bytes of one record; larger ones are passed over."""
+"""The most bytes of one record; larger ones are skipped."""
 
 
 def wandb_source(path: Path) -> Source:
-    """One run of W&B."""
+    """A W&B run."""
     _record_class()
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
@@ -346,14 +337,14 @@ def _cells(items: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
-    """The records as bytes. A block holds whole pieces of records; a record may be in pieces over several blocks."""
+    """Yields records as bytes. A block holds complete pieces of records; a record may span several blocks."""
     parts: list[bytes] | None = None
     start = HEADER
     while block := file.read(BLOCK):
         place, start = start, 0
         while place + HEADER <= len(block):
             _, length, kind = struct.unpack_from("<IHB", block, place)
-            if kind == 0:  # the rest of a block that had no room for another piece
+            if kind == 0:  # padding: the block had no room for another piece
                 break
             piece = block[place + HEADER : place + HEADER + length]
             place += HEADER + length
@@ -373,7 +364,7 @@ def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
                 elif kind in (FULL, LAST):
                     yield b"".join(parts)
                     parts = None
-        if place < len(block) < BLOCK and len(block) - place < HEADER:  # the beginning of a piece, and no more
+        if place < len(block) < BLOCK and len(block) - place < HEADER:  # only the start of a piece
             notes.cut_off = True
     notes.cut_off = notes.cut_off or parts is not None
 
@@ -388,18 +379,16 @@ def _record_class() -> Any:
     return wandb_internal_pb2.Record  # type: ignore[attr-defined, unused-ignore]
 
 
-# -- What kind of file or folder it is -------------------------------------------------------------------------------
-
 EXPECTED = (
     "TensorBoard event files or their folder, a W&B run folder or .wandb file, a .csv, .tsv, .jsonl or .json, "
     "or a folder with a trainer_state.json"
 )
 MAX_ENTRIES = 20_000
-"""Files and folders that are looked at in a source."""
+"""The most files to look at in a source."""
 
 
 def find_source(path: Path) -> Source:
-    """The source at a path.
+    """Returns the source at a path.
 
     Raises:
         ImportSourceError: If there is none, more than one, or one that is too large.
@@ -453,7 +442,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _one_run(path: Path, events: list[Path]) -> list[Path]:
-    """The event files of one folder: those of several folders are several runs."""
+    """Returns the event files of one folder; several folders are several runs."""
     folders = sorted({file.parent for file in events})
     if path in folders:
         return [file for file in events if file.parent == path]

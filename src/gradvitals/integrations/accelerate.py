@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradvitals import monitor as monitoring
-from gradvitals.integrations.backward import Backwards, observe_part
+from gradvitals.integrations.common import BackwardPasses, observe_part
 from gradvitals.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -24,23 +24,23 @@ def watch(
     checkpoint: bool = True,
     **options: Any,
 ) -> Monitor:
-    """Watch a model and an optimizer that came out of `accelerator.prepare`.
+    """Watch a model and an optimizer that `accelerator.prepare` returned.
 
-    The loss needs no `observe`: it is heard in `accelerator.backward`, which divides it by the number of micro-batches,
-    and added up over a step.
+    The loop needs no `observe`: the loss is the sum over the `accelerator.backward` calls of a step, which divide it by
+    the number of micro-batches.
 
     Args:
         accelerator: The Accelerator of the loop.
         model: The prepared model.
-        optimizer: The prepared optimizer, or all of them.
+        optimizer: The prepared optimizer or optimizers.
         checkpoint: Whether `accelerator.save_state` and `load_state` keep and restore the Monitor's state too.
         options: As for `gradvitals.watch`: run, config, batch_size, guard, sinks, alerts and so on.
 
     Returns:
-        The Monitor. Close it, or let it close with the program. It then says the verdict on stderr.
+        The Monitor. Close it, or let it close with the program; it then prints the verdict to stderr.
     """
     monitor = monitoring.watch(model, optimizer, **options)
-    backwards = Backwards(lambda: None, lambda loss: observe_part(monitor, loss))
+    backwards = BackwardPasses(lambda: None, lambda loss: observe_part(monitor, loss))
     monitor.at_close(backwards.stop)
     backwards.start()
     if checkpoint:

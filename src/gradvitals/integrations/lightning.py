@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.guard import Guard
-from gradvitals.integrations.backward import observe_part
-from gradvitals.integrations.logged import newest
-from gradvitals.integrations.sharded import show_shards
+from gradvitals.integrations.common import newest, observe_part, show_shards
 from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
 
@@ -31,17 +29,17 @@ class GradvitalsCallback(Callback):
     """Watches what a Trainer trains: ``Trainer(callbacks=[GradvitalsCallback(run="runs/mine")])``.
 
     Gradients are read unscaled and before the Trainer clips them. The loss is the one that `training_step` returns;
-    with manual optimisation, the sum of those that `manual_backward` gets in a step. The callback's state is in the
-    Trainer's checkpoints: `trainer.fit(ckpt_path=...)` continues the record.
+    with manual optimization, the sum of those passed to `manual_backward` in a step. The Trainer's checkpoints hold
+    the callback's state, so `trainer.fit(ckpt_path=...)` continues the run.
 
     Args:
         run: Folder to keep the run in, as for `gradvitals.watch`.
         config: Settings of the Monitor.
-        batch_size: Samples per optimizer step of this process; None counts those of each batch.
-        guard: A `Guard` that may act on what is seen.
-        sinks: Where readings go besides the run's folder.
-        alerts: Who is told findings.
-        log: Whether the newest gradient norm, GSNR and noise scale go into the Trainer's logs, as ``gradvitals/...``.
+        batch_size: Samples per optimizer step of this process; None counts the samples of each batch.
+        guard: A `Guard` that may act on findings.
+        sinks: Where to send readings besides the run's folder.
+        alerts: Where to report findings.
+        log: Whether to add the newest gradient norm, GSNR and noise scale to the Trainer's logs, as ``gradvitals/...``.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class GradvitalsCallback(Callback):
     ) -> None:
         super().__init__()
         self.monitor: Monitor | None = None
-        """The Monitor, from the beginning of training on."""
+        """The Monitor, once training has started."""
         self._options: dict[str, Any] = {"run": run, "config": config, "batch_size": batch_size}
         self._options |= {"guard": guard, "sinks": sinks, "alerts": alerts}
         self._log = log
@@ -66,12 +64,12 @@ class GradvitalsCallback(Callback):
         self._state: dict[str, Any] | None = None
         self._unwrap: list[Callable[[], None]] = []
 
-    # -- the beginning and the end ------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch: optimizers are there, a checkpoint has been loaded, the sanity check is over."""
+        """Start watching: optimizers exist, the checkpoint is loaded, the sanity check is over."""
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
-        show_shards(model)  # the sanity check may have gathered them
+        show_shards(model)  # the sanity check may have gathered parameters
         self.monitor = watch(model, trainer.optimizers, **self._options)
         if self._state is not None:
             self.monitor.load_state_dict(self._state)
@@ -80,15 +78,15 @@ class GradvitalsCallback(Callback):
             self._unwrap = [_evaluate_first(optimizer) for optimizer in trainer.optimizers]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Training has ended with an error, or by hand."""
+        """Training ended with an error or was interrupted."""
         self._close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Training is over, and its last checkpoint has been written."""
+        """Training is over, and its last checkpoint is written."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        while self._unwrap:  # before the Guard gives the optimizers their own steps back
+        while self._unwrap:  # before the Guard restores the optimizers' own steps
             self._unwrap.pop()()
         if self.monitor is not None:
             self.monitor.close(error)
@@ -101,13 +99,13 @@ class GradvitalsCallback(Callback):
         self._samples = sizes.pop() if len(sizes) == 1 and self._options["batch_size"] is None else None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """The loss, which may be scaled."""
+        """Keep the loss, unscaled."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = getattr(scaler, "_scale", None)
         self._loss = loss.detach() if scale is None else loss.detach() / scale.to(loss.device)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gradients are there: the moment to observe."""
+        """Observe the loss, now that the gradients exist."""
         if self.monitor is None or self._loss is None:
             return
         if pl_module.automatic_optimization:  # the Trainer has divided it
@@ -119,7 +117,7 @@ class GradvitalsCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Put the newest values into the Trainer's logs."""
+        """Add the newest values to the Trainer's logs."""
         if self._log and self.monitor is not None:
             found = newest(self.monitor)
             pl_module.log_dict(found, on_step=True, on_epoch=False, rank_zero_only=True, batch_size=1)
@@ -127,19 +125,19 @@ class GradvitalsCallback(Callback):
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Returns what a checkpoint keeps."""
         return self.monitor.state_dict() if self.monitor is not None else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint when training begins."""
+        """Continue from a checkpoint when training starts."""
         self._state = dict(state_dict) or None
 
 
 def _evaluate_first(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Evaluate the closure that the Trainer gives an optimizer before its step, so that a Guard sees a plain step.
+    """Make an optimizer evaluate the Trainer's closure before its step, so that a Guard sees a plain step.
 
-    It is what torch's optimizers do themselves. LBFGS, which evaluates it again and again, is left alone. What is
-    returned undoes it.
+    Torch's optimizers do the same, except LBFGS, which evaluates it repeatedly and stays as it is. Returns a function
+    that undoes the change.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return lambda: None

@@ -13,8 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.guard import Guard
-from gradvitals.integrations.backward import Backwards, observe_part
-from gradvitals.integrations.logged import newest
+from gradvitals.integrations.common import BackwardPasses, newest, observe_part
 from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
 from gradvitals.worker.worker import print_line
@@ -23,18 +22,18 @@ from gradvitals.worker.worker import print_line
 class GradvitalsCallback(TrainerCallback):
     """Watches what a Trainer trains: ``Trainer(..., callbacks=[GradvitalsCallback(run="runs/mine")])``.
 
-    Gradients are read unscaled and before the Trainer clips them. The loss is the sum of what the backward passes of a
-    step are called on, which the Trainer has divided: the mean over the step's batch. The Monitor's state is a file in
-    the Trainer's checkpoints, and `train(resume_from_checkpoint=...)` continues the record.
+    Gradients are read unscaled and before the Trainer clips them. The loss is the sum over the backward passes
+    of a step; the Trainer has divided each, so it is the mean over the step's batch. The Monitor's state is a file in
+    the Trainer's checkpoints, so `train(resume_from_checkpoint=...)` continues the run.
 
     Args:
         run: Folder to keep the run in, as for `gradvitals.watch`.
         config: Settings of the Monitor.
         batch_size: Samples per optimizer step of this process; None takes it from the TrainingArguments.
-        guard: A `Guard` that may act on what is seen.
-        sinks: Where readings go besides the run's folder.
-        alerts: Who is told findings.
-        log: Whether the newest gradient norm, GSNR and noise scale go into the Trainer's logs, as ``gradvitals/...``.
+        guard: A `Guard` that may act on findings.
+        sinks: Where to send readings besides the run's folder.
+        alerts: Where to report findings.
+        log: Whether to add the newest gradient norm, GSNR and noise scale to the Trainer's logs, as ``gradvitals/...``.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class GradvitalsCallback(TrainerCallback):
         log: bool = False,
     ) -> None:
         self.monitor: Monitor | None = None
-        """The Monitor, from the beginning of training on."""
+        """The Monitor, once training has started."""
         self._options: dict[str, Any] = {"run": run, "config": config, "guard": guard, "sinks": sinks, "alerts": alerts}
         self._batch_size = batch_size
         self._log = log
-        self._backwards = Backwards(lambda: None, self._after_backward)
+        self._backwards = BackwardPasses(lambda: None, self._after_backward)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to watch, or go on where the checkpoint was."""
+        """Start watching, or continue from the checkpoint."""
         self._close()
         samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
         self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
@@ -67,14 +66,14 @@ class GradvitalsCallback(TrainerCallback):
         self._backwards.start()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the Monitor's state beside the Trainer's."""
+        """Save the Monitor's state beside the Trainer's."""
         file = _state_file(args, state)
         if self.monitor is not None and file.parent.is_dir():
             fresh = file.with_suffix(".new")
             try:
                 torch.save(self.monitor.state_dict(), fresh)
-                fresh.replace(file)  # a process that is killed meanwhile leaves no half of it
-            except Exception as error:  # a full disk, say: saving is the Trainer's, and must go on
+                fresh.replace(file)  # a kill meanwhile leaves no partial file
+            except Exception as error:  # such as a full disk; the Trainer must continue to save
                 print_line(f"{file} could not be written: {type(error).__name__}: {error}", self.monitor.config.quiet)
 
     def on_log(
@@ -85,7 +84,7 @@ class GradvitalsCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the newest values to what the Trainer logs."""
+        """Add the newest values to the Trainer's logs."""
         if self._log and self.monitor is not None and logs is not None and "loss" in logs:
             found = newest(self.monitor)
             logs |= found
@@ -109,17 +108,17 @@ class GradvitalsCallback(TrainerCallback):
 
 
 def _restore(monitor: Monitor, file: Path) -> bool:
-    """Go on where a checkpoint was; whether that was possible. Training goes on either way."""
+    """Continue from a checkpoint. Returns whether that was possible; training continues either way."""
     if not file.is_file():
         return False
     try:
         monitor.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
-        print_line(f"{file} cannot be read, and a new record begins: {type(error).__name__}", monitor.config.quiet)
+        print_line(f"{file} cannot be read, so the record starts anew: {type(error).__name__}", monitor.config.quiet)
         return False
     return True
 
 
 def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where this process keeps its state, in the Trainer's checkpoint of this step."""
+    """Returns the file of this process in the Trainer's checkpoint of this step."""
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / f"gradvitals_{args.process_index}.pt"

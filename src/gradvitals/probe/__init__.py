@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from gradvitals.probe.data import Names
 from gradvitals.probe.examination import QUESTIONS, Probe, probe
-from gradvitals.probe.names import Names
 
 __all__ = ["QUESTIONS", "Names", "Probe", "probe"]
 

@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradvitals.probe.batches import Subject
+from gradvitals.probe.data import Subject
 from gradvitals.probe.gradients import gradients
 from gradvitals.probe.layers import planned_update
-from gradvitals.probe.untouched import same_randomness
+from gradvitals.probe.state import same_randomness
 
 FACTORS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Places on the line, in units of the learning rate."""
+"""Points on the line, in units of the learning rate."""
 
 MOST_ITERATIONS = 50
 TOLERANCE = 1e-3
 RESIDUAL = 0.1
-"""An eigenvalue has settled when it moves by less than the one, and the residual is less than the other, of it."""
+"""An eigenvalue has converged if its relative change and its relative residual are below these."""
 
 DIFFERENCE = 1e-2
-"""Length of a step for differences, over the norm of the parameters."""
+"""Step length for finite differences, relative to the norm of the parameters."""
 
 Vector = list[Tensor]
 
 
 class Curvature:
-    """Products of the Hessian of one batch's loss with vectors: by double backward, or by differences."""
+    """Products of the Hessian of one batch's loss with vectors: by double backward or finite differences."""
 
     def __init__(self, subject: Subject, parameters: Sequence[nn.Parameter], batch: Any) -> None:
         self.subject, self.parameters, self.batch = subject, list(parameters), batch
@@ -44,22 +44,22 @@ class Curvature:
         self._graph: list[tuple[Tensor, int]] | None = None
 
     def loss(self) -> float:
-        """At the parameters as they are."""
+        """At the current parameters."""
         with torch.no_grad(), same_randomness():
             return float(self.subject.loss(self.batch))
 
     def gradient(self) -> Vector:
-        """At the parameters as they are."""
+        """At the current parameters."""
         with same_randomness():
             loss = self.subject.loss(self.batch)
         return _whole(gradients(loss, self.parameters), self.parameters)
 
     def forget(self) -> None:
-        """Let go of the graph, which is large."""
+        """Free the graph, which is large."""
         self._graph = None
 
     def times(self, vector: Vector) -> Vector:
-        """The Hessian times a vector."""
+        """Returns the Hessian times a vector."""
         if self.method == "double backward":
             try:
                 return self.by_double_backward(vector)
@@ -68,9 +68,9 @@ class Curvature:
         return self.by_differences(vector)
 
     def by_double_backward(self, vector: Vector) -> Vector:
-        """Exactly, where every operation has a second derivative."""
+        """Returns the exact product; needs a second derivative of every operation."""
         if self._graph is None:
-            # The fused kernels of attention have no second derivative.
+            # Fused attention kernels have no second derivative.
             with same_randomness(), sdpa_kernel(SDPBackend.MATH):
                 loss = self.subject.loss(self.batch)
                 found = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
@@ -85,7 +85,7 @@ class Curvature:
         return [p.detach() for p in _whole(product, self.parameters)]
 
     def by_differences(self, vector: Vector) -> Vector:
-        """Approximately, from the gradients a little ahead and a little behind."""
+        """Returns the approximate product, from gradients at two nearby points."""
         scale = DIFFERENCE * max(_norm([p.detach() for p in self.parameters]), 1.0) / max(_norm(vector), 1e-30)
         sides = []
         for sign in (1.0, -1.0):
@@ -107,7 +107,7 @@ def top_eigenvalue(curvature: Curvature, tick: Callable[[str], object] = lambda 
     """
     value, count, settled = _power(curvature, 0.0, MOST_ITERATIONS, tick)
     if value < 0:
-        # Shifted eigenvalues lie close together, which takes longer.
+        # Shifted eigenvalues are close together, so the iteration converges more slowly.
         value, more, settled = _power(curvature, -value, 2 * MOST_ITERATIONS, tick)
         count += more
     return value, count, settled
@@ -122,7 +122,7 @@ def _power(curvature: Curvature, shift: float, most: int, tick: Callable[[str], 
         product = curvature.times(vector)
         before, value = value, _dot(vector, product)
         tick("sharpness")
-        # How far the vector is from an eigenvector: a value that hardly moves may only be moving slowly.
+        # The residual: a value that hardly changes may only be converging slowly.
         rest = _norm([h - value * v for h, v in zip(product, vector, strict=True)])
         if abs(value - before) <= TOLERANCE * abs(value) and rest <= RESIDUAL * abs(value):
             return value, iteration, True
@@ -143,7 +143,7 @@ def landscape_record(
     optimizer: torch.optim.Optimizer | None,
     tick: Callable[[str], object] = lambda label: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The answer as a plain record, and notes on what was not as asked.
+    """Returns the answer as a plain record, and notes on what differs from the request.
 
     Args:
         subject: The model and its loss.
@@ -160,7 +160,7 @@ def landscape_record(
     unit = lr
     if optimizer is not None:
         try:
-            # The change for a whole step, so that the factor 1 is what the optimizer would do.
+            # The update of a whole step, so that factor 1 is what the optimizer would do.
             direction, name, unit = planned_update(optimizer, parameters, grad), "update", 1.0
         except Exception as error:
             notes.append(f"landscape: the optimizer's step could not be made on a copy ({error}); took the gradient's")
@@ -199,7 +199,7 @@ def landscape_record(
 
 @contextmanager
 def moved(parameters: Sequence[nn.Parameter], direction: Vector, step: float) -> Iterator[None]:
-    """Inside, the parameters are `step` further along a direction, as other tensors: nothing is overwritten."""
+    """Inside, the parameters are moved by `step` along a direction, as new tensors: nothing is overwritten."""
     home = [p.data for p in parameters]
     try:
         for p, d in zip(parameters, direction, strict=True):

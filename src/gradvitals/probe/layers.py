@@ -1,22 +1,184 @@
-"""Question "layers": which areas of the model learn. Norms of gradient, update and weights; effective rank."""
+"""Layers: activations, effective ranks and the update that the optimizer plans."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gradvitals.collect.parameters import layer_of
 from gradvitals.collect.reductions import odd_stride
 from gradvitals.functional.norms import squared_norm
 
+KINDS: dict[Any, str] = {
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu_), "relu"),
+    F.relu6: "relu6",
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, Tensor.sigmoid_, torch.sigmoid_, F.sigmoid), "sigmoid"),
+    **dict.fromkeys((torch.tanh, Tensor.tanh, Tensor.tanh_, torch.tanh_, F.tanh), "tanh"),
+}
+RANGES = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
+NEAR = 0.01
+"""A value this close to an end of the range, relative to its width, is saturated: its slope is below 4 % of the top."""
+
+
+SMOOTH = ("gelu", "silu", "swish", "mish")
+"""Parts of class names of activations that use a sigmoid or a tanh and do not saturate."""
+
+CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
+
+Key = tuple[str, str, int]
+"""Module, kind, and the index among calls of this kind in one forward pass."""
+
+
+@dataclass
+class Activation:
+    """Sums over all outputs of one activation of one module."""
+
+    kind: str
+    active: Tensor
+    """For each unit, whether it was ever above zero."""
+    zeros: int = 0
+    saturated: int = 0
+    values: int = 0
+
+
+class _Seen(TorchFunctionMode):
+    def __init__(self, activations: Activations) -> None:
+        super().__init__()
+        self.activations = activations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = KINDS.get(func) if callable(func) and isinstance(result, Tensor) else None
+        if kind is not None:
+            self.activations.note(kind, result)
+        elif getattr(func, "__name__", "") in ("add", "__add__", "__radd__", "add_") and 1 in map(_plain, args):
+            self.activations.is_inner(args)
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) else None
+
+
+class Activations:
+    """Observes activations while a model runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.found: dict[Key, Activation] = {}
+        self.notes: dict[str, None] = {}
+        """What could not be observed, once each."""
+        self._left_out: set[Key] = set()
+        self._inside: list[tuple[str, nn.Module]] = []
+        self._calls: dict[tuple[str, str], int] = {}
+        self._last: tuple[Key, Tensor] | None = None
+        self._channels_first: bool | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe inside the block; the hooks are removed afterwards."""
+        handles: list[RemovableHandle] = []
+        try:
+            for name, module in self.model.named_modules():
+                handles.append(module.register_forward_pre_hook(self._entering(name)))
+                handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            with _Seen(self):
+                yield
+        finally:
+            self._inside.clear()
+            self._last = None
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, *_: object) -> None:
+            if module is self.model:
+                self._calls.clear()
+                self._channels_first = None
+            self._inside.append((name, module))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, _: object, output: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+        if isinstance(module, CHANNELS_FIRST):
+            self._channels_first = True
+        elif next(module.parameters(recurse=False), None) is not None:
+            self._channels_first = False
+        # The last activation of a model is meant to reach the ends of its range.
+        if module is self.model and self._last is not None and output is self._last[1] and self._last[0][1] in RANGES:
+            self._left_out.add(self._last[0])
+
+    def is_inner(self, args: tuple[Any, ...]) -> None:
+        """1 + tanh(...) is a part of GELU, written out, and saturates no more than that does."""
+        if self._last is not None and self._last[0][1] == "tanh" and any(arg is self._last[1] for arg in args):
+            self._left_out.add(self._last[0])
+
+    def note(self, kind: str, result: Tensor) -> None:
+        """Add the output of one call."""
+        values = result.detach()
+        name, module = self._inside[-1] if self._inside else ("", self.model)
+        if values.dim() == 0 or not values.numel() or any(part in type(module).__name__.lower() for part in SMOOTH):
+            return
+        number = self._calls[name, kind] = self._calls.get((name, kind), 0) + 1
+        key = (name, kind, number)
+        self._last = (key, result)
+        # Units are channels after a convolution, and the last dimension otherwise.
+        first = self._channels_first if self._channels_first is not None else values.dim() >= 4
+        unit = 1 if first and values.dim() >= 3 else values.dim() - 1
+        others = [dim for dim in range(values.dim()) if dim != unit]
+        positive = values > 0
+        active = positive.any(dim=tuple(others)) if others else positive
+        record = self.found.setdefault(key, Activation(kind, torch.zeros_like(active)))
+        if record.active.shape != active.shape:
+            place = name or "the model"
+            words = f"layers: {kind} in {place} has another number of units in some batches, which were left out"
+            self.notes[words] = None
+            return
+        record.active |= active
+        record.values += values.numel()
+        record.zeros += int((values == 0).sum())
+        if kind in RANGES:
+            low, high = RANGES[kind]
+            margin = NEAR * (high - low)
+            record.saturated += int(((values < low + margin) | (values > high - margin)).sum())
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns one plain record per activation."""
+        return [
+            {
+                "module": module if number == 1 else f"{module or 'forward'}, {kind} {number}",
+                "kind": kind,
+                "units": found.active.numel(),
+                "dead": (dead := found.active.numel() - int(found.active.sum()) if "relu" in kind else 0),
+                "dead_share": dead / max(1, found.active.numel()),
+                "zero_share": found.zeros / max(1, found.values),
+                "saturated_share": found.saturated / max(1, found.values) if kind in RANGES else math.nan,
+                "values": found.values,
+            }
+            for (module, kind, number), found in self.found.items()
+            if (module, kind, number) not in self._left_out
+        ]
+
+
 MOST_ROWS = 512
 MOST_COLUMNS = 4096
-"""Rows and columns of a gradient whose effective rank is taken; of larger ones every s-th."""
+"""The most rows and columns for an effective rank; larger gradients use every s-th."""
 
 
 def effective_rank(matrix: Tensor) -> float:
@@ -47,14 +209,14 @@ def effective_rank(matrix: Tensor) -> float:
     scaled = rows.double() / largest
     gram = scaled @ scaled.T if len(scaled) <= scaled.shape[1] else scaled.T @ scaled
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
-    # What rounding leaves in place of a zero eigenvalue is not a direction.
+    # An eigenvalue that is only rounding is not a direction.
     values = values[values > values.max() * len(gram) * torch.finfo(torch.float64).eps].sqrt()
     shares = values / values.sum()
     return math.exp(-float((shares * shares.log()).sum()))
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """Rows and columns of a bounded number; empty for a vector."""
+    """Returns a matrix of bounded size; empty for a vector."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.new_zeros(0, 0)
     rows = tensor.detach().reshape(tensor.shape[0], -1)
@@ -64,7 +226,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 def planned_update(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]
 ) -> list[Tensor]:
-    """By how much one step of the optimizer with these gradients would change each parameter.
+    """Returns by how much one optimizer step with these gradients would change each parameter.
 
     The step is made by a copy of the optimizer, with its moments, on copies of the parameters.
 
@@ -88,7 +250,7 @@ def layers_record(
     lr: float | None,
     activations: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The answer as a plain record.
+    """Returns the answer as a plain record.
 
     Args:
         parameters: By name.

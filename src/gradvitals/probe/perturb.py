@@ -1,8 +1,8 @@
-"""The place where data enters a model, and the model as a function of what enters there.
+"""Where data enters a model, and the model as a function of what enters there.
 
-Saliency and robustness both ask what becomes of the loss when the data are changed a little. Numbers (an image, a
-row of a table) are changed where the model is called; words have no "a little", so what is changed is the vector
-that the model's first `torch.nn.Embedding` looks up for each of them.
+Saliency and robustness both ask what happens to the loss when the data change a little. Numbers (an image, a row of a
+table) change where the model is called. Tokens have no "a little", so the vectors change that the model's first
+`torch.nn.Embedding` looks up for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import GradvitalsError, expect
-from gradvitals.probe.batches import answers_in, checked_loss, parts_of
+from gradvitals.probe.data import answers_in, checked_loss, parts_of
 
 Where = Literal["auto", "inputs", "embeddings"]
 Path = tuple[str | int, ...]
@@ -29,26 +29,26 @@ _BESIDE_THE_DATA = ("mask", "label", "target", "position", "token_type", "length
 
 
 class CannotPerturb(GradvitalsError):
-    """The model has no place where a gradient with respect to its data could be taken; the message says why."""
+    """The model has no input with a gradient; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One batch, as the probe's questions about inputs need it."""
+    """One batch for questions about inputs."""
 
     loss: Callable[[], Tensor]
     """Calls the model on the batch and returns the loss, one number."""
     target: Tensor | None = None
-    """What the model should answer: classes, tokens or values. Needed for accuracies and for results by class."""
+    """The target: classes, tokens or values. Needed for accuracies and for results per class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one call of the model gave."""
+    """The result of one call of the model."""
 
     loss: Tensor
     output: Tensor | None
-    """The model's output: the tensor it returned, or the logits among what it returned; None where there are none."""
+    """The model's output: the tensor it returned, or the logits in it; None if there are none."""
 
 
 class Opening:
@@ -73,9 +73,9 @@ class Opening:
     name: str
     """Name of the argument, or of the embedding module."""
     values: Tensor
-    """What enters there, one example a row."""
+    """The values that enter there, one example per row."""
     ids: Tensor | None
-    """For embeddings: the whole numbers that were looked up."""
+    """For embeddings: the indices that were looked up."""
 
     def __init__(self, model: nn.Module, sample: Sample, where: Where = "auto") -> None:
         expect(where in ("auto", "inputs", "embeddings"), "where", where, "'auto', 'inputs' or 'embeddings'")
@@ -129,7 +129,7 @@ class Opening:
             raise CannotPerturb(str(error)) from error
 
     def gradient(self, values: Tensor, score: Callable[[Outcome], Tensor] | None = None) -> tuple[Tensor, Outcome]:
-        """Gradient of a score with respect to the values; no parameter's `.grad` is touched.
+        """Returns the gradient of a score with respect to the values, without changing any `.grad`.
 
         Args:
             values: where to take it.
@@ -155,7 +155,7 @@ class Opening:
         )
 
     def _listen(self) -> tuple[Any, list[_Lookup]]:
-        """Call the model once, and note what it was called with and what its embeddings looked up, in order."""
+        """Call the model once, and record its arguments and what its embeddings looked up, in order."""
         calls: list[Any] = []
         lookups: list[_Lookup] = []
 
@@ -177,7 +177,7 @@ class Opening:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, with every module's own flag put back at the end.
+    """Put the model in eval mode, and restore every module's flag at the end.
 
     Dropout and batch statistics would otherwise mix the examples of a batch, or change between two calls, and a change
     of the data could not be told from them. cuDNN is left out: its recurrent layers have no backward in eval mode.
@@ -186,7 +186,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        # Without the compiler's module, which takes seconds to import, nothing can have been compiled.
+        # If the compiler, which takes seconds to import, is not imported, nothing is compiled.
         compiled = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with torch.backends.cudnn.flags(enabled=False), eager:
@@ -200,13 +200,13 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 class _Lookup:
     module: nn.Module
     turn: int
-    """How many times this module had been called before, in this call of the model."""
+    """Returns how many times this module was called before in this call of the model."""
     ids: Tensor
     output: Tensor
 
 
 def _before_first_call(model: nn.Module, change: Callable[[Any], Any], *, every: bool = False) -> Any:
-    """Hook that shows the arguments of a call, as (args, kwargs), and takes what comes back in their place."""
+    """Returns a hook that passes (args, kwargs) of a call to a function and uses what it returns instead."""
     done = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +220,7 @@ def _before_first_call(model: nn.Module, change: Callable[[Any], Any], *, every:
 
 
 def _in_turn(module: nn.Module, turn: int, values: Tensor) -> Any:
-    """Hook that puts the values in the place of what the module gives at its call number `turn`."""
+    """Returns a hook that replaces the module's output at its call number `turn`."""
     calls = -1
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -232,7 +232,7 @@ def _in_turn(module: nn.Module, turn: int, values: Tensor) -> Any:
 
 
 def _tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor in nested arguments, in order, with the way to it."""
+    """Yields every tensor in nested arguments, in order, with the path to it."""
     if isinstance(tree, Tensor):
         yield path, tree
     else:
@@ -241,7 +241,7 @@ def _tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _replaced(tree: Any, path: Path, value: Tensor) -> Any:
-    """The nested arguments with another tensor at that place; nothing that was given is altered."""
+    """Returns a copy of the nested arguments with another tensor at that path."""
     if not path:
         return value
     key, rest = path[0], path[1:]
@@ -262,7 +262,7 @@ def _is_beside(path: Path) -> bool:
 
 
 def _written(path: Path) -> str:
-    """Name of an argument: its keyword, or its place.
+    """Returns the name of an argument: its keyword or its position.
 
     >>> _written((0, 0)), _written((0, 2)), _written((1, "pixel_values")), _written((0, 0, "image"))
     ('input', 'input 2', 'pixel_values', 'image')
@@ -283,7 +283,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def class_scores(output: Tensor | None, target: Tensor | None) -> Tensor | None:
-    """The class that each example is to be explained by, where the output has one score a class for each example.
+    """Returns the class to explain each example by, if the output has one score per class and example.
 
     Args:
         output: of the model.
@@ -303,7 +303,7 @@ def class_scores(output: Tensor | None, target: Tensor | None) -> Tensor | None:
 
 
 def first_examples(items: Sequence[Any], most: int, *, of: Callable[[Any], Any]) -> list[Any]:
-    """Up to `most` items, of as many kinds as there are, in their order.
+    """Returns up to `most` items, of as many kinds as possible, in order.
 
     >>> first_examples(["a1", "a2", "b1"], 2, of=lambda item: item[0])
     ['a1', 'b1']

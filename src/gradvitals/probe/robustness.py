@@ -1,4 +1,4 @@
-"""How sensitive and how robust: what a change of the data of a given size does to loss and accuracy."""
+"""How little it takes to change the model's answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,92 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import expect
-from gradvitals.probe.accuracy import accuracy, by_chance
 from gradvitals.probe.perturb import Opening, Outcome, Sample, Where, at_rest
+from gradvitals.probe.saliency import IGNORED, predicts_own_tokens
 from gradvitals.probe.verdict import item
 
 if TYPE_CHECKING:
-    from gradvitals.probe.batches import Subject
+    from gradvitals.probe.data import Subject
+
+
+def accuracy(output: Tensor | None, target: Tensor | None, tokens: Tensor | None = None) -> float:
+    """Returns the fraction of correct answers; nan if answers cannot be correct or wrong.
+
+    Classes are the highest score along the last axis (or the second, as torch's cross entropy has it); a target of
+    -100 does not count. Where the targets are the model's own tokens, it predicts the next one, as language models
+    do that shift their labels themselves. One output per example with targets 0 and 1 is a yes-or-no question: yes
+    is above 0, or above one half if all outputs are probabilities.
+
+    Args:
+        output: of the model.
+        target: what it should be.
+        tokens: the tokens the model was called with.
+
+    Returns:
+        A number from 0 to 1, or nan.
+
+    Example:
+        >>> import torch
+        >>> accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1]))
+        0.5
+    """
+    found = answers(output, target, tokens)
+    return math.nan if found is None else float((found[0] == found[1]).double().mean())
+
+
+def by_chance(output: Tensor | None, target: Tensor | None, tokens: Tensor | None = None) -> tuple[float, float]:
+    """Returns the accuracy of always giving the most common answer, and two standard errors of it.
+
+    Returns:
+        Both nan if answers cannot be correct or wrong.
+    """
+    found = answers(output, target, tokens)
+    if found is None:
+        return math.nan, math.nan
+    counts = found[1].unique(return_counts=True)[1]
+    share, total = float(counts.max()) / float(counts.sum()), float(counts.sum())
+    return share, 2 * math.sqrt(share * (1 - share) / total)
+
+
+def answers(output: Tensor | None, target: Tensor | None, tokens: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """Returns the answers that count and their targets; None if they cannot be correct or wrong."""
+    if output is None or target is None:
+        return None
+    target = target.to(output.device)
+    if target.shape == output.shape or target.numel() == output.numel():
+        return _yes_or_no(output, target)
+    if target.is_floating_point() or output.ndim < 2:
+        return None
+    if output.shape[:-1].numel() == target.numel():
+        answer = output.argmax(-1).reshape(target.shape)
+    elif output.shape[:1] + output.shape[2:] == target.shape:
+        answer = output.argmax(1)
+    else:
+        return None
+    if predicts_own_tokens(target, tokens):
+        answer, target = answer[:, :-1], target[:, 1:]
+    counted = target != IGNORED
+    return (answer[counted], target[counted]) if bool(counted.any()) else None
+
+
+def _yes_or_no(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    if not target.numel() or not bool(((target == 0) | (target == 1)).all()):
+        return None
+    one_hot = output.ndim == 2 and output.shape[1] > 1 and target.shape == output.shape
+    if one_hot and bool((target.sum(1) == 1).all()):
+        return output.argmax(1), target.argmax(1)
+    middle = 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0
+    return output.reshape(-1) > middle, target.reshape(-1) > 0.5
+
 
 SIZES = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""Sizes of the change that are tried, in standard deviations of the data."""
+"""Perturbation sizes to try, in standard deviations of the data."""
 MOST_EXAMPLES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Robustness:
-    """Loss and accuracy against the size of a change of the data."""
+    """Loss and accuracy by the size of a perturbation."""
 
     where: str
     """`inputs`, or `embeddings` for data made of tokens."""
@@ -39,7 +110,7 @@ class Robustness:
     relative: list[float]
     """Sizes in standard deviations of the data, from 0."""
     sizes: list[float]
-    """The same as the data have it: no value moves by more than this (maximum norm)."""
+    """The same in units of the data: no value changes by more than this (maximum norm)."""
     curves: dict[str, dict[str, list[float]]]
     """By kind (`noise`, `fgsm`, `pgd`): `loss` and `accuracy` at each size; accuracy is nan where there are no
     classes."""
@@ -49,21 +120,21 @@ class Robustness:
     """Local Lipschitz constant of the output, over examples: `median`, `largest`; and of the loss of one example,
     taken as its part of a mean over the batch: `loss`, the median norm of its gradient."""
     chance: float
-    """Accuracy of the commonest answer alone; nan where there are no classes."""
+    """Accuracy of always giving the most common answer; nan without classes."""
     half_at: dict[str, float]
     """By kind, the size in standard deviations at which accuracy has lost half of what it was above `chance`; nan where
     it did not, or was not above it."""
     verdict: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """The record as nested dicts and lists."""
+        """Returns the record as nested dicts and lists."""
         return asdict(self)
 
 
 def examine_robustness(
     subject: Subject, batch: Any, *, tick: Callable[[str], object] = lambda words: None
 ) -> dict[str, Any]:
-    """Robustness on one batch's first examples, as the plain record that `gv.probe` keeps.
+    """Returns the robustness on a batch's first examples, as the plain record that `gv.probe` keeps.
 
     Args:
         subject: the model and how its batches are read.
@@ -156,7 +227,7 @@ def robustness(
     named = {
         kind: {"loss": [a for a, _ in points], "accuracy": [b for _, b in points]} for kind, points in curves.items()
     }
-    # By `sizes`, so that a table's columns count by how far each moves.
+    # In units of `sizes`, so that a table's columns count by how far each moves.
     slope = float((grad.double().abs() * units.double()).sum()) / scale
     chance, doubt = by_chance(clean.output, sample.target, opening.ids)
     learnt = start[1] > chance + doubt
@@ -241,7 +312,7 @@ def lipschitz(opening: Opening, iterations: int, generator: torch.Generator) -> 
 
 
 class _Judge:
-    """Loss and accuracy of an outcome."""
+    """Returns loss and accuracy of an outcome."""
 
     def __init__(self, opening: Opening, target: Tensor | None) -> None:
         self._opening = opening
@@ -256,7 +327,7 @@ class _Judge:
 
 
 class Ball:
-    """Brings values back to within a radius of where they were, in the maximum norm, and within bounds."""
+    """Projects values to within a radius of the original, in the maximum norm, and within bounds."""
 
     def __init__(self, center: Tensor, radius: Tensor, bounds: tuple[float, float] | None) -> None:
         self.center = center
@@ -264,13 +335,13 @@ class Ball:
         self.bounds = bounds
 
     def __call__(self, values: Tensor) -> Tensor:
-        """The values, each moved to the nearest one that is allowed."""
+        """Returns the nearest values that are allowed."""
         inside = torch.minimum(torch.maximum(values, self.center - self.radius), self.center + self.radius)
         return inside if self.bounds is None else inside.clamp(*self.bounds)
 
 
 def _units(x: Tensor, *, columns: bool) -> Tensor:
-    """One standard deviation: of all values, or of each column of a table. A column that is constant stays as it is."""
+    """Returns one standard deviation of all values, or of each column of a table; 0 for a constant column."""
     if columns and len(x) > 1 and bool((own := x.double().std(dim=0)).any()):
         return own.to(x)
     whole = float(x.double().std()) if x.numel() > 1 else 0.0
@@ -305,7 +376,7 @@ def _median(values: list[float]) -> float:
 
 
 def _half_at(sizes: list[float], accuracies: list[float], chance: float) -> float:
-    """Where the curve first crosses the middle between its start and chance, by straight lines; nan if never."""
+    """Returns where the curve first crosses halfway to chance, by linear interpolation; nan if never."""
     half = (accuracies[0] + chance) / 2
     for at in range(1, len(sizes)):
         before, after = accuracies[at - 1], accuracies[at]
@@ -315,7 +386,7 @@ def _half_at(sizes: list[float], accuracies: list[float], chance: float) -> floa
 
 
 def _verdict(clean: float, chance: float, half_at: dict[str, float]) -> list[dict[str, Any]]:
-    """Words where a change that could go unnoticed takes half of what was learnt, by intent or even by chance."""
+    """Returns the verdict if a barely visible perturbation, adversarial or random, halves the accuracy above chance."""
     for kind, severity, title, advice in (
         (
             "noise",

@@ -1,9 +1,10 @@
-"""Which inputs matter: gradients of the model's answer with respect to its data, in four forms."""
+"""Which inputs an answer depends on: integrated gradients, SmoothGrad and checks of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,25 +12,151 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import expect
-from gradvitals.probe.attribution import answer_of, integrated_gradients, smoothgrad
-from gradvitals.probe.names import Names
-from gradvitals.probe.perturb import Opening, Sample, Where, at_rest, first_examples
+from gradvitals.probe.data import Names
+from gradvitals.probe.perturb import Opening, Outcome, Sample, Where, at_rest, class_scores, first_examples
 from gradvitals.probe.verdict import item
 from gradvitals.types import FloatArray
 
 if TYPE_CHECKING:
-    from gradvitals.probe.batches import Subject
+    from gradvitals.probe.data import Subject
 
-__all__ = ["METHODS", "SIGNED", "Method", "Names", "Saliency", "examine_saliency", "saliency"]
+IGNORED = -100  # the target that torch's cross entropy ignores
+
+Score = Callable[[Outcome], Tensor]
+"""Maps an outcome to what is explained: one number, or one per example."""
+
+
+def integrated_gradients(opening: Opening, answer: Score, steps: int = 32) -> tuple[Tensor, dict[str, float]]:
+    """Returns integrated gradients from a baseline of zeros, and how well they add up.
+
+    Gauss-Legendre with n points is exact for polynomials of degree 2n - 1 along the path.
+
+    Args:
+        opening: where the data enter.
+        answer: what is explained.
+        steps: points of the integral.
+
+    Returns:
+        Values shaped as the data, and `expected` (change of the answer from the baseline), `found` (sum of the
+        values) and `error` (their distance over the larger of |expected| and the sum of absolute values).
+    """
+    x = opening.values
+    points, weights = np.polynomial.legendre.leggauss(steps)
+    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for point, weight in zip((points + 1) / 2, weights / 2, strict=True):
+        grad, _ = opening.gradient(x * float(point), answer)
+        total += grad * float(weight)
+    parts = total * x
+    with torch.no_grad():
+        change = (answer(opening.run(x)) - answer(opening.run(torch.zeros_like(x)))).sum()
+    expected, found = float(change), float(parts.double().sum())
+    size = max(abs(expected), float(parts.double().abs().sum()))
+    return parts, {"expected": expected, "found": found, "error": abs(found - expected) / size if size else 0.0}
+
+
+def smoothgrad(opening: Opening, answer: Score, draws: int = 16, spread: float = 0.15, seed: int = 0) -> Tensor:
+    """Returns the mean gradient over normal noise around the data, drawn in pairs of opposite sign.
+
+    Args:
+        opening: where the data enter.
+        answer: what is explained.
+        draws: pairs of noise.
+        spread: standard deviation of the noise, as a share of each example's range.
+        seed: of the noise.
+
+    Returns:
+        Values shaped as the data.
+    """
+    x = opening.values
+    flat = x.reshape(len(x), -1)
+    width = (flat.amax(dim=1) - flat.amin(dim=1)).reshape(-1, *[1] * (x.ndim - 1)) * spread
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for _ in range(draws):
+        noise = torch.randn(x.shape, generator=generator).to(x) * width
+        for signed in (noise, -noise):
+            total += opening.gradient(x + signed, answer)[0]
+    return total / (2 * draws)
+
+
+def answer_of(start: Outcome, target: Tensor | None, tokens: Tensor | None = None) -> tuple[Score, str, Tensor | None]:
+    """Returns what is explained: a function of the outcome, its description, and the class of each example if any.
+
+    It is the score of the label's own class for a classifier, the log-probability of the last token of each example for
+    a language model, the output where there is one number an example, and otherwise the loss.
+
+    Args:
+        start: what the model gave for the data as they are.
+        target: what it should have given.
+        tokens: what the model was called with, where these are tokens.
+
+    Returns:
+        The function, whose sum over examples is differentiated, its name in words, and a class an example or None.
+    """
+    labels = class_scores(start.output, target)
+    if labels is not None:
+        whose = "the label's class" if target is not None else "the predicted class"
+        return partial(_of_label, labels), f"the score of {whose}", labels
+    output = start.output
+    if output is not None and target is not None and _is_next_token(output, target):
+        return partial(_of_last_token, target.to(output.device), tokens), "the log-probability of the last token", None
+    if output is not None and output.ndim and output.numel() == len(output):
+        return _of_output, "the output", None
+    return _of_loss, "the loss", None
+
+
+def predicts_own_tokens(target: Tensor, tokens: Tensor | None) -> bool:
+    """Whether the targets are the model's own tokens: it then shifts them itself and predicts the next one.
+
+    >>> predicts_own_tokens(torch.tensor([[-100, 5, 6]]), torch.tensor([[4, 5, 6]]))
+    True
+    """
+    if tokens is None or target.ndim != 2 or target.shape != tokens.shape:
+        return False
+    return bool((target == tokens.to(target.device))[target != IGNORED].all())
+
+
+def _is_next_token(output: Tensor, target: Tensor) -> bool:
+    if output.ndim != 3 or target.is_floating_point() or target.shape != output.shape[:2]:
+        return False
+    return bool((target != IGNORED).any()) and bool((target < output.shape[2]).all())
+
+
+def _of_label(labels: Tensor, outcome: Outcome) -> Tensor:
+    assert outcome.output is not None
+    return outcome.output.gather(1, labels[:, None]).squeeze(1)
+
+
+def _of_last_token(target: Tensor, tokens: Tensor | None, outcome: Outcome) -> Tensor:
+    assert outcome.output is not None
+    output = outcome.output
+    if predicts_own_tokens(target, tokens):
+        output, target = output[:, :-1], target[:, 1:]
+    known = target != IGNORED
+    places = torch.arange(target.shape[1], device=target.device)
+    last = torch.where(known, places, 0).amax(dim=1, keepdim=True)
+    rows = torch.arange(len(target), device=target.device)[:, None]
+    word = target[rows, last].clamp_min(0)
+    scores = output[rows, last].log_softmax(dim=-1).gather(-1, word[..., None])
+    return scores.reshape(-1) * known.any(dim=1)  # an example without any target has no last token
+
+
+def _of_output(outcome: Outcome) -> Tensor:
+    assert outcome.output is not None
+    return outcome.output.reshape(-1)
+
+
+def _of_loss(outcome: Outcome) -> Tensor:
+    return outcome.loss
+
 
 Method = Literal["gradient", "gradient_x_input", "integrated_gradients", "smoothgrad"]
 METHODS: tuple[Method, ...] = ("gradient", "gradient_x_input", "integrated_gradients", "smoothgrad")
 SIGNED = ("gradient_x_input", "integrated_gradients")
-"""The methods whose values are parts of the answer, for it or against it; those of the others are only large or
-small."""
+"""Methods whose values have a sign: they add to the answer or subtract from it."""
 
 PICTURE_SIDE = 48
-"""Pictures in the record are averaged down to this many pixels a side."""
+"""Pictures in the record are averaged down to this many pixels per side."""
 MOST_EXAMPLES = 64
 _MOST_TOKENS = 200
 _MOST_CLASSES = 20
@@ -59,7 +186,7 @@ class Saliency:
     """Some examples one by one: `label`, `predicted`, `scores` by method, and the data: `image`, `values` or
     `texts`."""
     names: dict[str, list[str]]
-    """By axis, what its entries are called, where that is known."""
+    """By axis, the names of its entries, if known."""
     completeness: dict[str, float]
     """Whether integrated gradients sum to the change of the answer from the baseline, as they must: `expected` is that
     change, `found` their sum, and `error` the distance of the two over the larger of |expected| and the sum of
@@ -67,7 +194,7 @@ class Saliency:
     verdict: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """The record as nested dicts and lists."""
+        """Returns the record as nested dicts and lists."""
         plain: dict[str, Any] = _listed(asdict(self))
         return plain
 
@@ -75,7 +202,7 @@ class Saliency:
 def examine_saliency(
     subject: Subject, batch: Any, *, tick: Callable[[str], object] = lambda words: None, names: Names | None = None
 ) -> dict[str, Any]:
-    """Saliency of one batch's first examples, as the plain record that `gv.probe` keeps.
+    """Returns the saliency of a batch's first examples, as the plain record that `gv.probe` keeps.
 
     Args:
         subject: the model and how its batches are read.
@@ -195,7 +322,7 @@ def saliency(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """On the host, with at least one axis beside the examples'."""
+    """Returns values on the host, with at least one axis besides that of the examples."""
     host = tensor.detach().float().cpu()
     return host if host.ndim > 1 else host.reshape(-1, 1)
 
@@ -207,7 +334,7 @@ def _per_token(method: str, tensor: Tensor, opening: Opening) -> Tensor:
 
 
 def _axes(model: nn.Module, opening: Opening) -> tuple[str, ...]:
-    """What the axes of one example stand for; the last two of an image are drawn as one picture."""
+    """Returns the meaning of each axis of an example; the last two of an image are one picture."""
     rank = opening.values.ndim - 1
     if opening.kind == "embeddings" or rank <= 1:
         return ("position",) if opening.kind == "embeddings" else ("feature",)
@@ -285,7 +412,7 @@ def _shown(
 
 
 def _map(method: str, found: Tensor) -> FloatArray:
-    """One number a pixel: the sum over channels, of absolute values where the sign says nothing."""
+    """Returns one number per pixel: the sum over channels, of absolute values if the sign has no meaning."""
     array: FloatArray = _small(found.sum(dim=0) if method in SIGNED else found.abs().sum(dim=0)).numpy()
     return array
 
@@ -296,7 +423,7 @@ def _small(picture: Tensor) -> Tensor:
 
 
 def _verdict(profile: dict[str, FloatArray], completeness: dict[str, float], names: list[str]) -> list[dict[str, Any]]:
-    """What the numbers say in words: inputs that nothing depends on, and an integral that does not add up."""
+    """Returns the verdict: inputs that nothing depends on, and integrals that do not add up."""
     found = []
     axis = next((axis for axis in ("feature", "channel") if axis in profile and len(profile[axis]) > 1), None)
     if axis is not None:

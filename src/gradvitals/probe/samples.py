@@ -1,42 +1,238 @@
-r"""Question "samples": one example at a time. Noise scale, GSNR, how well a step generalises, examples that stand out.
-
-The one-step generalization ratio of Liu et al. is the expected fall of the loss on new data over that on the training
-data, for a small step on a training set of n examples:
-
-.. math:: R(n) = 1 - \frac{1}{n} \sum_j \frac{W_j}{r_j + 1/n}
-               = \frac{\sum_j \mu_j^2}{\sum_j (\mu_j^2 + \rho_j^2 / n)},
-          \qquad W_j = \frac{\mu_j^2 + \rho_j^2 / n}{\sum_k (\mu_k^2 + \rho_k^2 / n)}
-
-with mean :math:`\mu_j` and variance :math:`\rho_j^2` of the gradient of one example and :math:`r_j = \mu_j^2/\rho_j^2`.
-With the aggregate GSNR R this is :math:`R / (R + 1/n)`. It holds early in training, while gradients of training and new
-data have one distribution.
-
-Reference: Liu et al., "Understanding why neural networks generalize well through GSNR of parameters", ICLR 2020.
-"""
+"""Per-example gradients: which examples agree with the others, and which stand out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradvitals.collect.reductions import accumulator
 from gradvitals.errors import GradvitalsError
 from gradvitals.functional.intervals import Estimate
 from gradvitals.functional.norms import squared_norm
-from gradvitals.probe.batches import Subject
-from gradvitals.probe.per_example import PerExample
-from gradvitals.probe.signal import noise_scale_of
-from gradvitals.probe.streaming import Stream
-from gradvitals.probe.suspects import add_examples
+from gradvitals.probe.data import Subject, map_tensors, tensors_of
+from gradvitals.probe.gradients import Stream, gradients, noise_scale_of
+from gradvitals.probe.state import same_randomness
+from gradvitals.types import FloatArray
+
+SEEDS_A_BATCH = 1_000_003
+
+
+class _Loss(nn.Module):
+    """The loss as a module, so that `functional_call` can give the model other parameters."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.model = subject.model
+        self.subject = subject
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.subject.loss(batch)
+
+
+class PerExample:
+    """Gradients of single examples: by `torch.func.vmap` if the model supports it, else one by one.
+
+    Batch norm takes its running statistics, as in eval mode: with those of the batch, one example's gradient would
+    depend on the others.
+
+    Args:
+        subject: The model and its loss.
+        parameters: By name, as in `model.named_parameters()`.
+        memory_limit: Bytes that the gradients of one chunk may take, together with about as much for the pass.
+    """
+
+    def __init__(self, subject: Subject, parameters: dict[str, nn.Parameter], memory_limit: int) -> None:
+        self.subject, self.parameters = subject, parameters
+        size = sum(p.numel() * p.element_size() for p in parameters.values())
+        self.chunk = max(1, memory_limit // (2 * max(1, size)))
+        self.method, self.why = "vmap", ""
+
+    def freeze_batch_norm(self) -> list[str]:
+        """Make batch norm use its running statistics. Returns the names of the modules that this changes."""
+        frozen = []
+        for name, module in self.subject.model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+                module.eval()
+                frozen.append(name)
+        return frozen
+
+    def chunks(self, batch: Any, size: int, number: int = 0) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yields, for some examples at a time, their losses `[n]` and gradients `[n, ...]` for each parameter.
+
+        Random numbers are those of the batch's number and the place in it: another pass draws the same.
+        """
+        start = 0
+        whole = self.subject.size(batch)
+        per_example = [leaf.dim() > 0 and leaf.shape[0] == whole for leaf in tensors_of(batch)]
+        while start < size:
+            stop = min(start + self.chunk, size)
+            part = self.subject.take(batch, start, stop)
+            seed = SEEDS_A_BATCH * number + start
+            if self.method == "vmap":
+                try:
+                    with same_randomness(seed):
+                        found = self._by_vmap(part, per_example)
+                    yield found
+                    start = stop
+                    continue
+                except torch.cuda.OutOfMemoryError:
+                    if self.chunk == 1:
+                        raise
+                    self.chunk = max(1, self.chunk // 2)
+                    continue
+                except Exception as error:  # vmap raises errors of many types
+                    self.method, self.why = "loop", self._reason(error)
+            with same_randomness(seed):
+                found = self._by_loop(part, stop - start)
+            yield found
+            start = stop
+
+    def _by_vmap(self, batch: Any, per_example: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        module = _Loss(self.subject)
+        leaves = tensors_of(batch)
+        mapped = [0 if own else None for own in per_example]
+
+        def loss_of_one(parameters: dict[str, Tensor], *of_one: Tensor) -> Tensor:
+            fed = iter([leaf if dim is None else leaf.unsqueeze(0) for leaf, dim in zip(of_one, mapped, strict=True)])
+            one = map_tensors(batch, lambda _: next(fed))
+            loss: Tensor = torch.func.functional_call(module, parameters, (one,))
+            return loss
+
+        both = torch.func.vmap(torch.func.grad_and_value(loss_of_one), in_dims=(None, *mapped), randomness="different")
+        fixed = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        with warnings.catch_warnings():
+            # Without a batching rule, as for a recurrent layer, vmap loops and warns.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            found, losses = both(fixed, *leaves)
+        return losses.detach(), [found[name] for name in fixed]
+
+    def _by_loop(self, batch: Any, size: int) -> tuple[Tensor, list[Tensor]]:
+        losses, rows = [], []
+        for i in range(size):
+            loss = self.subject.loss(self.subject.take(batch, i, i + 1))
+            losses.append(loss.detach())
+            rows.append(self._whole(gradients(loss, list(self.parameters.values()))))
+        return torch.stack(losses), [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    def _reason(self, error: Exception) -> str:
+        """Returns why vmap failed, and a workaround if one is known."""
+        text = (str(error) or type(error).__name__).strip().splitlines()[0].removeprefix("vmap: ")
+        if ".item()" in text or "data-dependent" in text:
+            text = "the model, or its loss, looks at values to decide what to do"
+        attention = getattr(getattr(self.subject.model, "config", None), "_attn_implementation", None)
+        way_out = "; a model made with attn_implementation='eager' may do" if attention not in (None, "eager") else ""
+        return (text if len(text) <= 160 else text[:157] + "...") + way_out
+
+    def _whole(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        return [
+            torch.zeros_like(p) if grad is None else grad.to_dense() if grad.is_sparse else grad
+            for grad, p in zip(grads, self.parameters.values(), strict=True)
+        ]
+
+
+MOST_NAMED = 10
+FEWEST = 5
+"""The fewest examples of a class to have a median of its own; rarer classes are compared with all examples."""
+
+FAR = 3.0
+"""Tukey's outer fence: an outlier is this many interquartile ranges above the upper quartile."""
+
+
+def excess_losses(losses: Sequence[float], targets: Sequence[int | None]) -> FloatArray:
+    """Returns the loss of each example above the median of its class, or of all if there are no classes.
+
+    Example:
+        >>> excess_losses([1.0, 1.0, 2.0, 5.0], [None] * 4).tolist()
+        [-0.5, -0.5, 0.5, 3.5]
+    """
+    values = np.array(losses, dtype=np.float64)
+    usual = np.full(len(values), _median(values))
+    labels = np.array([math.nan if target is None else target for target in targets], dtype=np.float64)
+    for label in np.unique(labels[np.isfinite(labels)]):
+        own = labels == label
+        if np.isfinite(values[own]).sum() >= FEWEST:
+            usual[own] = _median(values[own])
+    found: FloatArray = values - usual
+    return found
+
+
+def standing_out(excess: FloatArray, norms: FloatArray) -> NDArray[np.bool_]:
+    """Returns which examples have an outlying loss, and loss and gradient above the root mean square of all.
+
+    The latter, since where a model has learnt nearly all, an example may be far out that it has right.
+    """
+    return (excess > _fence(excess)) & (excess > _root_mean_square(excess)) & (norms > _root_mean_square(norms))
+
+
+def add_examples(record: dict[str, Any], label: Callable[[int], str] = str) -> None:
+    """Add the lists of single examples to the record of `samples`; `label` returns the name of a class."""
+    norms, cosines = np.array(record["norms"]), np.array(record["cosines"])
+    excess = excess_losses(record["losses"], record["targets"])
+    # Non-finite examples come first among the suspects; those without a direction last among the contrary.
+    order = np.argsort(-np.nan_to_num(excess, nan=np.inf), kind="stable")
+    odd = standing_out(excess, norms)
+    record["standing_out"] = [int(i) for i in order if odd[i]]
+    rows = _rows(record, excess, label)
+    orders = {
+        "suspects": order,
+        "largest": np.argsort(-np.nan_to_num(norms, nan=np.inf), kind="stable"),
+        "contrary": np.argsort(np.nan_to_num(cosines, nan=np.inf), kind="stable"),
+    }
+    for key, found in orders.items():
+        record[key] = [rows(int(i)) for i in found[:MOST_NAMED]]
+
+
+def _rows(record: dict[str, Any], excess: FloatArray, label: Callable[[int], str]) -> Callable[[int], dict[str, Any]]:
+    usual = _median(np.array(record["norms"]))
+
+    def row(i: int) -> dict[str, Any]:
+        target = record["targets"][i]
+        return {
+            "index": i,
+            "dataset_index": record["dataset_indices"][i],
+            "batch": record["places"][i][0],
+            "position": record["places"][i][1],
+            "norm": record["norms"][i],
+            "norm_over_median": record["norms"][i] / usual if usual > 0 else math.nan,
+            "cosine": record["cosines"][i],
+            "loss": record["losses"][i],
+            "excess_loss": float(excess[i]),
+            "target": target,
+            "label": None if target is None else label(target),
+        }
+
+    return row
+
+
+def _median(values: FloatArray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def _root_mean_square(values: FloatArray) -> float:
+    finite = values[np.isfinite(values)]
+    return math.sqrt(float(np.mean(finite**2))) if len(finite) else math.inf
+
+
+def _fence(values: FloatArray) -> float:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return math.inf
+    low, high = np.quantile(finite, [0.25, 0.75])
+    return float(high + FAR * (high - low))
+
 
 BINS = 20
 USUAL = 256
-"""Examples that are looked at where nothing else is asked for."""
+"""The default number of examples."""
 
 
 def osgr(gsnr: float, train_size: float) -> float:
@@ -73,7 +269,7 @@ def samples_record(
     label: Callable[[int], str] = str,
     tick: Callable[[str], object] = lambda label: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The answer as a plain record, and notes on what was not as asked.
+    """Returns the answer as a plain record, and notes on what differs from the request.
 
     Args:
         subject: The model and its loss; batch norm is set to eval mode and left so.
@@ -155,19 +351,19 @@ def cosines_with_the_others(inner: Any, norm_of_sum: float) -> Any:
         [0.0, 0.0]
     """
     square = norm_of_sum**2 - 2 * inner + 1
-    # Where the others cancel out, what is left is rounding and has no direction.
+    # If the others cancel out, only rounding is left, which has no direction.
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(square > 1e-9, np.clip((inner - 1) / np.sqrt(np.maximum(square, 0.0)), -1.0, 1.0), math.nan)
 
 
 class _Votes:
-    """The sum of the directions of gradients, one a row."""
+    """The sum of gradient directions, one per row."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.sum = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in parameters]
 
     def add(self, grads: Sequence[Tensor]) -> None:
-        """Take the gradients of some examples; those that are zero or not finite have no direction."""
+        """Add the gradients of some examples; zero or non-finite ones have no direction."""
         norms = row_norms(grads)
         known = (norms > 0) & norms.isfinite()
         for total, grad in zip(self.sum, grads, strict=True):
@@ -175,7 +371,7 @@ class _Votes:
             total += ((1 / norms[known]).to(total.dtype) @ rows).view(total.shape)
 
     def inner(self, grads: Sequence[Tensor]) -> list[float]:
-        """Of each direction with the sum."""
+        """Returns the cosine of each direction with the sum."""
         products = torch.stack(
             [g.flatten(1).to(total.dtype) @ total.flatten() for g, total in zip(grads, self.sum, strict=True)]
         ).double()
@@ -183,12 +379,12 @@ class _Votes:
         return found
 
     def norm_of_sum(self) -> float:
-        """Length of the sum."""
+        """Returns the length of the sum."""
         return math.sqrt(sum(squared_norm(total) for total in self.sum))
 
 
 def row_norms(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of each example's gradient over all parameters, in float64."""
+    """Returns the norm of each example's gradient over all parameters, in float64."""
     each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grads])
     norms: Tensor = torch.linalg.vector_norm(each, dim=0)
     return norms
@@ -215,7 +411,7 @@ def _inner_products(
     held: list[list[Tensor]] | None,
     tick: Callable[[str], object],
 ) -> list[float]:
-    """Of each example's direction with the sum; from a second pass where the gradients could not all be held."""
+    """Returns the cosine of each example with the sum, from a second pass if not all gradients fit in memory."""
     found = [value for grads in held or () for value in votes.inner(grads)]
     if held is None:
         for number, batch, size in parts:
@@ -234,7 +430,7 @@ def _tensor(name: str, gsnr: Estimate, n: int) -> dict[str, Any]:
 
 
 def _targets(subject: Subject, batch: Any, size: int) -> list[int | None]:
-    """The class of each example, where it has one."""
+    """Returns the class of each example, if it has one."""
     target = subject.target(batch)
     if isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point() and len(target) == size:
         return [int(value) for value in target.tolist()]

@@ -1,4 +1,4 @@
-"""What the answers mean, in words, the worst first. Plain records in, plain records out."""
+"""What the answers mean, worst first. Plain records in, plain records out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ORDER = ("critical", "warning", "info", "fine")
 DEAD, FEW_DEAD = 0.5, 0.1
 SATURATED = 0.5
 BIG_UPDATE = 0.1
-"""Share of a tensor's weights that one step may change."""
+"""Healthy limit for the change of a tensor in one step, relative to its norm."""
 
 ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Lion", "Muon", "LAMB", "Adafactor", "NAdam")
 
 
 def verdicts(record: Record, beside: Iterable[Record] = ()) -> list[Record]:
-    """Everything there is to say about a probe's record, and what was said beside it, sorted."""
+    """Returns the verdict on a probe's record, merged with further items, worst first."""
     found = [
         *beside,
         *_loss(record["about"]),
@@ -33,7 +33,7 @@ def verdicts(record: Record, beside: Iterable[Record] = ()) -> list[Record]:
 
 
 def item(severity: str, question: str, title: str, detail: str = "", names: Any = (), advice: str = "") -> Record:
-    """One line of the verdict."""
+    """Returns one line of the verdict."""
     return {
         "severity": severity,
         "question": question,
@@ -90,7 +90,7 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
     vanishing = dict.fromkeys(
         n for n in limits["vanishing_names"] + limits["vanishing_relative_names"] if n not in none
     )
-    # What a normalisation or a softmax takes out again has a gradient of nothing but rounding, as it should be.
+    # If a normalization or a softmax cancels a parameter, its gradient is only rounding, as it should be.
     for cancels, severity, advice in (
         (False, "warning", "residual connections, normalisation, activations that do not saturate, another start"),
         (True, "info", "nothing, where what follows takes it out again: a batch norm, the softmax of attention"),
@@ -113,7 +113,7 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
 
 
 def _may_cancel(name: str) -> bool:
-    """Whether it is a bias or a multiplier, which what follows may take out again."""
+    """Whether a tensor is a bias or a scale, which a later layer may cancel."""
     multiplier = ".parametrizations." in f".{name}" and name.endswith((".row", ".column", ".scale"))
     return multiplier or name.endswith("bias")
 
@@ -188,7 +188,7 @@ def _layers(layers: Record, about: Record) -> Iterator[Record]:
 
 
 def _quiet(layers: Record) -> str:
-    """What there is of dead units and saturation where it is too little to matter."""
+    """Returns a line on dead units and saturation that are too few to matter."""
     units = sum(row["units"] for row in layers["activations"] if "relu" in row["kind"])
     dead = sum(row["dead"] for row in layers["activations"])
     share = max((row["saturated_share"] for row in layers["activations"] if row["saturated_share"] > 0), default=0.0)
@@ -229,7 +229,7 @@ def _samples(samples: Record, about: Record) -> Iterator[Record]:
 
 
 def _examples(samples: Record, which: list[int], most: int = 4) -> str:
-    """Single examples by name: their place in the data set, or in the batches read."""
+    """Returns names of single examples: their index in the data set or in the batches read."""
     indices, places = samples["dataset_indices"], samples["places"]
     more = f" and {len(which) - most} more" if len(which) > most else ""
     if all(indices[i] is not None for i in which):

@@ -473,12 +473,13 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
     for path, model in runs.items():
         with open_run(path) as run:
             headline = judge_run(run, diagnose_run(run).findings).headline
-        yield f"{clean(model)} ({_relative(path)}): {headline}" if len(runs) > 1 else headline
+        yield f"{clean(model)} ({relative(path)}): {headline}" if len(runs) > 1 else headline
     for path in runs:
-        yield f"see: gradvitals doctor {_relative(path)}"
+        yield f"see: gradvitals doctor {relative(path)}"
 
 
-def _relative(path: Path) -> str:
+def relative(path: Path) -> str:
+    """Returns a path as seen from the working directory, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

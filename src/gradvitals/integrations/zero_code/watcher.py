@@ -1,88 +1,231 @@
-"""Follows a script's training: finds its models when it begins to train them, and gives each a Monitor."""
+"""Follows a script's training: finds its models when training starts, and gives each a Monitor."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optim
 
 from gradvitals.collect import hooks as torch_hooks
+from gradvitals.collect.backward import STEPS
 from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
-from gradvitals.integrations.backward import Ear
-from gradvitals.integrations.sharded import sharded_modules, show_shards
-from gradvitals.integrations.zero_code.discovery import Found, distinct_name, find, parameters_of
-from gradvitals.integrations.zero_code.settings import Settings
-from gradvitals.integrations.zero_code.watched import Watched
+from gradvitals.distributed.topology import MissingRanksError
+from gradvitals.integrations.common import BackwardPasses, TorchEvents, observe_part, sharded_modules, show_shards
+from gradvitals.integrations.zero_code.discovery import Found, SampleCount, distinct_name, find, parameters_of
+from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.monitor import Monitor
+from gradvitals.report.verdict import relative
 from gradvitals.worker.worker import print_line
 
 MAX_RUNS = 8
-"""Models that are watched in one process, at the same time or one after the other."""
+"""The most models to watch in one process, at the same time or one after the other."""
+RANKS_SECONDS = 5.0
+"""How long to wait for ranks that no launcher started: most likely gradvitals does not run in them."""
 IDLE_BACKWARDS = 200
-"""A model that this many backward passes have not reached is let go, so that it does not fill the memory."""
+"""Stop watching a model after this many backward passes that did not reach it, so that it does not fill the memory."""
+ANNOUNCE_SECONDS = 5.0
+"""How long to wait for the batch size before printing what is watched."""
+
+
+class Watched:
+    """One model of the script with its Monitor: which backward passes are its own, and what its loss is.
+
+    Args:
+        found: The model and its optimizers.
+        watch: Makes the Monitor; gets the folder of the run to continue, or None.
+        resume: That folder, if this model was watched before, perhaps with other optimizers.
+        thread: The thread that is assumed to train it until another one does.
+        announce: Prints a line; None prints nothing.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        watch: Callable[[Found, Path | None], Monitor],
+        resume: Path | None,
+        thread: threading.Thread,
+        announce: Callable[[str], None] | None,
+    ) -> None:
+        self.found = found
+        self.monitor = watch(found, resume)
+        self.parameters = list(self.monitor.recorder.table.parameters)
+        self.thread = thread
+        """The thread that trains it. No other may read its gradients: backward writes them without holding the GIL."""
+        self.idle = 0
+        """Backward passes of its thread since the last one that reached it; of all threads once its own has ended."""
+        self._announce = announce
+        self._announce_by = time.monotonic() + ANNOUNCE_SECONDS
+        self._samples = SampleCount(found.model, self._on_samples)
+        self._late = _reduces_by_hand(found.model, self.parameters)
+        self._losses: list[Tensor] = []
+        self._before: list[Any] = []
+
+    @property
+    def run_path(self) -> Path:
+        """The folder of its run."""
+        return self.monitor.run_path
+
+    def before_backward(self, *, alone: bool) -> None:
+        """A backward pass starts. If there are other models, it may be theirs."""
+        self._samples.in_backward = True
+        self._before = [] if alone else _versions(self.parameters)
+
+    def after_backward(self, loss: Tensor | None, *, alone: bool) -> bool:
+        """A backward pass is over. Returns whether it was this model's."""
+        self._samples.in_backward = False
+        if not alone and _versions(self.parameters) == self._before:
+            return False
+        if not self._late and self.monitor.recorder.observes == 0:
+            self._samples.forget()  # no step used the passes so far, such as those of a generator through this model
+        self._samples.after_backward()
+        if self._late:
+            self._losses += [loss] if loss is not None else []
+        else:
+            observe_part(self.monitor, loss)
+        return True
+
+    def before_step(self) -> None:
+        """One of its optimizers is about to step."""
+        self.idle = 0
+        for loss in self._losses:
+            observe_part(self.monitor, loss)
+        self._losses = []
+
+    def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
+        """A step showed that another thread trains it, whose backward passes since the last step had these losses."""
+        self.thread = thread
+        for loss in losses:
+            observe_part(self.monitor, loss)
+
+    def after_step(self) -> None:
+        """One of its optimizers has stepped."""
+        self._samples.after_step()
+        if not self._samples.is_counting or time.monotonic() > self._announce_by:
+            self._print_start()
+
+    def catch_up(self, losses: Sequence[Tensor], seen: TorchEvents) -> None:
+        """Record what happened in the first step before the model was found."""
+        recorder = self.monitor.recorder
+        recorder.assumed_scaler = seen.scaler
+        devices = {parameter.device.type for parameter in self.parameters}
+        recorder.autocast = next((kind for device, kind in seen.autocast.items() if device in devices), None)
+        if seen.clipped:
+            for state in recorder.optimizers:
+                state.clipped = state.step.clipped = True
+        for loss in losses:
+            observe_part(self.monitor, loss)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop watching."""
+        self._samples.stop()
+        if self.monitor.step:
+            self._print_start()
+        self.monitor.close(error)
+
+    def _print_start(self) -> None:
+        """Print once what is watched. The line waits a few steps for the batch size."""
+        if self._announce is None:
+            return
+        announce, self._announce = self._announce, None
+        optimizers = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.found.optimizers))
+        samples = self.monitor.recorder.batch_size
+        batch = "" if samples is None else f", {samples:g} samples per step"
+        announce(f"watching {self.found.name} with {optimizers}{batch}; the run is in {relative(self.run_path)}")
+
+    def _on_samples(self, samples: float) -> None:
+        self.monitor.recorder.batch_size = samples
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """Returns the identity of every gradient and how often it was written to."""
+    return [(id(grad), grad._version) if (grad := parameter.grad) is not None else None for parameter in parameters]
+
+
+def _reduces_by_hand(model: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the script reduces gradients itself: after a backward pass they are still those of this rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return False
+    return not any(hasattr(parameter, "placements") for parameter in parameters)  # DTensors reduce in backward
 
 
 class Watcher:
-    """Told by `hooks` what the script does. Nothing of it may raise; `hooks` sees to that."""
+    """Finds and follows the models of a script. `Hooks` calls it and catches what it raises."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.watched: list[Watched] = []
         self.runs: dict[Path, str] = {}
-        """Runs that have ended, with the name of their model."""
-        self.said_elsewhere = False
-        """Whether a run has ended of which another rank says how."""
-        self.ear = Ear()
-        """What was heard before a model had a Monitor that hears it itself."""
-        self._num_begun = 0
+        """Folders of runs that have ended, with the name of their model."""
+        self.reported_elsewhere = False
+        """Whether a run has ended whose verdict another rank prints."""
+        self.events = TorchEvents()
+        """What torch's hooks showed before a model had a Monitor of its own."""
+        self._num_started = 0
         self._names: set[str] = set()
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._homes: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
-        """The thread in which each was made."""
-        self._left: list[weakref.ref[torch.optim.Optimizer]] = []
-        """Optimizers that are not watched: superseded, or too many."""
+        self._makers: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
+        """The thread that made each optimizer."""
+        self._ignored: list[weakref.ref[torch.optim.Optimizer]] = []
+        """Optimizers that are not watched: replaced by others, or too many."""
         self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
-        """Optimizers whose model was let go, and the run to continue if they step again."""
+        """Optimizers of models that are watched no more, and the run to continue if they step again."""
         self._looked = False
         self._losses: weakref.WeakKeyDictionary[threading.Thread, deque[Tensor]] = weakref.WeakKeyDictionary()
-        """Of every thread that has gone backward, those since the last step, for a model that is found in it."""
+        """The losses of each thread since its last step, for a model that is found during the step."""
         self._finding = threading.RLock()
-        self.speaks = int(os.environ.get("RANK", "0")) == 0
+        self.prints = int(os.environ.get("RANK", "0")) == 0
+        self.explained = False
+        """Whether a line was printed about why a model is not watched."""
+        self._launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        """Whether a launcher such as torchrun started this process, and so started the other ranks the same way."""
         self.watches_itself = False
-        """Whether the script has a Monitor of its own making."""
+        """Whether the script made a Monitor itself."""
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the user knows why this process has no run to judge."""
+        return self.explained or self.watches_itself or self.reported_elsewhere
 
     # -- what the script does -----------------------------------------------------------------------------------
 
     def on_made(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
-        self._homes[optimizer] = threading.current_thread()
+        self._makers[optimizer] = threading.current_thread()
 
     def before_backward(self) -> None:
-        """The first backward pass shows that training begins: models and optimizers are there by now."""
+        """A backward pass starts. The first one shows that training starts: models and optimizers exist by now."""
         if not self._looked:
             with self._finding:
-                self._begin_all()
+                self._start_all()
         here = self._watched_here()
         for watched in here:
             watched.before_backward(alone=len(here) == 1)
 
-    def _begin_all(self) -> None:
+    def _start_all(self) -> None:
         if self._looked:
-            return  # by another thread, meanwhile
+            return  # another thread did it meanwhile
         self._looked = True
         for found in self._look():
-            if not found.is_ambiguous and not sharded_modules(found.model):  # else when an optimizer steps
-                self._begin(found)
+            if not found.is_ambiguous and not sharded_modules(found.model):  # the others wait for an optimizer step
+                self._start(found)
 
     def after_backward(self, loss: Tensor | None) -> None:
         """A backward pass is over."""
@@ -96,11 +239,11 @@ class Watcher:
             elif watched in here or not watched.thread.is_alive():
                 watched.idle += 1
             if watched.idle > IDLE_BACKWARDS:
-                self._let_go(watched)
+                self._stop_watching(watched)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, by itself and not inside another one's step."""
-        trains = self._gone_backward()
+        """An optimizer is about to step, not inside another one's step."""
+        trains = self._training_thread()
         with self._finding:
             watched = self._watched_by(optimizer)
             if watched is None:
@@ -111,10 +254,10 @@ class Watcher:
             watched.before_step()
         if trains in self._losses:
             self._losses[trains].clear()
-        self.ear.clipped = False
+        self.events.clipped = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+        """An optimizer has stepped."""
         watched = self._watched_by(optimizer)
         if watched is not None:
             watched.after_step()
@@ -124,13 +267,13 @@ class Watcher:
         for watched in self.watched:
             self._end(watched, error)
 
-    def _gone_backward(self) -> threading.Thread:
-        """The thread whose gradients this one steps with: itself, unless it never goes backward, and only one other."""
+    def _training_thread(self) -> threading.Thread:
+        """The thread that made the gradients of this step: this one, unless only one other thread runs backward."""
         here, others = threading.current_thread(), list(self._losses)
         return others[0] if here not in others and len(others) == 1 else here
 
     def _watched_here(self) -> list[Watched]:
-        """Those that this thread trains."""
+        """The models that this thread trains."""
         return [watched for watched in self.watched if watched.thread is threading.current_thread()]
 
     # -- finding ------------------------------------------------------------------------------------------------
@@ -139,37 +282,37 @@ class Watcher:
         return next((one for one in self.watched if any(own is optimizer for own in one.found.optimizers)), None)
 
     def _meet(self, optimizer: torch.optim.Optimizer, trains: threading.Thread) -> Watched | None:
-        """An optimizer steps that is not watched: it is new, or it was not clear whether it would."""
-        if any(left() is optimizer for left in self._left):
+        """Watch the model of an optimizer that steps for the first time."""
+        if any(ignored() is optimizer for ignored in self._ignored):
             return None
         self._looked = True
         found = None
         if not self._has_own_monitor(optimizer):
             found = next((one for one in self._look(optimizer) if optimizer in one.optimizers), None)
         if found is None or (self.watched and not found.has_modules):
-            self._left.append(weakref.ref(optimizer))
+            self._ignored.append(weakref.ref(optimizer))
             return None
         found = found.stepped_by(optimizer)
         resume = next((path for idle, path in self._idle if idle() is optimizer), None)
         stepped = set(map(id, parameters_of(optimizer)))
         for before in list(self.watched):
-            if not stepped.isdisjoint(map(id, before.parameters)):  # it takes over from other optimizers
+            if not stepped.isdisjoint(map(id, before.parameters)):  # this one replaces other optimizers
                 resume = before.run_path if before.monitor.step else None
-                self._left += [weakref.ref(old) for old in before.found.optimizers if old not in found.optimizers]
-                self._let_go(before)
-        return self._begin(found, resume, trains)
+                self._ignored += [weakref.ref(old) for old in before.found.optimizers if old not in found.optimizers]
+                self._stop_watching(before)
+        return self._start(found, resume, trains)
 
     def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
         made = [one for made in self._made if (one := made()) is not None]
         if stepping is not None and stepping not in made:
-            made.append(stepping)  # it was copied, or loaded from a file
+            made.append(stepping)  # it was copied or unpickled
         free = [one for one in made if one is stepping or not self._is_taken(one)]
         found = find([one for one in free if any(True for _ in parameters_of(one))])
         owned = [one for one in found if one.has_modules]
         return owned or found  # tensors beside a model, such as a temperature, get no run of their own
 
     def _is_taken(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._watched_by(optimizer) is not None or any(left() is optimizer for left in self._left):
+        if self._watched_by(optimizer) is not None or any(ignored() is optimizer for ignored in self._ignored):
             return True
         return self._has_own_monitor(optimizer)
 
@@ -181,59 +324,66 @@ class Watcher:
 
     # -- watching -----------------------------------------------------------------------------------------------
 
-    def _begin(
+    def _start(
         self, found: Found, resume: Path | None = None, thread: threading.Thread | None = None
     ) -> Watched | None:
-        """Watch a model; None where it cannot be, which is said."""
+        """Watch a model. Returns None, and prints why, if that is not possible."""
         if _has_others():
-            self.speaks = dist.get_rank() == 0
-        if resume is None and self._num_begun >= MAX_RUNS:
-            self._say(f"{MAX_RUNS} models have been watched already; {found.name} is not")
-        elif self.speaks or _has_others():  # of processes that do not know each other, one is watched
+            self.prints = dist.get_rank() == 0
+        if resume is None and self._num_started >= MAX_RUNS:
+            self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
+        elif self.prints or _has_others():  # of processes without a group, only the first is watched
+            patience = threading.Timer(RANKS_SECONDS, self._print, [f"{found.name}: waiting for the other ranks"])
+            patience.daemon = True
             try:
+                if _has_others() and self._launched:
+                    patience.start()  # so that a long wait is not silent
                 if resume is None:
                     variables = dict(vars(sys.modules["__main__"]))
                     found = replace(found, name=distinct_name(found, self._names, variables))
-                home = thread or self._homes.get(found.optimizers[0], threading.current_thread())
-                watched = Watched(found, self._watch, resume, home)
-                watched.catch_up(self._losses.get(home, ()), self.ear)
+                home = thread or self._makers.get(found.optimizers[0], threading.current_thread())
+                watched = Watched(found, self._watch, resume, home, None if resume else self._print)
+                watched.catch_up(self._losses.get(home, ()), self.events)
             except Exception as error:
-                self._say(f"{found.name} is not watched: {error}")
+                self._explain(found, error)
             else:
                 self.watched.append(watched)
-                self._num_begun += resume is None
+                self._num_started += resume is None
                 self._names.add(found.name)
                 return watched
-        self._left += map(weakref.ref, found.optimizers)
+            finally:
+                patience.cancel()
+        self._ignored += map(weakref.ref, found.optimizers)
         return None
 
     def _watch(self, found: Found, resume: Path | None) -> Monitor:
         settings = self.settings
-        path = settings.run if self._num_begun == 0 else settings.run.with_name(f"{settings.run.name}-{found.name}")
+        path = settings.run if self._num_started == 0 else settings.run.with_name(f"{settings.run.name}-{found.name}")
         config = Config(
             tensor_every=settings.every,
             quiet=settings.quiet,
+            rank_timeout=Config.rank_timeout if self._launched else RANKS_SECONDS,
             extra={"program": settings.program, "model": found.name},
         )
         show_shards(found.model)
-        torch_hooks.detach(self.ear)  # so that it looks anew for what there is to listen to
+        torch_hooks.detach(self.events)  # attached again below, after the hooks of the Monitor
         try:
-            return Monitor(  # not watch(): what there is to say at the end is said of all models together
+            return Monitor(  # not watch(), which would print a verdict per model
                 found.model,
                 found.optimizers,
                 run=resume or path,
                 resume=resume is not None,
                 config=config,
-                sinks=settings.sinks if self._num_begun == 0 else (),
+                sinks=settings.sinks if self._num_started == 0 else (),
                 alerts=settings.alerts,
             )
         finally:
-            torch_hooks.attach(self.ear)
+            torch_hooks.attach(self.events)
 
-    def _let_go(self, watched: Watched) -> None:
+    def _stop_watching(self, watched: Watched) -> None:
         with self._finding:
             if watched not in self.watched:
-                return  # another thread has
+                return  # another thread did it
             self.watched.remove(watched)
         self._end(watched, None)
         if watched.monitor.step:
@@ -245,11 +395,103 @@ class Watcher:
             if watched.monitor.speaks:
                 self.runs.setdefault(watched.run_path, watched.found.name)
             else:
-                self.said_elsewhere = True
+                self.reported_elsewhere = True
 
-    def _say(self, line: str) -> None:
-        print_line(line, self.settings.quiet or not self.speaks)
+    def _explain(self, found: Found, error: Exception) -> None:
+        self.explained = True
+        if isinstance(error, MissingRanksError) and not self._launched:
+            self._print(
+                f"{found.name} is not watched: the script itself started {dist.get_world_size()} ranks. To watch them, "
+                "start them with torchrun --nproc_per_node=N -m gradvitals run SCRIPT"
+            )
+        else:
+            self._print(f"{found.name} is not watched: {error}")
+
+    def _print(self, line: str) -> None:
+        print_line(line, self.settings.quiet or not self.prints)
 
 
 def _has_others() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _ThreadState(threading.local):
+    """The state of one thread."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.optim.Optimizer] = []
+        """The optimizers that are stepping now, one inside the other."""
+
+
+class Hooks:
+    """Reports to a Watcher, from `install` to `remove`, which optimizers are made and step, and backward passes.
+
+    What the script calls does and returns what it did before. An error of ours is printed once and ends the watching,
+    never the script.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._active = True
+        self._undo: list[Callable[[], object]] = []
+        self._thread = _ThreadState()
+        self._backwards = BackwardPasses(
+            lambda: self._report(watcher.before_backward), lambda loss: self._report(watcher.after_backward, loss)
+        )
+        watcher.events = self._backwards.events
+
+    def install(self) -> None:
+        """Start reporting."""
+        os.register_at_fork(after_in_child=self._stop)  # a process that the script forks is no part of its training
+        original = torch.optim.Optimizer.__init__
+        torch.optim.Optimizer.__init__ = self._with_report(original)  # type: ignore[method-assign]
+        self._undo = [
+            lambda: setattr(torch.optim.Optimizer, "__init__", original),
+            optim.register_optimizer_step_pre_hook(self._before_step).remove,
+            optim.register_optimizer_step_post_hook(self._after_step).remove,
+            self._backwards.stop,
+            STEPS.release,
+        ]
+        STEPS.hold()  # models start and stop being watched while an optimizer steps
+        self._backwards.start()
+
+    def remove(self) -> None:
+        """Stop, and leave torch as it was."""
+        self._stop()
+        while self._undo:
+            self._undo.pop()()
+
+    def _stop(self) -> None:
+        self._active = False
+
+    def _report(self, method: Callable[..., Any], *args: Any) -> None:
+        if not self._active:
+            return
+        try:
+            method(*args)
+        except Exception as error:
+            self._stop()
+            quiet = self._watcher.settings.quiet
+            print_line(f"stopped watching after an internal error: {error!r}; the script continues", quiet)
+
+    def _with_report(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._report(self._watcher.on_made, optimizer)
+
+        return __init__
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._thread.steps:  # its last step raised an error that the script caught
+            self._thread.steps.clear()
+        if not self._thread.steps:
+            self._report(self._watcher.before_step, optimizer)
+        self._thread.steps.append(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        while self._thread.steps:  # a step inside it that raised an error has no end
+            if self._thread.steps.pop() is optimizer:
+                break
+        if not self._thread.steps:
+            self._report(self._watcher.after_step, optimizer)

@@ -1,4 +1,4 @@
-"""Leaves a model, its gradients and all random numbers exactly as they were, whatever happens in between."""
+"""What a probe must not change: weights, gradients, modes, buffers, hooks and random states are put back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Where a module keeps its hooks."""
+"""The attributes in which a module keeps its hooks."""
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put everything back at the end, also after an exception.
+    """Restore everything at the end, also after an exception.
 
     What is put back: which tensors are parameters and buffers, the bits of all buffers (the running statistics of batch
     norm among them), `.grad` (the same tensors; inside it is None), train and eval flags, what a module sets on itself
@@ -68,7 +68,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def random_numbers() -> Callable[[], None]:
-    """Remember where all random numbers stand; call what is returned to go back there."""
+    """Returns a function that restores the current state of all random number generators."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
@@ -84,7 +84,7 @@ def random_numbers() -> Callable[[], None]:
 
 @contextmanager
 def same_randomness(seed: int = 0) -> Iterator[None]:
-    """Inside, random numbers are the same every time, so that dropout drops the same elements."""
+    """Use the same random numbers every time inside, so that dropout drops the same elements."""
     put_back = random_numbers()
     try:
         torch.manual_seed(seed)
@@ -94,18 +94,18 @@ def same_randomness(seed: int = 0) -> Iterator[None]:
 
 
 def _structure(module: nn.Module) -> Callable[[], None]:
-    """Of one module: which tensors it holds, its flag and its hooks."""
+    """The tensors, training flag, attributes and hooks of one module."""
     holders = (module._parameters, module._buffers, *(getattr(module, name, None) for name in HOOKS))
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(h, dict(h)) for h in holders if h is not None]
     own = dict(vars(module))
 
     def put_back() -> None:
-        # What a module wrote down in passing (an output, a count) is what it was; the same objects, not copies.
+        # Attributes that a module set during a forward pass go back to the same objects, not copies.
         if list(vars(module)) != list(own) or any(vars(module)[key] is not own[key] for key in own):
             vars(module).clear()
             vars(module).update(own)
         for holder, contents in kept:
-            # Asked by identity: `==` of tensors would compare elements.
+            # By identity: `==` of tensors compares elements.
             if list(holder) != list(contents) or any(holder[key] is not contents[key] for key in contents):
                 holder.clear()
                 holder.update(contents)
@@ -117,7 +117,7 @@ def _bits(buffer: Tensor) -> Callable[[], None]:
     copy = buffer.detach().clone()
 
     def put_back() -> None:
-        # Only where it changed: a write would disturb a graph that still needs it.
+        # Only if it changed: a write would break a graph that still needs it.
         if not torch.equal(buffer, copy):
             with torch.no_grad():
                 buffer.copy_(copy)

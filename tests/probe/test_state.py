@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
-from gradvitals.probe.untouched import HOOKS, same_randomness, untouched
+from gradvitals.probe.state import HOOKS, same_randomness, untouched
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""What integrations share: backward passes and their losses, sharded models, values for other logs."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradvitals.collect import hooks as torch_hooks
+from gradvitals.monitor import Monitor
+from gradvitals.worker.worker import print_line
+
+
+class BackwardPasses:
+    """Reports every backward pass that is not part of another one, from `start` to `stop`.
+
+    It wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
+
+    Args:
+        before: Called before a pass.
+        after: Called after a pass with the loss: one number, unscaled and detached, or None.
+    """
+
+    def __init__(self, before: Callable[[], None], after: Callable[[Tensor | None], None]) -> None:
+        self.events = TorchEvents()
+        self._before = before
+        self._after = after
+        self._active = False
+        self._undo: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Start reporting."""
+        original = torch.autograd.backward
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if _is_inside() or not self._active or _is_recorded():
+                return original(tensors, grad_tensors, *args, **kwargs)
+            self._report(self._before)
+            result = original(tensors, grad_tensors, *args, **kwargs)
+            self._report(lambda: self._after(self._loss(tensors, grad_tensors)))
+            return result
+
+        def undo() -> None:
+            if torch.autograd.backward is backward:  # another tool may have wrapped it after us
+                torch.autograd.backward = original
+
+        self._undo, self._active = undo, True
+        torch.autograd.backward = backward
+        torch_hooks.attach(self.events)
+
+    def stop(self) -> None:
+        """Stop reporting."""
+        if self._active:
+            self._active = False
+            torch_hooks.detach(self.events)
+            self._undo()
+
+    def _report(self, call: Callable[[], None]) -> None:
+        """Call back; an error of ours must not end the training loop."""
+        try:
+            if self._active:
+                call()
+        except Exception as error:
+            self.stop()
+            print_line(f"losses are no longer recorded: {type(error).__name__}: {error}", False)
+
+    def _loss(self, tensors: Any, grad_tensors: Any) -> Tensor | None:
+        """Returns the sum of what backward was called on if those are single numbers without gradients of their own."""
+        scaler = self.events.scaled.popleft() if self.events.scaled else None
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else []
+        single = all(isinstance(root, Tensor) and root.numel() == 1 for root in roots)
+        if not roots or not single or grad_tensors is not None:
+            return None
+        first, *others = [root.detach().reshape(()) for root in roots]
+        loss = sum((other.to(first.device) for other in others), first)
+        return loss if scaler is None or scaler._scale is None else loss / scaler._scale.to(loss.device)
+
+
+class TorchEvents(threading.local):
+    """What the hooks of `collect.hooks` show besides: scaled losses, autocast, clipping. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.scaled: deque[torch.amp.GradScaler] = deque(maxlen=64)
+        """The scaler of each loss that was scaled and has not gone through backward yet."""
+        self.scaler: torch.amp.GradScaler | None = None
+        self.autocast: dict[str, str] = {}
+        """The first autocast dtype on each device type."""
+        self.clipped = False
+
+    def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss was scaled."""
+        self.scaler = scaler
+        self.scaled.append(scaler)
+
+    def on_autocast(self, device: str, dtype: torch.dtype) -> None:
+        """The script entered an autocast block."""
+        self.autocast.setdefault(device, str(dtype).removeprefix("torch."))
+
+    def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
+        """Gradients are about to be clipped."""
+        self.clipped = True
+
+    @property
+    def asleep(self) -> bool:
+        """Whether clipping needs no more reports: one is enough."""
+        return self.clipped
+
+    def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
+        """Not needed here."""
+
+    def on_total_norm(
+        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
+    ) -> None:
+        """Not needed here."""
+
+    def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Every scaled loss of this step has gone through backward."""
+        self.scaled.clear()
+
+    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Not needed here."""
+
+    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """Not needed here."""
+
+    def before_groups_end(self) -> None:
+        """Not needed here."""
+
+
+def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
+    """Give a Monitor one of the losses whose sum is the loss of the step.
+
+    Gradients of several backward passes add up, so the step descends on the sum of their losses. A loop that
+    accumulates gradients has divided each loss by their number, so the sum is the mean it would plot.
+    """
+    monitor.recorder.draft.observed.adds_up = True
+    monitor.observe(loss)
+
+
+def _is_inside() -> bool:
+    """Whether this thread is inside a backward pass. With a GPU, checkpointed backward runs in a thread of torch's."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _is_recorded() -> bool:
+    """Whether the call is being compiled or captured into a CUDA graph, to run later."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Returns the parts of a model that `fully_shard` has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [module for module in model.modules() if isinstance(module, kind)] if kind is not None else []
+
+
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class; `fully_shard` replaces the class with a subclass."""
+    kind = type(module)
+    return kind.__bases__[-1].__name__ if module in sharded_modules(module) else kind.__name__
+
+
+def show_shards(model: nn.Module) -> None:
+    """Make a sharded model show the parameters that its optimizer steps.
+
+    After a forward pass the outermost part still holds gathered parameters, whose memory is freed later; torch gathers
+    them again when needed. Do not call this between a forward pass and its backward pass.
+    """
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+LOGGED = ("grad/norm", "gsnr", "noise_scale", "update/rms")
+
+
+def newest(monitor: Monitor) -> dict[str, float]:
+    """Returns the newest of the `LOGGED` values as ``gradvitals/...``, without those unknown or not finite."""
+    latest = monitor.latest
+    return {f"gradvitals/{name}": latest[name] for name in LOGGED if math.isfinite(latest.get(name, math.nan))}
