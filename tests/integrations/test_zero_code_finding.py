@@ -14,7 +14,7 @@ from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
 
 import gradvitals as gv
-from gradvitals.integrations.common import BackwardPasses
+from gradvitals.integrations.backward import BackwardPasses
 from gradvitals.integrations.zero_code import watcher as watcher_module
 from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.integrations.zero_code.watcher import Hooks, Watcher

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradvitals import monitor as monitoring
-from gradvitals.integrations.common import BackwardPasses, observe_part
+from gradvitals.integrations.backward import BackwardPasses, observe_part
 from gradvitals.monitor import Monitor
 
 if TYPE_CHECKING:

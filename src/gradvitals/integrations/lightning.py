@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.guard import Guard
-from gradvitals.integrations.common import newest, observe_part, show_shards
+from gradvitals.integrations.backward import newest, observe_part, show_shards
 from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from gradvitals.alerts import Alert
 from gradvitals.config import Config
 from gradvitals.guard import Guard
-from gradvitals.integrations.common import BackwardPasses, newest, observe_part
+from gradvitals.integrations.backward import BackwardPasses, newest, observe_part
 from gradvitals.monitor import Monitor, watch
 from gradvitals.sinks import Sink
 from gradvitals.worker.worker import print_line

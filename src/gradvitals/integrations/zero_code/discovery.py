@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradvitals.integrations.common import class_name
+from gradvitals.integrations.backward import class_name
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gradvitals.collect.backward import STEPS
 from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
 from gradvitals.distributed.topology import MissingRanksError
-from gradvitals.integrations.common import BackwardPasses, TorchEvents, observe_part, sharded_modules, show_shards
+from gradvitals.integrations.backward import BackwardPasses, TorchEvents, observe_part, sharded_modules, show_shards
 from gradvitals.integrations.zero_code.discovery import Found, SampleCount, distinct_name, find, parameters_of
 from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.monitor import Monitor
