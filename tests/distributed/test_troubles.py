@@ -29,7 +29,7 @@ MORTAL = Path(__file__).with_name("rank_mortal.py")
 
 def test_one_rank_that_does_not_watch_is_named(results: Results) -> None:
     found, _ = results.of("trouble: watched_by_one_alone")
-    assert found["kind"] == "RunError"
+    assert found["kind"] == "MissingRanksError"
     assert "rank 1" in found["message"]
     assert "watch" in found["message"]
     assert 1.5 < found["seconds"] < 12
