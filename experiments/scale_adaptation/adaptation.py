@@ -78,7 +78,7 @@ class TensorRow:
     noise_rms: float
     """The same after AdamW on pure noise, with the same start and schedule."""
     formula_rms: float
-    """The same by the recursion of `gradvitals.diagnose.scale`."""
+    """The same by the recursion of `gradvitals.diagnose.rules.scale`."""
     gsnr: float
     """Debiased, at the batch of a step."""
     radial_gsnr: float

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from gradvitals.diagnose.scale import NoiseWalk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -48,6 +47,7 @@ from experiments.scale_adaptation.training import (
     train_stack,
 )
 from gradvitals import functional
+from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.errors import GradvitalsError
 
 TINY = Shape(width=8, num_layers=1, num_heads=2, context=8, scalars=True)

@@ -165,16 +165,17 @@ def test_two_monitors_at_once(tmp_path: Path) -> None:
         assert set(rig.stages()) == {"raw"}
 
 
-def test_two_monitors_of_one_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_a_second_monitor_of_one_model_closes_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rig = Rig(tmp_path, model, optimizer)
-    with gv.watch(model, optimizer, run=tmp_path / "second", config=rig.config, batch_size=12) as second:
-        rig.steps(4).check()
-    assert_no_errors(second)
-    with gv.open_run(second.run_path) as run:
-        rig.truth.check(run)
+    first = gv.watch(model, optimizer, run=tmp_path / "first")
+    regression(model, Data().batch(4)).backward()
+    optimizer.step()
+    with gv.watch(model, optimizer, run=tmp_path / "second") as second:
+        assert f"closed the earlier Monitor of this model, whose run is in {first.run_path}" in capsys.readouterr().err
+        regression(model, Data().batch(4)).backward()
+        optimizer.step()
+    assert (first.step, second.step) == (1, 1)
     assert_bare(model, optimizer)
 
 

@@ -41,6 +41,8 @@ class Journal:
         self.capacity = capacity
         self._memory = memory
         self._head = self._counter(HEAD)
+        self._position = self._counter(TAIL)
+        """How far this end has read."""
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Journal:
@@ -152,12 +154,12 @@ class Journal:
         return self._counter(DROPPED)
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the kind and the payload of every record there is. Call `release` when they are dealt with.
+        """Yield the kind and the payload of every record not read yet. Call `release` when they are dealt with.
 
         Raises:
             RunError: If lengths do not fit; the file was damaged.
         """
-        self._read_to = tail = self._counter(TAIL)
+        tail = self._position
         head = self._counter(HEAD)
         if head - tail > self.capacity:
             raise RunError("the journal is damaged: more is unread than it can hold")
@@ -171,13 +173,13 @@ class Journal:
             tail += needed
             if kind != PADDING:
                 payload = self._memory[at + _RECORD.size : at + _RECORD.size + length]
-                self._read_to = tail
+                self._position = tail
                 yield kind, payload
-        self._read_to = tail
+        self._position = tail
 
     def release(self) -> None:
         """Give the room of all records read so far back to the writer."""
-        self._set(TAIL, getattr(self, "_read_to", self._counter(TAIL)))
+        self._set(TAIL, self._position)
 
     def close(self) -> None:
         """Give the memory back. Nothing may be called after it."""

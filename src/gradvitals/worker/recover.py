@@ -74,8 +74,7 @@ def recover(path: Path) -> bool:
     if not (folder / JOURNAL).exists():
         remove_files(path, folder)
         return False
-    journal = Journal.open(folder / JOURNAL)
-    records = list(journal.read())
+    records = list(Journal.open(folder / JOURNAL).read())
     if records:
         settings: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in note["config"].items()}
         settings["quiet"] = True
@@ -88,7 +87,7 @@ def recover(path: Path) -> bool:
             resume=(path / "run.db").exists(),
             first_step=_first_step(records),
         )
-        worker = Worker(setup, journal, ThreadChannel())
+        worker = Worker(setup, Journal.open(folder / JOURNAL), ThreadChannel())
         if (folder / CONTEXT_FILE).exists() and not any(kind == CONTEXT for kind, _ in records[:1]):
             worker.use_context(Context.from_bytes((folder / CONTEXT_FILE).read_bytes()))
         worker.abandon()

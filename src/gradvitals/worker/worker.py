@@ -175,14 +175,16 @@ class Worker:
                 self._take(kind, data)
             except Exception as error:  # one record is lost, not those around it
                 self._on_error("worker", error)
-            if count % 64 == 0:
+            if count % 64 == 0 and self._journal.fill > 0.5 and self.store is not None:
+                self.store.commit()
                 self._journal.release()
-        self._journal.release()
         if count:
             self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
         if self.store is not None:
             self.store.dropped_before = self._journal.dropped
             self.store.commit_if_due()
+        if self.store is None or self.store.is_settled:
+            self._journal.release()  # what is on disk, and no more: another worker may have to read the rest
         return count
 
     def _take(self, kind: int, data: bytes) -> None:
@@ -315,6 +317,7 @@ class Worker:
             if self.store is not None:
                 self.store.commit()
                 self.store.discard()
+            self._journal.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything it remembers of the run."""
@@ -399,6 +402,11 @@ class _Store:
         room = size if isinstance(record, Reading) else 2 * size
         fits = self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES or not self._pending
         return len(self._pending) < room and fits
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits to be written, or what waits cannot be written for now."""
+        return self._broken or not self._pending
 
     def commit_if_due(self) -> None:
         """Commit what is pending, at most every quarter of a second; renew the heartbeat every second."""
