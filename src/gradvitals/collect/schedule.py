@@ -31,6 +31,9 @@ REVIEW_STEPS = 50
 
 MAX_EVERY = 10_000
 
+PAUSE_FACTOR = 3.0
+"""A step that took so many times the shortest one was interrupted: by an evaluation, a checkpoint, or a stop."""
+
 
 def is_due(step: int, every: int, factor: int = 1, young_every: int = YOUNG_EVERY) -> bool:
     """Whether a step is one of every n; in a young run also one of every ten, and at first a power of two.
@@ -114,6 +117,7 @@ class ReadSchedule:
         self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # full or plain: seconds, steps
         self._wall = [0.0, 0.0]
         self._seen = 0
+        self._typical = self._plain_cost = 0.0
         self._free = FREE_SECONDS if config.overhead_budget is None else 0.0
 
     def due(self, step: int) -> Due:
@@ -142,7 +146,8 @@ class ReadSchedule:
         self._free -= cost_seconds
         if self._seen <= WARM_UP_STEPS:
             return False
-        self._wall[0] += wall_seconds
+        self._typical = min(self._typical, wall_seconds) if self._typical else wall_seconds
+        self._wall[0] += min(wall_seconds, PAUSE_FACTOR * self._typical)  # an evaluation is not part of a step
         self._wall[1] += 1
         if full or paid_norm:
             self._costs[full][0] += cost_seconds
@@ -153,7 +158,9 @@ class ReadSchedule:
 
     def _review(self) -> bool:
         step_seconds = self._wall[0] / self._wall[1]
-        plain = self._costs[False][0] / self._costs[False][1] if self._costs[False][1] else 0.0
+        if self._costs[False][1]:  # else all norms were read with full readings, and the last value still holds
+            self._plain_cost = self._costs[False][0] / self._costs[False][1]
+        plain = self._plain_cost
         full = self._costs[True][0] / self._costs[True][1]
         allowed = self.share * step_seconds / 2
         needed = plain / allowed if allowed else 1.0
