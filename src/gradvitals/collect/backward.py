@@ -25,7 +25,7 @@ class BackwardCounter:
     """Counts backward passes, and notices gradients that were altered or thrown away outside them.
 
     Autograd adds to ``.grad`` in place, which moves the tensor's version by one. Any other change between two
-    backward passes is the loop's: gradients that were zeroed without a step, i.e. a batch given up.
+    backward passes is the loop's: gradients that were zeroed without a step, i.e. a skipped batch.
 
     Args:
         on_given_up: Told after how many passes it was, as soon as the next one shows it, and whether the gradient is

@@ -242,7 +242,7 @@ def _hear_groups_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def heard(closure: Callable[[], Any], mute: Callable[[bool], None], first: Callable[[Any], None]) -> Callable[[], Any]:
-    """A closure that does the same and tells of its first evaluation.
+    """Return a closure that does the same and reports its first evaluation.
 
     Args:
         closure: What the optimizer was given.

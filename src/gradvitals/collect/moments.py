@@ -301,7 +301,7 @@ class VitalSums:
         return limit
 
     def follow(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], heads: Mapping[int, HeadView]) -> None:
-        """Listen from now on, for these rows; their heads are told too where they lie one after the other."""
+        """Follow these rows from now on; heads are reported too if they are contiguous in memory."""
         if not self.available:
             return
         self.stop()

@@ -322,7 +322,7 @@ class ParameterTable:
         fresh = {name: parameter for name, parameter in current.items() if id(parameter) not in known}
         if not fresh:
             return
-        for name in fresh:  # a module was replaced: its row goes on with the new tensor, its window does not
+        for name in fresh:  # a module was replaced: its row continues with the new tensor, its window does not
             if name in self.named:
                 self.windows.pop(list(self.named).index(name), None)
         self.named |= fresh

@@ -303,7 +303,7 @@ class Audit:
     ) -> None:
         """Put checksums of this rank's part of parameters, and of their optimizer state, into the buffer.
 
-        Rows whose memory cannot be read, or that have no state, are left out.
+        Rows whose memory cannot be read, or that have no state, are skipped.
         """
         held = [(row, local(parameter)) for row, parameter in zip(rows, parameters, strict=True)]
         _add(buffer, "check", [Item(row, 0, tensor) for row, tensor in held if is_readable(tensor)])
