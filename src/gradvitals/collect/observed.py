@@ -117,7 +117,7 @@ class Observed:
         """
         check_observed(loss, batch_size)
         if isinstance(loss, Tensor):
-            loss = local(loss)
+            loss = loss if type(loss) is Tensor else local(loss)
             # On the host there is nothing to wait for.
             at_hand = type(loss) is Tensor and loss.is_cpu and loss.is_floating_point()
             at_hand = at_hand and not torch.compiler.is_compiling()

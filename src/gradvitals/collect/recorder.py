@@ -673,16 +673,15 @@ class StepRecorder:
         self.step = self.first = step
         self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
-            self._arm(state, step)
+            self._arm(state, self._due_at(step))
         self.draft = self._new_draft()
 
-    def _arm(self, state: OptimizerState, step: int) -> None:
-        """Collect the gradients of micro-batches from here on if the step to come is due."""
-        due = self._due_at(step)
+    def _arm(self, state: OptimizerState, due: Due) -> None:
+        """Collect the gradients of micro-batches from here on if the step to come is due for a full reading."""
         if state.micro is not None:
             if due.full:
                 self.safe("microbatch", self._arm_micro, state, due)
-            elif state.micro.is_hooked:
+            else:
                 self.safe("microbatch", state.micro.disarm)
         if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
@@ -1042,7 +1041,9 @@ class StepRecorder:
         observed.passes = max(observed.passes, state.backward.backwards)
         record.carried = record.carried or state.backward.carried
         state.backward.reset()
-        self._arm(state, self.step + 1)
+        due = self._due_at(self.step + 1)
+        if due.full or due.audit or self.draft.due.full:
+            self._arm(state, due)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 
