@@ -206,6 +206,7 @@ class RatioHistory:
         effective = count * (1 - correlation) / (1 + correlation)
         value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
         value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)
+        known = known & ~(high < 0)  # a signal below zero for certain: the samples are not independent
         return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     def last_step(self) -> float:

@@ -204,6 +204,8 @@ class Watcher:
         """Whether a launcher such as torchrun started this process, and so started the other ranks the same way."""
         self.watches_itself = False
         """Whether the script made a Monitor itself."""
+        self.num_backwards = 0
+        """Backward passes so far, until the script is known to train one model."""
 
     @property
     def is_explained(self) -> bool:
@@ -243,6 +245,7 @@ class Watcher:
         if only is not None and only.thread is threading.current_thread():
             observe_part(only.monitor, loss)
             return
+        self.num_backwards += 1
         losses = self._losses.setdefault(threading.current_thread(), deque(maxlen=64))
         if loss is not None:
             losses.append(loss)
