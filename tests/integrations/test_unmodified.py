@@ -159,7 +159,7 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
     assert done.status != 0
     found = gv.open_run(tmp_path / "run")
     assert found.series("grad/norm")[0].tolist() == list(range(21))
-    stops = [finding for finding in found.findings() if finding.id in ("training_stopped", "ranks_lost")]
+    stops = [finding for finding in found.findings if finding.id in ("training_stopped", "ranks_lost")]
     assert [(stop.id, stop.rank, stop.first_step, stop.title) for stop in stops] == [
         ("training_stopped", rank, 21, "Training stopped with ValueError: bad sample")
     ]

@@ -159,7 +159,7 @@ class Follower:
             num_parameters=sum(info.numel for info in run.tensors),
             last_step=run.last_step,
             series={metric: values for metric, (_, values) in self._series.items()},
-            verdict=judge_run(run, run.findings()) if was_diagnosed(meta) and run.last_step is not None else None,
+            verdict=judge_run(run, run.findings) if was_diagnosed(meta) and run.last_step is not None else None,
             latest_tensors=self._latest,
             ended=state == "finished" or (state == "stopped" and silent > SILENT_SECONDS),
         )

@@ -75,7 +75,7 @@ def run_html(run: Run) -> str:
     span = span_of(run)
     headline, findings, curves = _headline("No readings yet.", "currentColor"), None, None
     if span is not None:
-        verdict = judge_run(run, run.findings())
+        verdict = judge_run(run, run.findings)
         diagnosed = was_diagnosed(run.meta)
         headline = _verdict_headline(verdict) if diagnosed else _headline(UNDIAGNOSED, "currentColor")
         findings = _finding_list(verdict)
@@ -109,7 +109,7 @@ def _finding_list(verdict: Verdict) -> Html | None:
     items = [_finding(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]]
     hidden = len(verdict.ranked) - MAX_FINDINGS
     if hidden > 0:
-        items.append(tag("li", f"and {hidden:,} more; run.findings() has all", style=DIM))
+        items.append(tag("li", f"and {hidden:,} more; run.findings has all", style=DIM))
     if not items:
         return None
     listed = tag("ul", *items, style="margin:4px 0;padding-left:20px")
@@ -234,7 +234,7 @@ def _plot_band(run: Run, metric: str, source: str | None, row: dict[str, Any], a
 def _mark_findings(run: Run, axes: Axes) -> None:
     """Draws a dotted line at each finding that is more than a note; the axes keep their limits."""
     limits = axes.get_xlim()
-    for finding in run.findings():
+    for finding in run.findings:
         if finding.severity != "info":
             color = PLOT_COLORS.get(finding.severity, "tab:gray")
             axes.axvline(finding.first_step, color=color, linestyle=":", linewidth=1, label="_")

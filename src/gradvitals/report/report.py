@@ -161,12 +161,12 @@ class Report:
     @cached_property
     def monitoring(self) -> tuple[Finding, ...]:
         """What gradvitals reports about itself."""
-        return self_reports(self.run.findings())
+        return self_reports(self.run.findings)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """What a Guard or a schedule did, or would have done."""
-        return tuple(self.run.actions())
+        return tuple(self.run.actions)
 
     @cached_property
     def state(self) -> State:
@@ -187,10 +187,10 @@ class Report:
             "restarts": [restart.to_json() for restart in self.restarts],
             "verdict": self.verdict.to_json(),
             "findings": [item.to_json() for item in self.verdict.ranked],
-            "fine": [{"id": item.id, "text": item.text} for item in self.checks.passed],
-            "fine_until": self.checks.until,
-            "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
-            "gsnr_doubt": self.caveat,
+            "passed": [{"id": item.id, "text": item.text} for item in self.checks.passed],
+            "passed_until": self.checks.until,
+            "skipped": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
+            "gsnr_caveat": self.caveat,
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
@@ -210,7 +210,7 @@ class Report:
     @cached_property
     def recorded_verdict(self) -> Verdict:
         """The verdict by the findings recorded with the run, without a replay and without checks."""
-        return judge_run(self.run, self.run.findings())
+        return judge_run(self.run, self.run.findings)
 
 
 def _finite_until(verdict: Verdict) -> int | None:

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -17,10 +19,34 @@ from rich.text import Text
 from gradvitals.advise import Advice, Advised, Confidence, Figure
 from gradvitals.report.catalog import Entry, name_of
 from gradvitals.report.describe import TITLE, evidence, latest_actions, summarize_actions, where
-from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, capitalized, clean, cut, duration, number, plural, sparkline
+from gradvitals.report.format import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    ago,
+    capitalized,
+    clean,
+    cut,
+    duration,
+    fix_snippet,
+    fix_text,
+    number,
+    plural,
+    sparkline,
+)
+from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
 from gradvitals.report.summary import LayerRow, Summary, Worst
-from gradvitals.report.verdict import STATES, UNDIAGNOSED, Level, RankedFinding, Verdict, in_sentence, was_diagnosed
+from gradvitals.report.verdict import (
+    LABELS,
+    STATES,
+    UNDIAGNOSED,
+    Level,
+    RankedFinding,
+    Verdict,
+    in_sentence,
+    relative,
+    was_diagnosed,
+)
 from gradvitals.types import Action, Finding, FloatArray, Severity
 
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
@@ -38,6 +64,8 @@ ADVICE_TITLES = {
 LABEL_WIDTH = 16
 """Columns for the label of each part of a finding."""
 BULLET = "  - "
+EVIDENCE = 3
+"""Observations that doctor shows without --verbose."""
 LIKELIEST = 3
 """Causes and fixes of a finding; one of each for a note and for a finding that no longer counts."""
 OTHER_FINDINGS = 4
@@ -125,23 +153,33 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
     checks = report.checks
     until = "" if checks.until is None else f" up to step {checks.until:,}"
-    has_more = verdict.ranked or report.monitoring or report.actions
-    hint = f"{'-v for details, ' if has_more else ''}--all to list the checks"
     counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
-    yield Paragraph("", Text.assemble(counts, (f" ({hint})", "dim")))
+    name = relative(report.run.path)
+    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), counts, (" (-v for details)", "dim")))
 
 
 def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     """Yields cause, fix and evidence of the worst finding; the headline has its title."""
     finding = item.finding
-    parts = [
-        ("Likely cause", finding.causes[:1]),
-        ("Fix", finding.fixes[:1]),
-        ("Where", [where(finding)] if finding.tensors and not finding.says_where else []),
-        ("Evidence", ["; ".join(evidence(finding.evidence))]),
-    ]
-    for label, texts in parts:
-        yield from (Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold") for text in texts if text)
+    place = f"in {where(finding)}" if finding.tensors and not finding.says_where else ""
+    seen = "; ".join([*islice(evidence(finding.evidence), EVIDENCE), *([place] if place else [])])
+    for text in finding.causes[:1]:
+        yield _labeled("Likely cause", text)
+    for fix in finding.fixes[:1]:
+        yield _labeled("Fix", fix_text(fix))
+        yield from _snippet(fix)
+    if seen:
+        yield _labeled("Evidence", seen)
+
+
+def _labeled(label: str, text: str) -> Paragraph:
+    return Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold")
+
+
+def _snippet(fix: Any) -> Iterator[RenderableType]:
+    """Yields the lines to paste, if the fix has any."""
+    for line in fix_snippet(fix).splitlines():
+        yield Text(" " * (LABEL_WIDTH + 2) + clean(line), style="green", no_wrap=True)
 
 
 def _counted_names(items: Sequence[RankedFinding]) -> str:
@@ -210,14 +248,15 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
         ("When", [item.when(live=live) + later]),
         ("Evidence", list(evidence(finding.evidence))),
         ("Likely cause", finding.causes[:limit]),
-        ("Fix", finding.fixes[:limit]),
+        ("Fix", list(map(fix_text, finding.fixes[:limit]))),
     ]
-    lines = []
+    lines: list[RenderableType] = []
     for label, texts in parts:
         for i, text in enumerate(texts):
             head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
             several = label in ("Likely cause", "Fix") and len(texts) > 1
             lines.append(Paragraph(f"{head}{i + 1}. " if several else head, clean(text), "bold"))
+            lines += _snippet(finding.fixes[i]) if label == "Fix" else ()
     return Group(_heading(item), *lines)
 
 
@@ -227,7 +266,7 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
     if item.is_routine:
         return _routine(item)
     place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
-    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix}" for fix in finding.fixes[:1])]
+    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix_text(fix)}" for fix in finding.fixes[:1])]
     return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
 
 
@@ -250,7 +289,7 @@ def monitoring_section(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     if findings:
         yield Text("Monitoring", style="bold")
     for finding in findings:
-        fix = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
+        fix = f"; fix: {fix_text(finding.fixes[0])}" if finding.fixes else ""
         yield Paragraph(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){fix}"))
 
 
@@ -275,12 +314,12 @@ def render_rules(entries: Sequence[Entry]) -> RenderableType:
     return Group(*(Paragraph(clean(entry.id).ljust(width), clean(entry.pattern), "bold") for entry in entries))
 
 
-def render_rule(entry: Entry) -> RenderableType:
-    """Returns one rule in full."""
-    return Group(*_rule_sections(entry))
+def render_rule(entry: Entry, *, verbose: bool = False) -> RenderableType:
+    """Returns one rule: what it looks for, causes and fixes; `verbose` adds its settings."""
+    return Group(*_rule_sections(entry, verbose=verbose))
 
 
-def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
+def _rule_sections(entry: Entry, *, verbose: bool) -> Iterator[RenderableType]:
     yield Text.assemble((clean(entry.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
     yield Paragraph("", clean(entry.pattern))
     yield Paragraph("", entry.conditions.replace("`", ""))
@@ -288,7 +327,9 @@ def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
         if texts:
             yield from (Text(), Text(title, style="bold"))
             yield from (Paragraph(f"  {i}. ", clean(text)) for i, text in enumerate(texts, 1))
-    if entry.settings:
+    if entry.settings and not verbose:
+        yield from (Text(), Text(f"{plural(len(entry.settings), 'setting')} (-v to list them)", style="dim"))
+    elif entry.settings:
         yield from (Text(), Text("Settings and their defaults", style="bold"))
         heads = [f"  {setting.name} = {setting.default!r}" for setting in entry.settings]
         width = max(map(len, heads)) + 2
@@ -385,7 +426,7 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     elif scale.measured:
         yield _with_source("noise scale", scale.source), "-", "not identifiable from these readings"
     else:
-        also = "" if scale.batch_told else ", and watch(..., batch_size=...)"
+        also = "" if scale.batch_known else ", and watch(..., batch_size=...)"
         yield "noise scale", "-", f"needs two or more backward passes per step{also}"
 
 
@@ -458,31 +499,55 @@ def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
     return Group(Text(title, style="bold"), table)
 
 
+# -- gradvitals ls -----------------------------------------------------------------------------------------------
+
+
+def render_list(lines: Sequence[RunLine], *, hidden: int = 0) -> RenderableType:
+    """Returns what `gradvitals ls` prints: a light, name, steps, loss, age and the worst finding of each run."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=30)
+    for name in ("steps", "loss", "age"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
+    for line in lines:
+        light, style = ("●", LEVEL_STYLES[line.level]) if line.level else ("○", "dim")
+        label = LABELS[line.level] if line.level else "Unknown"
+        age = "live" if line.state == "running" else ago(line.age)
+        loss = "-" if line.loss is None else number(line.loss, missing="NaN")
+        text = Text.assemble((label, style), clean(f": {line.text}" if line.text else ""))
+        table.add_row(Text(light, style), Text(clean(line.path)), f"{line.steps:,}", loss, age, text)
+    more = [Text(f"and {hidden:,} more (-n 0 for all)", "dim")] if hidden else []
+    return Group(table, *more)
+
+
 # -- gradvitals advise ---------------------------------------------------------------------------------------------
 
 
-def render_advice(advised: Advised) -> RenderableType:
-    """Returns what `gradvitals advise` prints, ready for `rich.console.Console.print`."""
-    return Group(*_advice_sections(advised))
+def render_advice(advised: Advised, *, verbose: bool = False) -> RenderableType:
+    """Returns what `gradvitals advise` prints; `verbose` adds the evidence."""
+    return Group(*_advice_sections(advised, verbose=verbose))
 
 
-def _advice_sections(advised: Advised) -> Iterator[RenderableType]:
+def _advice_sections(advised: Advised, *, verbose: bool) -> Iterator[RenderableType]:
     count = sum(advice.can_tell for advice in advised.pieces)
     steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
     head = f"Advice on {count} of {len(advised.pieces)} settings"
     yield Paragraph("", Text.assemble((head, "bold"), f", from {steps}."))
     yield Paragraph("", Text(clean(advised.run), style="dim"))
     for advice in advised.pieces:
-        yield from (Text(), *_advice(advice))
+        yield from (Text(), *_advice(advice, verbose=verbose))
 
 
-def _advice(advice: Advice) -> Iterator[RenderableType]:
+def _advice(advice: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     yield Text(ADVICE_TITLES.get(advice.topic, advice.topic), style="bold" if advice.can_tell else "bold dim")
     yield Paragraph("  ", clean(advice.answer))
     if advice.can_tell:
         because = f": {advice.because}" if advice.because else ""
         confidence = Text.assemble((advice.confidence, CONFIDENCE_STYLES[advice.confidence]), clean(because))
         yield Paragraph("  Confidence".ljust(LABEL_WIDTH), confidence, "bold")
+    if not verbose:
+        return
     for i, figure in enumerate(advice.figures):
         yield Paragraph(f"  {'' if i else 'Evidence'}".ljust(LABEL_WIDTH), clean(_with_steps(figure)), "bold")
     for i, note in enumerate(advice.notes):

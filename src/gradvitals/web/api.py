@@ -16,11 +16,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
+from gradvitals.report.listing import RunFile
 from gradvitals.store.blocks import KINDS, Kind
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
-from gradvitals.web.run_index import Judge, RunFile, RunIndex, stamp
+from gradvitals.web.run_index import Judge, RunIndex, stamp
 from gradvitals.web.stream import Watcher
 from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
 

@@ -15,13 +15,14 @@ from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
 from gradvitals.report.catalog import name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
 from gradvitals.report.format import clean, cut
+from gradvitals.report.listing import RunFile
 from gradvitals.report.series import CellReducer, Floats, is_averaged, table_of
 from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
 from gradvitals.report.verdict import RankedFinding, num_ranks, self_reports, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, Where, min_max_buckets
 from gradvitals.types import METRICS, Action, Finding
-from gradvitals.web.run_index import Judged, RunFile
+from gradvitals.web.run_index import Judged
 
 MAX_FINDINGS = 200
 MAX_TENSORS = 50
@@ -110,7 +111,7 @@ def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
     """Returns everything about a run that the first screen needs beside the charts."""
     verdict, meta = judged.verdict, run.meta
     rows = _row_numbers(run)
-    actions = run.actions()
+    actions = run.actions
     return {
         **list_entry(file, run, judged),
         "told": run.num_records(),
