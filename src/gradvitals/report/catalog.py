@@ -15,7 +15,6 @@ from typing import Any
 
 from gradvitals.diagnose import FAMILIES, RULES, Rule
 from gradvitals.errors import GradvitalsError
-from gradvitals.report.format import fix_text
 from gradvitals.types import SEVERITIES, Severity
 
 PLACEHOLDER = re.compile(r"\{(\w+)[^{}]*\}")
@@ -263,7 +262,7 @@ def entry(name: str) -> Entry:
         name=words.name if words else name,
         pattern=without_numbers(words.pattern if words else inspect.getdoc(rule) or ""),
         causes=tuple(map(without_numbers, words.causes.values())) if words else (),
-        fixes=tuple(without_numbers(fix_text(fix)) for fix in words.fixes.values()) if words else (),
+        fixes=tuple(without_numbers(fix) for fix in words.fixes.values()) if words else (),
         severities=_severities(rule),
         passed=words.passed if words else "",
         reference=words.reference if words else "",

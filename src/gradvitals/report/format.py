@@ -123,12 +123,7 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def fix_text(fix: Any) -> str:
-    """Returns what to do, of a fix that is a record or plain text."""
-    return str(getattr(fix, "text", fix))
-
-
-def fix_snippet(fix: Any) -> str:
+def fix_snippet(fix: str | None) -> str:
     """Returns the lines to paste of a fix; empty if it has none."""
     return str(getattr(fix, "snippet", None) or "")
 

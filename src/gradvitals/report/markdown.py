@@ -8,7 +8,7 @@ from typing import Any
 
 from gradvitals.report.catalog import NOTICES, OTHERS, Entry, entries, name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
-from gradvitals.report.format import clean, fix_snippet, fix_text, number, plural
+from gradvitals.report.format import clean, fix_snippet, number, plural
 from gradvitals.report.report import Report
 from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence
 
@@ -66,7 +66,7 @@ def _finding(item: RankedFinding, *, live: bool) -> Iterator[str]:
     place = [f"in {where(finding)}"] if finding.tensors and not finding.says_where else []
     for label, text in (
         ("Likely cause", finding.causes[0] if finding.causes else ""),
-        ("Fix", fix_text(finding.fixes[0]) if finding.fixes else ""),
+        ("Fix", finding.fixes[0] if finding.fixes else ""),
         ("Evidence", "; ".join([*evidence(finding.evidence), *place])),
     ):
         if text:

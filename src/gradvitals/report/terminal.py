@@ -28,7 +28,6 @@ from gradvitals.report.format import (
     cut,
     duration,
     fix_snippet,
-    fix_text,
     number,
     plural,
     sparkline,
@@ -166,7 +165,7 @@ def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     for text in finding.causes[:1]:
         yield _labeled("Likely cause", text)
     for fix in finding.fixes[:1]:
-        yield _labeled("Fix", fix_text(fix))
+        yield _labeled("Fix", fix)
         yield from _snippet(fix)
     if seen:
         yield _labeled("Evidence", seen)
@@ -248,7 +247,7 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
         ("When", [item.when(live=live) + later]),
         ("Evidence", list(evidence(finding.evidence))),
         ("Likely cause", finding.causes[:limit]),
-        ("Fix", list(map(fix_text, finding.fixes[:limit]))),
+        ("Fix", finding.fixes[:limit]),
     ]
     lines: list[RenderableType] = []
     for label, texts in parts:
@@ -266,7 +265,7 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
     if item.is_routine:
         return _routine(item)
     place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
-    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix_text(fix)}" for fix in finding.fixes[:1])]
+    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix}" for fix in finding.fixes[:1])]
     return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
 
 
@@ -289,7 +288,7 @@ def monitoring_section(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     if findings:
         yield Text("Monitoring", style="bold")
     for finding in findings:
-        fix = f"; fix: {fix_text(finding.fixes[0])}" if finding.fixes else ""
+        fix = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
         yield Paragraph(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){fix}"))
 
 

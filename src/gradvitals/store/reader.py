@@ -104,7 +104,7 @@ def instant(value: object) -> float:
 
 def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
     """Findings or actions as they were kept. What a later minor version knows more of is left out."""
-    fields = record.__dataclass_fields__
+    fields = record.__dataclass_fields__ | {"changes": None}  # what a program needs of each fix
     return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]
 
 

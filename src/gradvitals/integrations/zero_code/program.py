@@ -268,6 +268,9 @@ class Launch:
             if self._watcher is not None and self._hooks is not None:
                 self._hooks.remove()
                 self._watcher.close(error)
+            if isinstance(error, Exception):
+                self._print_after_traceback()
+                return
             for line in self._closing_lines():
                 self._print(line)
         except Exception as failure:
@@ -285,6 +288,20 @@ class Launch:
         if not is_first or (watcher is not None and watcher.is_explained):
             return ()
         return ["no optimizer stepped in this process, so there is nothing to judge"]
+
+    def _print_after_traceback(self) -> None:
+        """Once Python has shown the error, name the runs up to it; the error needs no second mention."""
+        runs = [] if self._watcher is None else [path for path in self._watcher.runs if path.exists()]
+        theirs = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            from gradvitals.report.verdict import relative
+
+            theirs(kind, error, trace)
+            for path in runs:
+                self._print(f"see: gradvitals doctor {relative(path)}")
+
+        sys.excepthook = show
 
     def _print(self, line: str) -> None:
         if not self._settings.quiet:
