@@ -80,10 +80,12 @@ class Shown(Protocol):
     """What a card shows: a Monitor."""
 
     @property
-    def run_path(self) -> Path: ...
+    def run_path(self) -> Path:
+        """Its folder."""
 
     @property
-    def is_closed(self) -> bool: ...
+    def is_closed(self) -> bool:
+        """Whether it no longer watches."""
 
     def _repr_html_(self) -> str: ...
 

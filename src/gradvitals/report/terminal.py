@@ -498,6 +498,65 @@ def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
     return Group(Text(title, style="bold"), table)
 
 
+# -- gradvitals demo ---------------------------------------------------------------------------------------------
+
+CURVE_COLUMNS, CURVE_ROWS = 30, 8
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The dots of a Braille character, row by row: two columns and four rows of a small picture."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves side by side on one scale, drawn with dots; in ASCII if the terminal needs it."""
+
+    curves: Sequence[FloatArray]
+    titles: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws them in two columns."""
+        known = np.concatenate([curve[np.isfinite(curve)] for curve in self.curves])
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+        for title in self.titles:
+            table.add_column(clean(title), no_wrap=True)
+        drawn = [_dots(curve, low, high) for curve in self.curves]
+        for row in range(CURVE_ROWS):
+            label = f"{high:6.2f} " if row == 0 else f"{low:6.2f} " if row == CURVE_ROWS - 1 else " " * 7
+            lines = ["".join(map(_ascii if options.ascii_only else _braille, dots[row])) for dots in drawn]
+            table.add_row(*(Text.assemble((label, "dim"), (line, "cyan")) for line in lines))
+        ends = (f"{'':7}step 0{f'step {len(curve) - 1:,}':>{CURVE_COLUMNS - 6}}" for curve in self.curves)
+        table.add_row(*(Text(end, "dim") for end in ends))
+        yield table
+
+
+def _dots(values: FloatArray, low: float, high: float) -> list[list[int]]:
+    """Returns the dots of a line, as bits of Braille characters."""
+    columns = min(2 * CURVE_COLUMNS, len(values))
+    cells = [[0] * CURVE_COLUMNS for _ in range(CURVE_ROWS)]
+    before: int | None = None
+    for place, part in enumerate(np.array_split(values, columns) if columns else ()):
+        seen = part[np.isfinite(part)]
+        if not seen.size:
+            before = None
+            continue
+        x = place * 2 * CURVE_COLUMNS // columns
+        y = round((1 - (float(seen.mean()) - low) / max(high - low, 1e-12)) * (4 * CURVE_ROWS - 1))
+        start = y if before is None else before + (y > before) - (y < before)
+        for dot in range(min(start, y), max(start, y) + 1):
+            cells[dot // 4][x // 2] |= DOTS[dot % 4][x % 2]
+        before = y
+    return cells
+
+
+def _braille(cell: int) -> str:
+    return chr(BRAILLE + cell)
+
+
+def _ascii(cell: int) -> str:
+    return "*" if cell else " "
+
+
 # -- gradvitals ls -----------------------------------------------------------------------------------------------
 
 
