@@ -133,19 +133,21 @@ class RunDiff:
             yield "Both runs have the same findings."
 
 
-def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str]) -> RunDiff:
+def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, replay: bool = True) -> RunDiff:
     """Compare two runs: from which step on they are apart, and which settings and findings differ. Needs no torch.
 
     Args:
         a: A run, or its folder.
         b: The run to compare it with.
+        replay: Whether the rules first read a run that was recorded without diagnosis, which takes a while if it is
+            long.
 
     Returns:
         The differences; `print` shows them in words.
     """
     with ExitStack() as stack:
         first, second = (run if isinstance(run, Run) else stack.enter_context(open_run(run)) for run in (a, b))
-        found = [diagnose_run(run).findings for run in (first, second)]
+        found = [diagnose_run(run).findings if replay else tuple(run.findings) for run in (first, second)]
         sides = []
         for run, findings in zip((first, second), found, strict=True):
             verdict = judge_run(run, findings)
