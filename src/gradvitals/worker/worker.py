@@ -117,7 +117,8 @@ class LiveDiagnosis:
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
             if finding.follows is None:  # a consequence is not news: its root was printed
-                print_line(live_line(finding), self._quiet)
+                worse = f"{colored(finding.severity, 'red')} at step {step}: {finding.id} got worse"
+                print_line(live_line(finding) if printed is None else worse, self._quiet)
 
     def start_over(self) -> list[Finding]:
         """The run was rolled back: diagnose it anew. Returns the findings that this closed."""
