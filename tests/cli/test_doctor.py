@@ -438,6 +438,13 @@ def test_json_follows_the_published_schema(write: Write, findings: tuple[Finding
     assert set(data) == set(schema["required"])
 
 
+def test_evidence_in_json_has_observations_only(write: Write) -> None:
+    seen = {"ratio": 41.0, "lr": 0.3, "lr_proposed": 0.1, "max_norm": 1.6}
+    finding = Finding(id="explosion", severity="critical", title="x", first_step=1, evidence={"seen": seen})
+    data = json.loads(doctor(write(finding), "--json").output)
+    assert data["findings"][0]["evidence"] == {"seen": {"ratio": 41.0, "lr": 0.3}}
+
+
 def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Write) -> None:
     text = doctor(write(SPIKE), "--format", "markdown").output
     parts = (

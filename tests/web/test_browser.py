@@ -248,8 +248,9 @@ def test_every_control_has_a_name(served: Any, open_page: OpenPage) -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_window(served: Any, open_page: OpenPage, width: int) -> None:
     page = open_page(served.url, width=width, height=844)
+    wait(page, "performance.getEntriesByName('charts').length")
+    page.locator(HEATMAP).scroll_into_view_if_needed()  # it loads when it comes into view
     wait_for_charts(page)
-    page.locator(HEATMAP).scroll_into_view_if_needed()
     wait(page, "performance.getEntriesByName('layers').length")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     if width == 390:
