@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs site pictures bench build clean
+.PHONY: help setup demo test lint format site pictures bench build clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,12 +19,12 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## make .venv with the tested versions
 
-demo: $(READY)  ## train a small model for under a minute and watch its vital signs
+demo: $(READY)  ## plant a bug in a small training run, find it and fix it, in under a minute
 	$(BIN)/gradvitals demo
 
-# Each worker begins with half of the tests in their order and takes from the other what is left: most modules meet one
-# worker alone, which imports and sets up what they need once. Two keep two cores busy: many tests start processes of
-# their own. What the first of them compiles, the others read, also where the environment says to leave no bytecode.
+# Each worker starts with half of the tests in order and then takes from the other half: most modules run on one worker,
+# which imports and sets up what they need once. Two workers keep two cores busy, because many tests start processes of
+# their own. Bytecode is written in any case, so that these processes share it.
 test: $(READY)  ## run all tests
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -38,16 +38,11 @@ format: $(READY)  ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## write the catalogue of rules into docs/findings.md
-	$(BIN)/gradvitals doctor --rules --markdown | sed -i \
-	  -e '/^<!-- catalogue -->$$/,/^<!-- end of catalogue -->$$/{//!d}' \
-	  -e '/^<!-- catalogue -->$$/r /dev/stdin' docs/findings.md
-
-site: $(READY)  ## build the documentation into docs/_build; a warning is an error
+site: $(READY)  ## build the documentation, with a page per rule, into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
-pictures: $(READY)  ## draw the pictures of the documentation anew; needs Chromium
-	$(BIN)/python docs/pictures/draw.py
+pictures: $(READY)  ## draw the pictures of the documentation and its gallery anew; needs Chromium
+	$(BIN)/python -m docs.pictures.draw
 
 bench: $(READY)  ## measure what monitoring costs on this machine
 	$(BIN)/gradvitals bench overhead

@@ -172,7 +172,7 @@ def _worker_process(folder: Path) -> Iterator[tuple[Journal, Callable[[str], Non
 def _expect_steps(folder: Path, count: int) -> None:
     """What lost steps, or gave up on something, was cheap: its time would mean nothing."""
     with open_run(folder) as run:
-        broken = [finding for finding in run.findings() if finding.id in ("monitor_error", "store_error")]
+        broken = [finding for finding in run.findings if finding.id in ("monitor_error", "store_error")]
         stored = len(run.series("grad/norm")[0])
     if broken or stored != count:
         raise GradvitalsError(f"the worker stored {stored} of {count} steps {broken[:1] or ''}")

@@ -105,7 +105,7 @@ def test_help_is_quick() -> None:
 def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, [*path, "--help"])
     assert result.exit_code == 0
-    assert "Example:" in result.output or "Try it:" in result.output
+    assert "Example:" in result.output or "Start here:" in result.output
     assert " ".join(("gradvitals", *path)) in result.output.split("Usage:", 1)[1].split("\n", 1)[1]
 
 

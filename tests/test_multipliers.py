@@ -362,7 +362,7 @@ def test_live_run_reports_the_drifting_matrix(tmp_path: Path) -> None:
     assert found.names == ("drifts.weight",)
     assert found.ratios["learns.weight"] > 2
     with gv.open_run(tmp_path / "run") as run:
-        trapped = [finding for finding in run.findings() if finding.id == "trapped_scale"]
+        trapped = [finding for finding in run.findings if finding.id == "trapped_scale"]
     assert [finding.tensors for finding in trapped] == [("drifts.weight",)]
     assert multipliers.attach(model, where=found) == ("drifts.weight",)
 
@@ -382,7 +382,7 @@ def test_watched_multiplier_gets_no_suggestion(tmp_path: Path) -> None:
     assert multipliers.suggest(tmp_path / "run").names == ()
     with gv.open_run(tmp_path / "run") as run:
         assert "drifts.parametrizations.weight.0.row" in [info.name for info in run.tensors]
-        assert "trapped_scale" not in [finding.id for finding in run.findings()]
+        assert "trapped_scale" not in [finding.id for finding in run.findings]
 
 
 def test_torch_attention_takes_multipliers() -> None:

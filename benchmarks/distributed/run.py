@@ -118,6 +118,6 @@ def _all_there(files: Sequence[Path]) -> bool:
 def _read(cell: Cell, home: Path, files: Sequence[Path]) -> Result:
     ranks = tuple(RankResult.from_json(json.loads(file.read_text("utf-8"))) for file in files)
     with open_run(home / RUN) as run:
-        findings = tuple(finding.to_json() for finding in run.findings())
+        findings = tuple(finding.to_json() for finding in run.findings)
         steps, _ = run.series("grad/norm")
     return Result(cell=cell, ranks=ranks, findings=findings, steps_kept=len(steps))

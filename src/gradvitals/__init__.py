@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradvitals import advise, alerts, diagnose, functional, guard, multipliers, optim, schedules, sinks, types
+    from gradvitals import (
+        advise,
+        alerts,
+        diagnose,
+        functional,
+        guard,
+        multipliers,
+        optim,
+        schedules,
+        sinks,
+        testing,
+        types,
+    )
     from gradvitals.config import Config
     from gradvitals.guard import Guard
     from gradvitals.monitor import Monitor, watch
     from gradvitals.probe import probe
+    from gradvitals.report.diff import diff
     from gradvitals.report.verdict import Verdict
     from gradvitals.store.reader import Run, open_run
     from gradvitals.types import Action, Finding, Reading
@@ -29,6 +42,7 @@ __all__ = [
     "advise",
     "alerts",
     "diagnose",
+    "diff",
     "functional",
     "guard",
     "multipliers",
@@ -37,6 +51,7 @@ __all__ = [
     "probe",
     "schedules",
     "sinks",
+    "testing",
     "types",
     "watch",
 ]
@@ -51,6 +66,7 @@ _HOMES = {
     "Reading": "gradvitals.types",
     "Run": "gradvitals.store.reader",
     "Verdict": "gradvitals.report.verdict",
+    "diff": "gradvitals.report.diff",
     "open_run": "gradvitals.store.reader",
     "watch": "gradvitals.monitor",
 }
@@ -61,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
     if name in (
         "advise", "alerts", "diagnose", "functional", "guard", "multipliers", "optim", "probe", "schedules", "sinks",
-        "types",
+        "testing", "types",
     ):  # fmt: skip
         return importlib.import_module(f"gradvitals.{name}")
     if name in _HOMES:

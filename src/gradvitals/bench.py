@@ -456,7 +456,7 @@ class Runner:
             self._fail()
         if self.is_watched:
             with open_run(self.task.run) as run:
-                broken = [one for one in run.findings() if one.id in ("monitor_error", "store_error")]
+                broken = [one for one in run.findings if one.id in ("monitor_error", "store_error")]
             if broken:
                 raise GradvitalsError(f"the monitor failed while it was timed: {broken[0]}")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from gradvitals.distributed.topology import (
 from gradvitals.errors import RunError
 from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_id, run_meta
+from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding, Layout, Reading, json_ready
 from gradvitals.worker.aggregate import StepSums, Table, aggregate, sums_to_bytes
 from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
@@ -56,6 +57,9 @@ from gradvitals.worker.publish import Destination, Publisher, runs_in_worker, wa
 from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
 from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
+
+if TYPE_CHECKING:
+    from gradvitals.report.verdict import Verdict
 
 STATE_VERSION = 2
 JOURNAL_BYTES = 4 << 20
@@ -69,6 +73,11 @@ EXIT_SECONDS = 5.0
 """How long the end of the program waits for a worker that hangs."""
 SHOW_SECONDS = 2.0
 """How long a notebook waits for the newest steps to be shown too."""
+
+PUBLIC = (
+    "close", "findings", "flush", "latest", "load_state_dict", "observe", "run_path", "state_dict", "step", "verdict",
+)  # fmt: skip
+"""The names of a Monitor that a training loop needs."""
 
 T = TypeVar("T")
 
@@ -151,6 +160,8 @@ def print_verdict(monitor: Monitor) -> None:
     from gradvitals.report.verdict import closing_lines
 
     config = monitor.config
+    if sys.exc_info()[0] is not None:  # a `with` block that an error ends: nothing goes above its traceback
+        return
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
     with contextlib.suppress(Exception):  # a full disk, say, or a stderr that is gone: it must not end the program
@@ -290,6 +301,21 @@ class Monitor:
     def actions(self) -> list[Action]:
         """What a Guard or a schedule did so far, or would have done: the last 10,000; the run keeps all."""
         return list(self._actions)
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the run is so far: level, headline, cause, fix, findings. Prints itself; a notebook displays it.
+
+        Waits for the steps so far to be diagnosed, then reads the run: for now and then, not for every step.
+
+        Raises:
+            RunError: If there are no readings yet.
+        """
+        self.flush()
+        if self._worker is None:
+            raise RunError("no step was recorded yet, so there is nothing to judge; call verdict after a step")
+        with open_run(self.run_path) as run:
+            return run.verdict
 
     @property
     def speaks(self) -> bool:
@@ -432,7 +458,7 @@ class Monitor:
         if error is not None and not self._shutdown.stopped_elsewhere:
             rank = self.ranks.rank if self.ranks is not None else None
             stopped = notices.training_stopped(error, self.step, rank)
-            self.report(stopped)
+            self.report(stopped, aloud=False)  # the traceback shows it
             self._shutdown.tell(error, stopped)
         self._recorder.close()
         if self._reducer is not None and not self._reducer.finish(RANKS_CLOSE_SECONDS):
@@ -475,12 +501,27 @@ class Monitor:
     def __repr__(self) -> str:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
 
+    def __dir__(self) -> list[str]:
+        """What a loop needs. The rest is for the Guard, schedules and integrations."""
+        return [*PUBLIC, *(name for name in object.__dir__(self) if name.startswith("_"))]
+
     def _repr_html_(self) -> str:
         from gradvitals.report.notebook import display
 
         if not self._closed:
             self.flush(SHOW_SECONDS)
         return display(self.run_path if self._worker is not None else None, repr(self))
+
+    def _ipython_display_(self) -> None:
+        """Show a card that follows the training."""
+        from gradvitals.report.notebook import show_live
+
+        show_live(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it no longer watches."""
+        return self._closed
 
     # -- resuming -----------------------------------------------------------------------------------------------
 

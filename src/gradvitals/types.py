@@ -30,7 +30,7 @@ Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 METRICS: dict[str, str] = {
-    "loss": "as the training loop has it",
+    "loss": "the loss, as the training loop reports it",
     "lr": "learning rate of the first parameter group",
     "grad/norm": "L2 norm of the gradient, before clipping, unscaled",
     "grad/max": "largest absolute value in the gradient",
@@ -39,13 +39,13 @@ METRICS: dict[str, str] = {
     "grad/spike_ratio": "norm over its moving average",
     "grad/norm_cv": "standard deviation over mean of the norm, over the window",
     "gsnr": "debiased gradient signal-to-noise ratio at the reading's batch size",
-    "gsnr_low": "lower end of the 95 % interval of gsnr",
-    "gsnr_high": "upper end of the 95 % interval of gsnr",
+    "gsnr_low": "lower end of the 95% interval of gsnr",
+    "gsnr_high": "upper end of the 95% interval of gsnr",
     "gsnr/below_one_fraction": "share of coordinates whose own GSNR is below 1",
     "gsnr/median": "median over coordinates of their own GSNR",
-    "noise_scale": "B_simple in samples: ratio of smoothed means, nan where not identifiable",
-    "noise_scale_low": "lower end of the 95 % interval of noise_scale",
-    "noise_scale_high": "upper end of the 95 % interval of noise_scale",
+    "noise_scale": "B_simple in samples: ratio of smoothed means; NaN if it is not identifiable",
+    "noise_scale_low": "lower end of the 95% interval of noise_scale",
+    "noise_scale_high": "upper end of the 95% interval of noise_scale",
     "weight/norm": "L2 norm of the weights",
     "update/norm": "L2 norm of the change one optimizer step made to the weights",
     "update/ratio": "update norm over weight norm",
@@ -56,24 +56,24 @@ METRICS: dict[str, str] = {
     "vrgd/at_gamma": "share of those factors that are at their lower bound, gamma",
     "vrgd/at_one": "share of those factors that are 1",
     "clip/max_norm": "the norm that the training loop clips gradients to",
-    "grad/carried": "1 where backward added to gradients that the step before had left: they were not zeroed",
-    "batches/given_up": "batches whose gradients the loop threw away since the step before; where there were any",
-    "batches/given_up_loss": "the loss of the last of them, where the loop told it",
-    "batches/given_up_norm": "the norm of its gradient, where that was read: one optimizer, no loss scale",
-    "step/in_turn": "1 where the model is trained in turn with another, by losses that go through both, as in a GAN",
-    "step/skipped": "1 where a GradScaler skipped the optimizer step",
-    "step/left_out": "1 where a Guard left the optimizer step out",
+    "grad/carried": "1 if backward added to gradients that the previous step left: they were not zeroed",
+    "batches/given_up": "batches that the loop skipped since the previous step, if any",
+    "batches/given_up_loss": "the loss of the last of them, if it was reported",
+    "batches/given_up_norm": "the norm of its gradient, if it was read: one optimizer, no loss scale",
+    "step/in_turn": "1 if the model alternates with another one, by losses that go through both, as in a GAN",
+    "step/skipped": "1 if a GradScaler skipped the optimizer step",
+    "step/left_out": "1 if a Guard skipped the optimizer step",
     "ranks/norm": "the rank's own gradient norm before the reduction, root mean square over its micro-batches",
-    "ranks/norm_ratio": "that norm over the median of the other workers'",
-    "ranks/norm_z": "its distance from the other workers' norms, in robust standard deviations of the log",
-    "ranks/norm_dispersion": "standard deviation over mean of the workers' own gradient norms, before the reduction",
+    "ranks/norm_ratio": "that norm over the median of the other ranks'",
+    "ranks/norm_z": "its distance from the other ranks' norms, in robust standard deviations of the log",
+    "ranks/norm_dispersion": "standard deviation over mean of the ranks' own gradient norms, before the reduction",
     "ranks/checksum_mismatch": "tensors whose copies differ between ranks, in weights or optimizer state",
-    "ranks/replica": "0 where a rank's copies are those of the majority, 1 where one differs, nan for none to compare",
-    "ranks/duplicates": "data workers that have the gradient or the samples of another one",
+    "ranks/replica": "0 if a rank's copies are those of the majority, 1 if one differs, NaN if there are no copies",
+    "ranks/duplicates": "ranks that have the gradient or the samples of another one",
     "ranks/twin": "the lowest other rank with the same gradient or samples, -1 for none",
     "ranks/rng": "group of ranks with one state of random numbers: 0 the largest, 1 the next",
-    "ranks/out_of_step": "ranks whose random numbers or samples have left those of the ranks they should agree with",
-    "ranks/nonfinite": "1 where the rank's own loss or gradient, before the reduction, held NaN or Inf; where one did",
+    "ranks/out_of_step": "ranks whose random numbers or samples differ from those of the ranks they should agree with",
+    "ranks/nonfinite": "1 if the rank's own loss or gradient, before the reduction, held NaN or Inf; only if one did",
     "ranks/errors": "errors of gradvitals itself on that rank, so far",
     "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals estimates it",
@@ -173,6 +173,8 @@ class TensorInfo:
     """Attention heads this tensor was split into, 0 for none."""
     frozen: bool = False
     """Whether it is not to be trained: an optimizer has it, but it does not require a gradient."""
+    module: str = ""
+    """Class of the module that holds it, such as ``Linear``; empty if unknown."""
 
     @property
     def numel(self) -> int:
@@ -190,6 +192,7 @@ class TensorInfo:
             "depth": self.depth,
             "heads": self.heads,
             "frozen": self.frozen,
+            "module": self.module,
         }
 
     @classmethod

@@ -79,7 +79,7 @@ class Kept(Alert):
         self.sent: list[tuple[str, bool, int]] = []
 
     def send(self, message: Message) -> None:
-        self.sent.append((message.finding.id, message.over, message.held_back))
+        self.sent.append((message.finding.id, message.resolved, message.held_back))
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_there_is_a_limit_for_all_together(clock: Callable[[float], None]) -> No
 
 
 def test_that_it_is_over_is_told_where_its_beginning_was() -> None:
-    alert, terse = Kept(), Kept(tell_over=False)
+    alert, terse = Kept(), Kept(send_resolved=False)
     for one in (alert, terse):
         one.finding(finding(first_step=1))
         one.finding(finding(first_step=1, last_step=9))
@@ -159,7 +159,7 @@ def test_what_was_over_before_is_not_told_again_when_its_root_is_found() -> None
 def test_what_never_arrived_is_not_told_to_be_over() -> None:
     class Down(Kept):
         def send(self, message: Message) -> None:
-            if not message.over:
+            if not message.resolved:
                 raise OSError("no network")
             super().send(message)
 
@@ -221,7 +221,7 @@ def test_a_message_is_plain_lines_and_strict_json() -> None:
     sent = for_json(HOSTILE)
     json.dumps(sent, allow_nan=False)
     assert sent["finding"]["evidence"] == {"seen": {"x": "nan"}}
-    assert (sent["run"], sent["severity"], sent["over"]) == ("a run", "critical", False)
+    assert (sent["run"], sent["severity"], sent["resolved"]) == ("a run", "critical", False)
 
 
 # -- webhooks ----------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def train(run: Path, alerts: list[Any], *, bad: int = 60, stop: bool = False, st
 
 def test_a_run_tells_its_findings_and_how_it_ended(server: Server, tmp_path: Path) -> None:
     train(tmp_path / "gpt", [server.url], stop=True)
-    told = {(body["finding"]["id"], body["over"]) for body in server.bodies}
+    told = {(body["finding"]["id"], body["resolved"]) for body in server.bodies}
     assert {("loss_spike", False), ("training_stopped", False)} <= told
     assert all(body["run"] == "gpt" for body in server.bodies)
 

@@ -248,4 +248,4 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
         steps, _ = run.series("ranks/norm", rank=1)
         assert steps[0] == 0
         assert len(run.series("grad/norm")[0]) == 512
-        assert not [one for one in run.findings() if one.severity != "info"]
+        assert not [one for one in run.findings if one.severity != "info"]

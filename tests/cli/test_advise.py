@@ -56,12 +56,15 @@ def test_ten_steps_give_no_advice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_the_text_tells_each_setting_with_its_figures_and_fits(tmp_path: Path, width: int) -> None:
-    result = advise(write_run(tmp_path, **FULL), width=width)  # type: ignore[arg-type]
+def test_the_text_has_each_setting_and_fits(tmp_path: Path, width: int) -> None:
+    run = write_run(tmp_path, **FULL)  # type: ignore[arg-type]
+    short, result = advise(run, width=width), advise(run, "-v", width=width)
     titles = ("Gradient clipping", "Batch size", "Warmup", "Learning-rate decay", "Layers")
     places = [result.output.index(f"\n{title}\n") for title in titles]
     assert places == sorted(places)
     assert result.output.count("\n  Confidence  ") == result.output.count("\n  Evidence  ") == 5
+    assert short.output.count("\n  Confidence  ") == 5
+    assert "Evidence" not in short.output
     assert max(map(len, result.output.splitlines())) <= width
 
 

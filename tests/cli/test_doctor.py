@@ -88,13 +88,13 @@ def in_order(text: str, parts: Iterable[str]) -> bool:
 
 def test_a_healthy_run_takes_two_lines(write: Write) -> None:
     run = write()
-    result = doctor(run, width=120)
+    result = doctor(run, width=300)
     data = json.loads(doctor(run, "--json").output)
-    skipped = sum(len(item["ids"]) for item in data["not_judged"])
+    skipped = sum(len(item["ids"]) for item in data["skipped"])
     assert result.exit_code == 0
     assert result.output == (
         "Healthy: 400 steps, no findings.\n"
-        f"{len(data['fine'])} checks passed, {skipped} skipped (--all to list the checks)\n"
+        f"{run}: {len(data['passed'])} checks passed, {skipped} skipped (-v for details)\n"
     )
 
 
@@ -103,8 +103,8 @@ def test_all_lists_each_check(write: Write) -> None:
     data = json.loads(doctor(run, "--json").output)
     whole = doctor(run, "--all", width=1000).output
     assert in_order(whole, ["Checks passed (", "- the loss was finite at every step", "Checks skipped ("])
-    assert all(f"  - {item['text']}\n" in whole for item in data["fine"])
-    assert all(item["reason"] in whole for item in data["not_judged"])
+    assert all(f"  - {item['text']}\n" in whole for item in data["passed"])
+    assert all(item["reason"] in whole for item in data["skipped"])
 
 
 def test_one_fault_fits_on_one_screen(write: Write) -> None:
@@ -119,8 +119,7 @@ def test_one_fault_fits_on_one_screen(write: Write) -> None:
         "Unhealthy: 400 steps, 5 open findings. Worst: the gradient norm rose to 41× its usual size (since step 300, ",
         "Likely cause  one bad batch: it came and went",
         "Fix           skip the batch of step 300",
-        "Where         blocks.0.attn.qkv.weight, ",
-        "Evidence      ratio 41.3, normally 2; lr 0.003",
+        "Evidence      ratio 41.3, normally 2; lr 0.003; in blocks.0.attn.qkv.weight, ",
         "Also caused by this: ",
         "warning: every step is clipped [clip_saturated]; since step 5, ongoing when the run ended",
         " checks passed, ",
@@ -192,9 +191,9 @@ def test_json_holds_everything(write: Write) -> None:
     [finding] = data["findings"]
     assert (finding["open"], finding["weight"], len(finding["tensors"])) == (True, "critical", 9)
     assert len(finding["causes"]) == 4
-    assert "loss_nonfinite" in [item["id"] for item in data["fine"]]
+    assert "loss_nonfinite" in [item["id"] for item in data["passed"]]
     assert [item["id"] for item in data["monitoring"]] == ["source_unavailable"]
-    judged = {item["id"] for item in data["fine"]} | {name for item in data["not_judged"] for name in item["ids"]}
+    judged = {item["id"] for item in data["passed"]} | {name for item in data["skipped"] for name in item["ids"]}
     assert judged == {name for name, rule in RULES.items() if rule.default} - {"explosion"}
 
 
@@ -223,8 +222,8 @@ def test_a_check_passes_only_once_its_rule_has_seen_enough(
 ) -> None:
     monkeypatch.setitem(RULES, "slow", Slow)
     data = json.loads(doctor(write(steps=steps), "--json").output)
-    assert ("slow" in [item["id"] for item in data["fine"]]) is enough
-    too_early = [item["ids"] for item in data["not_judged"] if item["reason"].endswith("more than 50 steps")]
+    assert ("slow" in [item["id"] for item in data["passed"]]) is enough
+    too_early = [item["ids"] for item in data["skipped"] if item["reason"].endswith("more than 50 steps")]
     assert any("slow" in ids for ids in too_early) is not enough
 
 
@@ -232,7 +231,7 @@ def test_the_check_of_a_rule_that_is_off_or_broken_is_skipped(write: Write) -> N
     error = notices.monitor_error("explosion", ValueError("oops"), 3)
     meta = {"facts": {}, "config": {"rules": {"loss_nonfinite": False}}}
     data = json.loads(doctor(write(error, meta=meta), "--json").output)
-    reasons = {name: item["reason"] for item in data["not_judged"] for name in item["ids"]}
+    reasons = {name: item["reason"] for item in data["skipped"] for name in item["ids"]}
     assert "turned off" in reasons["loss_nonfinite"]
     assert "error" in reasons["explosion"]
 
@@ -251,7 +250,7 @@ class Broken(Slow):
 def test_the_check_of_a_rule_that_breaks_in_a_replay_is_skipped(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "broken", Broken)
     data = json.loads(doctor(write(steps=5), "--again", "--json").output)
-    assert any("broken" in item["ids"] for item in data["not_judged"] if "raised an error" in item["reason"])
+    assert any("broken" in item["ids"] for item in data["skipped"] if "raised an error" in item["reason"])
 
 
 @dataclass
@@ -290,8 +289,8 @@ def test_a_check_passes_only_with_the_source_its_rule_needs(
     data = json.loads(
         doctor(write(reading=lambda s: Reading(step=s, time=s, source=source, **content)), "--json").output
     )
-    reasons = [item["reason"] for item in data["not_judged"] if "needy" in item["ids"]]
-    assert ("needy" in [item["id"] for item in data["fine"]]) is not bool(reason)
+    reasons = [item["reason"] for item in data["skipped"] if "needy" in item["ids"]]
+    assert ("needy" in [item["id"] for item in data["passed"]]) is not bool(reason)
     assert bool(reasons) is bool(reason)
     assert all(reason in said for said in reasons)
 
@@ -348,7 +347,7 @@ def test_no_run_or_no_readings_is_one_line_and_exit_2(write: Write, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "args",
-    [(), ("x", "--rules"), ("--rules", "--explain", "x"), ("x", "--markdown"), ("--rules", "--markdown", "--json")],
+    [("x", "--rules"), ("--rules", "--explain", "x"), ("--rules", "--format", "markdown")],
 )
 def test_one_thing_at_a_time(args: tuple[str, ...]) -> None:
     result = doctor(*args)
@@ -382,7 +381,7 @@ def test_lines_fit_names_are_text_and_nothing_trails(write: Write, width: int) -
 
 def test_no_color_in_a_pipe_and_no_torch() -> None:
     code = "import sys\nsys.modules['torch'] = None\nfrom gradvitals.cli import main\nmain(sys.argv[1:])"
-    for args in (["--rules"], ["--explain", "loss_nonfinite"], ["--rules", "--markdown"]):
+    for args in (["--rules"], ["--explain", "loss_nonfinite"]):
         command = [sys.executable, "-c", code, "doctor", *args]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
         assert done.returncode == 0, done.stderr
@@ -425,3 +424,49 @@ def test_a_rule_of_nearly_this_name_is_suggested(asked: str, meant: str) -> None
     result = CliRunner().invoke(main, ["doctor", "--explain", asked])
     assert result.exit_code != 0
     assert f"did you mean {meant}" in str(result.exception) + result.output
+
+
+STOPPED = notices.training_stopped(RuntimeError("boom"), 399)
+
+
+@pytest.mark.parametrize("findings", [(), (SPIKE, OVER, STOPPED, notices.source_unavailable("adam", "none", 0))])
+def test_json_follows_the_published_schema(write: Write, findings: tuple[Finding, ...]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "doctor.schema.json").read_text("utf-8"))
+    data = json.loads(doctor(write(*findings), "--json").output)
+    jsonschema.validate(data, schema)
+    assert set(data) == set(schema["required"])
+
+
+def test_evidence_in_json_has_observations_only(write: Write) -> None:
+    seen = {"ratio": 41.0, "lr": 0.3, "lr_proposed": 0.1, "max_norm": 1.6}
+    finding = Finding(id="explosion", severity="critical", title="x", first_step=1, evidence={"seen": seen})
+    data = json.loads(doctor(write(finding), "--json").output)
+    assert data["findings"][0]["evidence"] == {"seen": {"ratio": 41.0, "lr": 0.3}}
+
+
+def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Write) -> None:
+    text = doctor(write(SPIKE), "--format", "markdown").output
+    parts = (
+        "### 🔴 Unhealthy: `",
+        "**the gradient norm rose to 41× its usual size** (critical, `explosion`, since step 300",
+        "- Likely cause: one bad batch: it came and went",
+        "- Fix: skip the batch of step 300",
+        "- Evidence: ratio 41.3, normally 2",
+        "checks passed, ",
+        "| steps | 400 (finished) |",
+    )
+    assert in_order(text, parts)
+
+
+def test_markdown_shows_names_from_outside_as_they_are(write: Write) -> None:
+    hostile = Finding(id="x", severity="critical", title="<img src=x> [a](b) `c` | *d*", first_step=1)
+    text = doctor(write(hostile), "--format", "markdown").output
+    assert r"**\<img src=x\> \[a\](b) \`c\` \| \*d\***" in text
+
+
+@pytest.mark.parametrize(("findings", "lines"), [((), 3), ((SPIKE,), 20)])
+def test_healthy_takes_three_lines_and_one_fault_twenty(
+    write: Write, findings: tuple[Finding, ...], lines: int
+) -> None:
+    assert doctor(write(*findings), width=80).output.count("\n") <= lines

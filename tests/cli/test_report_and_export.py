@@ -81,8 +81,8 @@ def test_a_file_that_is_not_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["nope"], "No such command 'nope'"),
-        (["report"], "Missing argument 'RUN'"),
+        (["docter"], "There is no command 'docter'. Did you mean 'doctor'?"),
+        (["zzz"], "There is no command 'zzz'. Commands: run, doctor"),
         (["report", "x", "--nope"], "No such option"),
         (["export", "x"], "one of --csv PATH and --parquet PATH"),
         (["export", "x", "--csv", "a", "--parquet", "b"], "one of --csv PATH and --parquet PATH"),

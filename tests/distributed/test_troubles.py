@@ -191,7 +191,7 @@ def test_a_rank_that_dies_leaves_a_readable_run(how: str, tmp_path: Path) -> Non
     with gv.open_run(tmp_path / "run") as run:
         steps = run.series("grad/norm")[0].tolist()
         assert steps[:DEATH] == list(range(DEATH))
-        findings = run.findings()
+        findings = run.findings
     if how == "killed":
         lost = [finding for finding in findings if finding.id == "ranks_lost"]
         assert len(lost) == 1

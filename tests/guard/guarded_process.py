@@ -88,7 +88,7 @@ def run(
         "learned": repr(guard.state_dict()["wrappers"][0]["baseline"]),
         "policy": json.dumps(guard.state_dict()["policy"]),
         "actions": [(a.kind, a.step, a.taken) for a in guard.actions],
-        "kept": [(a.kind, a.step, a.taken) for a in gv.open_run(monitor.run_path).actions()],
+        "kept": [(a.kind, a.step, a.taken) for a in gv.open_run(monitor.run_path).actions],
     }
 
 

@@ -271,12 +271,12 @@ def test_a_real_noise_scale_under_the_batch_keeps_it(tmp_path: Path) -> None:
     schedule, run = regression(tmp_path, 10)
     assert schedule.batch_size == 64
     assert schedule.proposal.low < 11 < schedule.proposal.high
-    assert run.actions() == []
+    assert run.actions == []
 
 
 def test_a_real_noise_scale_over_twice_the_batch_doubles_it_until_it_is_not(tmp_path: Path) -> None:
     schedule, run = regression(tmp_path, 400)  # 401 is over 2 × 64 and 2 × 128, not over 2 × 256
     assert schedule.accumulation_steps == 16
-    assert [action.after["batch_size"] for action in run.actions()] == [128, 256]
+    assert [action.after["batch_size"] for action in run.actions] == [128, 256]
     sizes = run.batch_sizes("loss")[1]
     assert (sizes[0], sizes[-1]) == (64, 256)  # the loop did as it was told

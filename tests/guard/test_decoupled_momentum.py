@@ -167,7 +167,7 @@ def test_measured_layers_are_ranked_and_it_is_in_the_run(tmp_path: Path) -> None
     assert found["group 1 (layer1)"] == pytest.approx(9.0, rel=0.1)  # per micro-batch: mean² / variance
     done.undo()
     monitor.close()
-    assert [action.kind for action in gv.open_run(monitor.run_path).actions()] == ["momentum", "momentum"]
+    assert [action.kind for action in gv.open_run(monitor.run_path).actions] == ["momentum", "momentum"]
 
 
 def test_layers_of_one_kind_are_left_alone(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_nothing_keeps_the_model_alive(close: bool, folder: bool, tmp_path: Path
         gc.collect()  # the last steps may still be on their way to the disk, and hold their Monitor
         time.sleep(0.05)
     assert [reference() for reference in references] == [None] * 4
-    assert [action.step for action in gv.open_run(tmp_path / "run").actions()] == [2]
+    assert [action.step for action in gv.open_run(tmp_path / "run").actions] == [2]
 
 
 def test_a_guard_that_nobody_holds_continues_guarding(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
     assert "made up" in finding.title
     assert finding.first_step == 7
     assert "ValueError: made up" in finding.evidence["traceback"]
-    assert [kept.id for kept in gv.open_run(run.monitor.run_path).findings()].count("guard_error") == 1
+    assert [kept.id for kept in gv.open_run(run.monitor.run_path).findings].count("guard_error") == 1
 
 
 def test_an_error_while_the_rate_is_cut_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def fused(net: torch.nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_the_record_holds_what_the_guard_tells(decide: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {**ACT, "decide": decide}, optimizers=fused, bad=BAD).train(range(40)).close()
-    kept = gv.open_run(run.monitor.run_path).actions()
+    kept = gv.open_run(run.monitor.run_path).actions
     assert kept == run.guard.actions == run.monitor.actions
     assert [(action.kind, action.step) for action in kept] == [("skip", step) for step in BAD]
 
@@ -41,7 +41,7 @@ def test_actions_that_were_taken_before_the_file_was_opened_are_kept(tmp_path: P
     run.monitor.record(early)
     assert not (tmp_path / "run").exists()
     run.train(range(3)).close()
-    assert gv.open_run(run.monitor.run_path).actions() == [early]
+    assert gv.open_run(run.monitor.run_path).actions == [early]
 
 
 def test_an_action_goes_through_json_and_back(tmp_path: Path) -> None:

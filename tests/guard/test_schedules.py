@@ -499,7 +499,7 @@ def test_a_real_warmup_waits_for_a_signal_and_the_run_tells_so(tmp_path: Path, s
         noise_loop(model, optimizer, pace, steps=80, signal=signal)
     assert [action.kind for action in pace.actions][:2] == kinds
     run = gv.open_run(tmp_path / "run")
-    assert [action.kind for action in run.actions()] == [action.kind for action in pace.actions]
+    assert [action.kind for action in run.actions] == [action.kind for action in pace.actions]
     rates = run.series("lr")[1]  # what the run tells is the rate that was used
     assert rates[0] == pytest.approx(1e-4)
     assert rates[-1] == pytest.approx(0.01)

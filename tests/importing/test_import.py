@@ -121,7 +121,7 @@ def test_a_history_comes_back_and_a_diverging_run_is_found(kind: str, tmp_path: 
         assert run.meta["imported"]["kind"] == kind
         assert run.meta["imported"]["columns"] == done.columns
         assert not run.is_live
-        assert {"loss_nonfinite", "explosion"} <= {finding.id for finding in run.findings()}
+        assert {"loss_nonfinite", "explosion"} <= {finding.id for finding in run.findings}
     result = CliRunner().invoke(main, ["doctor", str(tmp_path / "run"), "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout)["verdict"]["level"] == "unhealthy"
@@ -132,10 +132,10 @@ def test_a_healthy_history_is_healthy_and_what_it_cannot_show_is_said(tmp_path: 
     result = CliRunner().invoke(main, ["doctor", str(tmp_path / "run"), "--json"])
     checkup = json.loads(result.stdout)
     assert (result.exit_code, checkup["verdict"]["level"]) == (0, "healthy")
-    unjudged = {name: entry["reason"] for entry in checkup["not_judged"] for name in entry["ids"]}
+    unjudged = {name: entry["reason"] for entry in checkup["skipped"] for name in entry["ids"]}
     assert unjudged["dead_tensor"] == unjudged["vanishing"] == "single tensors were not read"
     assert {"noisy_gradients", "batch_too_small", "nonfinite", "update_ratio", "clip_idle"} <= unjudged.keys()
-    assert {"loss_spike", "loss_rising", "explosion"} <= {entry["id"] for entry in checkup["fine"]}
+    assert {"loss_spike", "loss_rising", "explosion"} <= {entry["id"] for entry in checkup["passed"]}
     assert "it was imported" in CliRunner().invoke(main, ["doctor", str(tmp_path / "run")]).stdout.replace("\n", " ")
     assert CliRunner().invoke(main, ["report", str(tmp_path / "run")]).exit_code == 0
 

@@ -149,7 +149,7 @@ def test_a_guard_leaves_a_step_out_that_the_trainer_makes_with_a_closure(tmp_pat
     assert "step" not in vars(trainer.optimizers[0])  # it has its own back
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     run = gv.open_run(tmp_path / "run")
-    assert [(action.kind, action.step, action.taken) for action in run.actions()][:1] == [("skip", 5, True)]
+    assert [(action.kind, action.step, action.taken) for action in run.actions][:1] == [("skip", 5, True)]
     assert run.series("loss")[0].tolist() == list(range(8))
 
 
@@ -166,14 +166,12 @@ def test_values_go_into_the_logs_where_asked_for(tmp_path: Path) -> None:
     assert float(metrics["gradvitals/grad/norm"]) == pytest.approx(logged, rel=1e-6)
 
 
-def test_an_error_is_kept_with_the_run_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_kept_with_the_run_and_not_printed_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = made()
     module.validation_step = lambda batch, batch_idx: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         fit(module, GradvitalsCallback(tmp_path / "run"), num_sanity_val_steps=0)
-    assert [finding.id for finding in gv.open_run(tmp_path / "run").findings()][-1:] == ["training_stopped"]
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradvitals: ")]
-    assert "by ZeroDivisionError: division by zero" in said[-2]
-    assert said[-2].startswith("gradvitals: Unhealthy: stopped at step ")
-    assert said[-1] == f"gradvitals: see: gradvitals doctor {tmp_path / 'run'}"
-    assert sum("see:" in line for line in said) == 1
+    assert [finding.id for finding in gv.open_run(tmp_path / "run").findings][-1:] == ["training_stopped"]
+    assert "ZeroDivisionError" not in capsys.readouterr().err  # Python shows it, in the traceback

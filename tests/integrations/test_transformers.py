@@ -139,7 +139,7 @@ def test_a_guard_leaves_a_bad_step_out(tmp_path: Path, capsys: pytest.CaptureFix
     callback = BadStep(tmp_path / "run", config=QUIET, guard=gv.Guard(mode="act"))
     trainer = train(tmp_path / "out", callback, 4, save_strategy="no")
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    actions = gv.open_run(tmp_path / "run").actions()
+    actions = gv.open_run(tmp_path / "run").actions
     assert [(action.kind, action.step, action.taken) for action in actions][:1] == [("skip", 2, True)]
 
 

@@ -159,12 +159,12 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
     assert done.status != 0
     found = gv.open_run(tmp_path / "run")
     assert found.series("grad/norm")[0].tolist() == list(range(21))
-    stops = [finding for finding in found.findings() if finding.id in ("training_stopped", "ranks_lost")]
+    stops = [finding for finding in found.findings if finding.id in ("training_stopped", "ranks_lost")]
     assert [(stop.id, stop.rank, stop.first_step, stop.title) for stop in stops] == [
         ("training_stopped", rank, 21, "Training stopped with ValueError: bad sample")
     ]
     line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample. 21 steps, "
-    assert f"gradvitals: {line}" in done.err
+    assert "gradvitals: Unhealthy" not in done.err  # the traceback shows what went wrong
     assert done.err.count("gradvitals: see: gradvitals doctor run") == 1
     doctor = CliRunner(env={"COLUMNS": "300"}).invoke(main, ["doctor", str(tmp_path / "run")])
     assert doctor.output.startswith(line)

@@ -301,7 +301,7 @@ def test_clipping_in_the_loop_and_in_the_optimizer_is_told_once(
             optimizer.step()
     run = gv.open_run(tmp_path)
     assert run.series("clip/max_norm")[1].tolist() == [rules] * 5
-    told = [finding for finding in run.findings() if finding.id == "clipped_twice"]
+    told = [finding for finding in run.findings if finding.id == "clipped_twice"]
     if loop is None or math.isinf(loop):
         assert told == []
     else:
@@ -322,6 +322,6 @@ def test_each_of_two_optimizers_has_its_own_limit_beside_the_loops(tmp_path: Pat
             clip_grad_norm_(model.parameters(), 2.0)
             for optimizer in optimizers:
                 optimizer.step()
-    told = [finding.title for finding in gv.open_run(tmp_path).findings() if finding.id == "clipped_twice"]
+    told = [finding.title for finding in gv.open_run(tmp_path).findings if finding.id == "clipped_twice"]
     assert told
     assert all("to 2 by the loop" in title for title in told)

@@ -124,7 +124,7 @@ def test_optimizer_without_moments_is_said_once(tmp_path: Path, kind: str) -> No
     assert [f.severity for f in told] == ["info"]
     with gv.open_run(rig.monitor.run_path) as run:
         assert "adam" not in run.sources("gsnr")
-        assert [f.id for f in run.findings()].count("source_unavailable") >= 1
+        assert [f.id for f in run.findings].count("source_unavailable") >= 1
 
 
 def test_state_loaded_in_the_middle(tmp_path: Path) -> None:

@@ -186,4 +186,4 @@ def test_both_runs_of_a_gan_say_so_from_the_fourth_step_on(tmp_path) -> None:
         monitor.close()
         with gv.open_run(tmp_path / str(i)) as run:
             assert run.series("step/in_turn")[0].tolist()[-5:] == [3, 4, 5, 6, 7]
-            assert "trained_in_turn" in {finding.id for finding in run.findings()}
+            assert "trained_in_turn" in {finding.id for finding in run.findings}

@@ -27,7 +27,7 @@ for step in range(5):
 def endings(path: Path) -> list[tuple[str, str]]:
     with gv.open_run(path) as run:
         assert run.last_step is not None
-        return [(f.severity, f.title) for f in run.findings() if f.id == "training_stopped"]
+        return [(f.severity, f.title) for f in run.findings if f.id == "training_stopped"]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_an_error_ends_its_own_part_only(
     assert [f.id for f in errors] == ["monitor_error"]
     assert "planted" in errors[0].title
     with gv.open_run(monitor.run_path) as run:
-        assert [f.id for f in run.findings()].count("monitor_error") == 1
+        assert [f.id for f in run.findings].count("monitor_error") == 1
         assert run.series("grad/norm")[0].tolist() == list(range(6))
         assert metrics <= set(run.metrics())
         for metric in metrics:

@@ -87,7 +87,7 @@ def test_a_crash_before_a_restart_is_reported_though_its_steps_were_redone(tmp_p
     segment(tmp_path, 0, 80, crash)
     segment(tmp_path, 50, 120)
     with open_run(tmp_path) as run:
-        assert "training_stopped" not in [finding.id for finding in run.findings()]
+        assert "training_stopped" not in [finding.id for finding in run.findings]
         [again] = restarts(run)
     assert (again.step, again.crashed) == (50, True)
     line = "Restarted once, at step 50; before that: Training stopped with RuntimeError: CUDA error: out of memory"

@@ -84,7 +84,7 @@ def test_json_has_all_of_it_and_is_strict(write_run: WriteRun) -> None:
         data = json.loads(json.dumps(json_ready(Report(run).summary_json()), allow_nan=False))
     assert data["noise_scale"] == {
         "measured": True, "value": 64.0, "low": 50.0, "high": 90.0, "source": "microbatch", "identifiable": True,
-        "batch_told": True,
+        "batch_known": True,
     }  # fmt: skip
     assert data["trends"]["grad/norm"]["max"] == 40.0
     assert len(data["layers"]) == 3

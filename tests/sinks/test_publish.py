@@ -86,7 +86,7 @@ def test_a_sink_gets_every_step_and_each_finding_as_it_opens_and_closes(tmp_path
     assert list(sink.steps) == list(range(260))
     with gv.open_run(tmp_path / "run") as run:
         steps, norms = run.series("grad/norm")
-        kept = {finding.id for finding in run.findings()}
+        kept = {finding.id for finding in run.findings}
     assert [sink.steps[step]["grad/norm"] for step in steps] == pytest.approx(norms.tolist())
     explosion = [finding.last_step for finding in sink.findings if finding.id == "explosion"]
     assert explosion == [None, 150]
@@ -113,7 +113,7 @@ def test_a_sink_that_fails_is_left_out_with_one_finding_and_the_others_go_on(tmp
     assert [finding.evidence["about"] for finding in told] == ["Broken"]
     assert "no room for step 0" in told[0].title
     with gv.open_run(tmp_path / "run") as run:
-        assert [finding.id for finding in run.findings()].count("sink_error") == 1
+        assert [finding.id for finding in run.findings].count("sink_error") == 1
         assert run.meta["finished_at"] is not None
     assert broken.closed == 1
 
@@ -156,7 +156,7 @@ def test_wherever_it_fails_it_is_told_once_and_kept_with_the_run(tmp_path: Path,
         setattr(one, where, fail)
     train([sink, twin], tmp_path / "run", steps=30)
     with gv.open_run(tmp_path / "run") as run:
-        told = [finding.evidence["about"] for finding in run.findings() if finding.id == "sink_error"]
+        told = [finding.evidence["about"] for finding in run.findings if finding.id == "sink_error"]
     assert sorted(told) == ["Kept", "Kept 2"]
 
 
@@ -257,9 +257,7 @@ def test_a_sink_beside_the_worker_process_that_cannot_close_is_kept_with_the_run
 
     train([CannotClose()], tmp_path / "run", steps=20, worker="process")
     with gv.open_run(tmp_path / "run") as run:
-        assert [finding.evidence["about"] for finding in run.findings() if finding.id == "sink_error"] == [
-            "CannotClose"
-        ]
+        assert [finding.evidence["about"] for finding in run.findings if finding.id == "sink_error"] == ["CannotClose"]
 
 
 def test_readings_too_large_for_the_way_back_arrive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

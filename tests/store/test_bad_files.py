@@ -43,7 +43,7 @@ def change(file, sql, *values):
 def read_everything(file):
     with open_run(file) as run:
         repr(run)
-        parts = [run.meta, run.layout, run.last_step, run.findings(), run.actions(), list(run.readings())]
+        parts = [run.meta, run.layout, run.last_step, run.findings, run.actions, list(run.readings())]
         parts += [
             run.series("loss"),
             run.series("grad/norm", tensor="b"),
@@ -204,7 +204,7 @@ def test_unknown_fields_of_a_finding_are_left_out(run_db):
     content = Finding(id="x", severity="info", title="x").to_json() | {"confidence": 1}
     change(run_db, "UPDATE finding SET content = ?", json.dumps(content))
     with open_run(run_db) as run:
-        assert run.findings()[0].id == "x"
+        assert run.findings[0].id == "x"
 
 
 def mount(*arguments):

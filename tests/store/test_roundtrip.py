@@ -102,8 +102,8 @@ def test_a_finding_written_again_is_updated(tmp_path):
         for record in (finding, other, ended, action, action):
             writer.write(record)
     with open_run(tmp_path) as run:
-        assert run.findings() == [ended, other]
-        assert run.actions() == [action, action]
+        assert run.findings == [ended, other]
+        assert run.actions == [action, action]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_an_empty_run_can_be_read(tmp_path):
     with open_run(tmp_path) as run:
         assert run.last_step is None
         assert run.layout == Layout()
-        assert (run.metrics(), list(run.readings()), run.findings(), run.actions()) == ((), [], [], [])
+        assert (run.metrics(), list(run.readings()), run.findings, run.actions) == ((), [], [], [])
         assert run.names("tensors") == ()
         with pytest.raises(UnknownNameError, match="it has none"):
             run.series("loss")

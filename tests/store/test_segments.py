@@ -39,10 +39,9 @@ def test_later_segments_win(tmp_path, make_reading):
         assert run.series("loss", since=330)[0].tolist() == list(range(331, 341))
         assert [reading.step for reading in run.readings(since=298)] == list(range(299, 341))
         assert run.matrix("grad/norm", since=335)[0].tolist() == list(range(336, 341))
-        assert [finding.id for finding in run.findings()] == ["spike"]
-        assert [finding.id for finding in run.findings(hidden=True)] == ["spike", "nan"]
-        assert run.actions() == []
-        assert len(run.actions(hidden=True)) == 1
+        assert [finding.id for finding in run.findings] == ["spike"]
+        assert [finding.id for segment in run.segments for finding in segment.hidden] == ["nan"]
+        assert run.actions == []
         assert run.meta["note"] == 1
         assert run.meta["again"] is True
 

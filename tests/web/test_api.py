@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
-from web_runs import STEPS, run_id
+from web_runs import STEPS, damaged_run, run_id
 
 import gradvitals as gv
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.report import series
+from gradvitals.report.listing import RunFile
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
 from gradvitals.web import views
-from gradvitals.web.run_index import RunFile
 
 ClientOf = Callable[[Path], TestClient]
 
@@ -287,14 +287,16 @@ def test_a_folder_that_is_a_run_is_served_as_that_run(folder: Path, client_of: C
     assert [run["name"] for run in runs] == ["gpt"]
 
 
-def test_a_file_that_is_no_run_is_listed_with_its_error(tmp_path: Path, client_of: ClientOf) -> None:
+def test_a_damaged_run_is_listed_with_its_error_and_a_foreign_file_is_not(tmp_path: Path, client_of: ClientOf) -> None:
     write_synthetic_run(tmp_path / "fine", steps=20, num_tensors=14)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
+    damaged_run(tmp_path / "broken")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "run.db").write_bytes(b"no database at all" * 100)
     client = client_of(tmp_path)
     runs = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert set(runs) == {"fine", "broken"}
     assert runs["broken"]["state"] == "error"
-    assert "not a gradvitals run" in runs["broken"]["line"]
+    assert "is not a gradvitals run" in runs["broken"]["line"]
     assert runs["fine"]["state"] == "finished"
     assert client.get(f"/api/runs/{runs['broken']['id']}").status_code == 422
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from web_runs import HOSTILE, LONG, hostile_run, wait, wait_for_charts, writing
+from web_runs import HOSTILE, LONG, damaged_run, hostile_run, wait, wait_for_charts, writing
 
 import gradvitals as gv
 from benchmarks.synthetic_run import write_synthetic_run
@@ -39,7 +39,7 @@ def test_the_page_shows_verdict_charts_findings_and_layers(served: Any, folder: 
         headline = run.verdict.headline
     shown = page.locator(".verdict-line").inner_text().replace("▲", "").strip()
     assert shown.replace("Needs attention ", "Needs attention: ") == headline
-    assert page.locator(".strips > .strip").count() == 4
+    assert page.locator(".strips > .strip").count() == 5
     for number in range(4):
         assert ink_of(page, f".strips > .strip >> nth={number} >> canvas") > 1000
         assert re.search(r"now [\d.,e−]+, between", page.locator(".plot").nth(number).get_attribute("aria-label"))
@@ -126,7 +126,7 @@ def test_a_zoom_fetches_finer_numbers_and_everything_comes_back(served: Any, ope
     everything.wait_for()
     page.wait_for_timeout(200)
     first = page.requested.index(asked.value.url)
-    assert sum("series" in url and "until=" in url for url in page.requested[first:]) == 4  # every chart follows
+    assert sum("series" in url and "until=" in url for url in page.requested[first:]) == 5  # every chart follows
     everything.click()
     everything.wait_for(state="hidden")
 
@@ -138,7 +138,7 @@ def test_runs_are_compared_by_step_and_by_time(served: Any, open_page: OpenPage)
     page.get_by_label("Compare sweep/wide").check()
     page.locator(".legend-run").nth(1).wait_for()
     assert page.locator(".legend-run").all_inner_texts() == ["gpt", "sweep/wide"]
-    wait(page, "document.querySelectorAll('.more .other').length === 4")
+    wait(page, "document.querySelectorAll('.more .other').length === 5")
     colours = page.evaluate(
         "[...document.querySelectorAll('.legend-run')].map(each => each.style.getPropertyValue('--c'))"
     )
@@ -248,8 +248,9 @@ def test_every_control_has_a_name(served: Any, open_page: OpenPage) -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_window(served: Any, open_page: OpenPage, width: int) -> None:
     page = open_page(served.url, width=width, height=844)
+    wait(page, "performance.getEntriesByName('charts').length")
+    page.locator(HEATMAP).scroll_into_view_if_needed()  # it loads when it comes into view
     wait_for_charts(page)
-    page.locator(HEATMAP).scroll_into_view_if_needed()
     wait(page, "performance.getEntriesByName('layers').length")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     if width == 390:
@@ -304,8 +305,7 @@ def test_a_lost_connection_is_shown_and_restored(tmp_path: Path, serve: Any, ope
 
 
 def test_a_run_that_cannot_be_read_says_why(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "run.db").write_bytes(b"no database at all" * 100)
+    damaged_run(tmp_path / "broken")
     page = open_page(serve(tmp_path).url, quiet=False)
     page.get_by_role("heading", name="This run cannot be shown").wait_for()
     assert "is not a gradvitals run" in page.locator("main").inner_text()
@@ -321,6 +321,6 @@ def test_values_that_are_no_numbers_leave_a_gap_and_a_mark(tmp_path: Path, serve
     page = open_page(serve(tmp_path).url)
     wait(page, "performance.getEntriesByName('charts').length")
     broken = "[...document.querySelectorAll('.plot')].map(each => each.chart.lines[0]?.broken?.length ?? null)"
-    wait(page, f"JSON.stringify({broken}) === '[10,10,null,null]'")
-    page.locator(".plot-state:visible", has_text="Not measured in this run").nth(1).wait_for()
+    wait(page, f"JSON.stringify({broken}) === '[10,10,null,null,null]'")
+    page.locator(".strip.missing").nth(2).wait_for()  # GSNR, noise scale, learning rate
     page.get_by_text("Single tensors were not read in this run").first.wait_for()

@@ -13,6 +13,8 @@ from web_runs import HOSTILE, hostile_run, run_id
 
 from benchmarks.synthetic_run import write_synthetic_run
 from gradvitals.errors import RunError
+from gradvitals.report import listing
+from gradvitals.store.writer import RunWriter
 from gradvitals.web import run_index, views
 from gradvitals.web.api import Cache
 from gradvitals.web.app import STATIC
@@ -112,11 +114,10 @@ def test_a_run_that_becomes_a_link_is_not_opened(tmp_path: Path, client_of: Clie
 
 
 def test_hidden_and_too_deep_folders_are_skipped(tmp_path: Path) -> None:
-    deep = Path(*["d"] * (run_index.MAX_DEPTH + 1))
+    deep = Path(*["d"] * (listing.MAX_DEPTH + 1))
     for place in (".trash/run", "a/run", deep):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "run.db").touch()
-    assert [place.name for place in run_index.find_runs(tmp_path)] == ["a/run"]
+        RunWriter(tmp_path / place, meta={}).close()
+    assert [place.name for place in listing.find_runs(tmp_path)] == ["a/run"]
 
 
 def test_hostile_names_stay_text_of_bounded_length_without_control_characters(

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 import gradvitals as gv
 from benchmarks.synthetic_run import readings, transformer_layout
+from gradvitals.store.schema import APPLICATION_ID
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
@@ -95,3 +96,10 @@ def writing(path: Path, first: int = 0) -> Iterator[Callable[[int], None]]:
     write.writer = writer  # type: ignore[attr-defined]
     yield write
     writer.close()
+
+
+def damaged_run(path: Path) -> None:
+    """Writes a file that begins as a run does, and holds no database."""
+    path.mkdir(parents=True)
+    header = b"SQLite format 3\0" + bytes(52) + APPLICATION_ID.to_bytes(4, "big")
+    (path / "run.db").write_bytes(header + b"no database at all" * 100)

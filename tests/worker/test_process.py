@@ -152,7 +152,7 @@ def test_however_the_script_ends_every_step_is_kept_and_no_process_stays(tmp_pat
         wait_until_gone(worker_of(tmp_path / "run"))
     check_whole(tmp_path / "run", last)
     with gv.open_run(tmp_path / "run") as run:
-        stopped = [finding for finding in run.findings() if finding.id == "training_stopped"]
+        stopped = [finding for finding in run.findings if finding.id == "training_stopped"]
         assert bool(stopped) == (how == "raises")
         assert (run.meta["finished_at"] is not None) == (how != "exits")
 

@@ -66,7 +66,7 @@ class Signal:
 
 def advise_batch(record: Record) -> Advice:
     """Whether the batch fits the noise of the gradients."""
-    averages = [average for average in record.averages if average.count >= FEWEST and math.isfinite(average.low)]
+    averages = [average for average in record.late_averages if average.count >= FEWEST and math.isfinite(average.low)]
     if not averages:
         return cannot_tell(TOPIC, _why_none(record), NAMES, [])
     late = [average for average in averages if average.begins >= record.last_step / 2] or averages[-1:]
@@ -125,7 +125,7 @@ def _why_none(record: Record) -> str:
     source = record.gsnr_source
     if source in NO_SOURCE:
         return NO_SOURCE[source]
-    found = max((average.count for average in record.averages), default=0)
+    found = max((average.count for average in record.late_averages), default=0)
     return (
         f"the latest GSNR at this batch size rests on {found} readings, and it takes {FEWEST}: a longer run, or a "
         "smaller tensor_every"

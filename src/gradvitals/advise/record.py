@@ -34,6 +34,9 @@ OUTLIER_Z = 5.0
 SMALLEST_SPREAD = 0.03
 """Spread of the logarithm that neighbours have at least."""
 
+LATE_READINGS = 2_000
+"""Readings of the GSNR at the end of a run that show what its noise is now."""
+
 AT_ONE_POINT: tuple[Source, ...] = ("microbatch", "ranks")
 """Sources whose samples were all taken with the same weights."""
 
@@ -83,7 +86,7 @@ class Record:
         config = meta.get("config")
         kept = config.get("gsnr_window") if isinstance(config, dict) else None
         self.window = kept if isinstance(kept, int) and kept >= 2 else 20
-        self.findings = run.findings()
+        self.findings = run.findings
         self.norms = self._norms()
         self.lr, self.loss = self.series("lr"), self.series("loss")
         steps = self.norms.steps if len(self.norms) else self.loss.steps
@@ -111,7 +114,7 @@ class Record:
     def troubled(self) -> Mask:
         """Which of the norms are of steps inside a finding, or of steps at which something was done about them."""
         steps = self.norms.steps
-        inside = np.isin(steps, [action.step for action in self.run.actions() if action.kind in MENDED])
+        inside = np.isin(steps, [action.step for action in self.run.actions if action.kind in MENDED])
         for finding in self.findings:
             if finding.id in TROUBLE and finding.severity != "info":
                 until = self.last_step if finding.last_step is None else finding.last_step
@@ -149,10 +152,18 @@ class Record:
 
         None of another source or batch size is among them: those are other quantities.
         """
+        return self._averages(None)
+
+    @cached_property
+    def late_averages(self) -> tuple[Average, ...]:
+        """Those of the last readings only, if the run is very long: reading all of them takes seconds."""
+        return self._averages(LATE_READINGS)
+
+    def _averages(self, last: int | None) -> tuple[Average, ...]:
         source = self.gsnr_source
         if source not in AT_ONE_POINT:
             return ()
-        found = list(_averages(self.run, source, self.window))
+        found = list(_averages(self.run, source, self.window, last))
         same = 0
         for i, (a, b) in enumerate(pairwise(found), 1):
             if not (same_size(a.batch_size, b.batch_size) and same_size(a.step_size, b.step_size)):
@@ -200,9 +211,10 @@ def apart(averages: Iterable[Average]) -> tuple[Average, ...]:
     return tuple(reversed(kept))
 
 
-def _averages(run: Run, source: Source, window: int) -> Iterable[Average]:
-    """Every live GSNR of one source with what it is an average over."""
+def _averages(run: Run, source: Source, window: int, last: int | None) -> Iterable[Average]:
+    """Every live GSNR of one source, or the last so many, with what each is an average over."""
     steps, sizes = run.batch_sizes("gsnr", source=source)
+    steps, sizes = steps[-(last or 0) :], sizes[-(last or 0) :]
     parts = {name: _at(run, name, steps, source) for name in ("gsnr", "gsnr_low", "gsnr_high")}
     ratios, wholes = _at(run, "grad/spike_ratio", steps), _sizes_at(run, steps)
     averages = Averages(window=window)
@@ -219,14 +231,10 @@ def _averages(run: Run, source: Source, window: int) -> Iterable[Average]:
 
 
 def _at(run: Run, metric: str, steps: Steps, source: str | None = None) -> list[float]:
-    if metric not in run.metrics("values"):
-        return [math.nan] * len(steps)
-    known = dict(zip(*(part.tolist() for part in run.series(metric, source=source)), strict=True))
-    return [known.get(step, math.nan) for step in steps.tolist()]
+    known = metric in run.metrics("values")
+    return Series(*run.series(metric, source=source)).at(steps).tolist() if known else [math.nan] * len(steps)
 
 
 def _sizes_at(run: Run, steps: Steps) -> list[float]:
-    if "grad/norm" not in run.metrics("values"):
-        return [math.nan] * len(steps)
-    known = dict(zip(*(part.tolist() for part in run.batch_sizes("grad/norm")), strict=True))
-    return [known.get(step, math.nan) for step in steps.tolist()]
+    known = "grad/norm" in run.metrics("values")
+    return Series(*run.batch_sizes("grad/norm")).at(steps).tolist() if known else [math.nan] * len(steps)

@@ -18,20 +18,20 @@ LONGEST = 1800
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What an alert has to say."""
+    """What an alert sends."""
 
     finding: Finding
     run: str
     """Name of the run's folder."""
-    over: bool = False
-    """Whether the finding was sent before and is over now."""
+    resolved: bool = False
+    """Whether the finding was sent before and is resolved now."""
     held_back: int = 0
     """Messages that were not sent since the last one, because there were too many."""
 
     @property
     def title(self) -> str:
         """One line: the run, how bad, and what."""
-        state = "resolved" if self.over else self.finding.severity
+        state = "resolved" if self.resolved else self.finding.severity
         return plain(f"{self.run}: [{state}] {self.finding.title}")[:300]
 
     @property
@@ -39,7 +39,7 @@ class Message:
         """A few lines: the title, where, since when, and what to do."""
         finding = self.finding
         lines = [self.title]
-        if self.over:
+        if self.resolved:
             lines.append(f"steps {finding.first_step} to {finding.last_step} ({finding.id})")
         else:
             names = ", ".join(finding.tensors[:3]) + (" and more" if len(finding.tensors) > 3 else "")
@@ -56,7 +56,12 @@ class Message:
         finding = self.finding.to_json()
         private = ("error", "traceback")
         finding["evidence"] = {key: value for key, value in finding["evidence"].items() if key not in private}
-        about = {"run": self.run, "severity": self.finding.severity, "over": self.over, "held_back": self.held_back}
+        about = {
+            "run": self.run,
+            "severity": self.finding.severity,
+            "resolved": self.resolved,
+            "held_back": self.held_back,
+        }
         return {"text": self.text, "title": self.title, **about, "finding": finding}
 
 
@@ -77,16 +82,16 @@ class AlertError(GradvitalsError):
 
 
 class Alert:
-    """Tells findings that are bad enough, when they open or get worse, and when they are over.
+    """Sends findings that are serious enough, when they open or get worse, and when they resolve.
 
-    Subclass it and override `send` to tell them another way. It is called on a thread of its own: training does not
-    wait. An error is told once, as a finding; later findings are still tried.
+    Subclass it and override `send` to deliver them another way. It is called on a thread of its own: training does not
+    wait. An error is reported once, as a finding; later findings are still tried.
 
     Args:
-        severity: Findings below it are not told: "info", "warning" or "critical".
+        severity: Findings below it are not sent: "info", "warning" or "critical".
         every: Seconds from one message about a kind of finding to the next; worse ones do not wait.
         per_hour: Messages in an hour, all together. How many were held back is in the next one.
-        tell_over: Whether to tell that a finding is over, where its beginning was told.
+        send_resolved: Whether to send that a finding resolved, if its start was sent.
     """
 
     readings: ClassVar[bool] = False
@@ -95,7 +100,7 @@ class Alert:
     """Whether it can run in the worker process; see `gradvitals.sinks.Sink`."""
 
     def __init__(
-        self, *, severity: Severity = "warning", every: float = 600.0, per_hour: int = 20, tell_over: bool = True
+        self, *, severity: Severity = "warning", every: float = 600.0, per_hour: int = 20, send_resolved: bool = True
     ) -> None:
         expect(severity in SEVERITIES, "severity", severity, f"one of {', '.join(SEVERITIES)}")
         expect(every >= 0, "every", every, "a number of seconds, 0 or more")
@@ -103,10 +108,10 @@ class Alert:
         self.severity = severity
         self.every = every
         self.per_hour = per_hour
-        self.tell_over = tell_over
+        self.send_resolved = send_resolved
         self._run = ""
         self._told: dict[tuple[Any, ...], bool] = {}
-        self._over: set[tuple[Any, ...]] = set()
+        self._resolved: set[tuple[Any, ...]] = set()
         self._latest: dict[str, tuple[float, int]] = {}
         self._recent: deque[float] = deque()
         self._held_back = 0
@@ -120,10 +125,10 @@ class Alert:
         self._run = run.name
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Values are not told."""
+        """Values are not sent."""
 
     def action(self, action: Action) -> None:
-        """Actions are not told: the findings that led to them are."""
+        """Actions are not sent: the findings that led to them are."""
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -135,29 +140,29 @@ class Alert:
             return
         key = (finding.id, finding.rank, finding.first_step, finding.found_step)
         if finding.last_step is not None:
-            if key in self._over or (key not in self._told and finding.follows is not None):
-                return  # it was over before: what it follows from has been found since
-            self._over.add(key)
-        over = finding.last_step is not None and key in self._told
-        if over and not (self.tell_over and self._told[key]):
+            if key in self._resolved or (key not in self._told and finding.follows is not None):
+                return  # it was resolved before: its root was found since
+            self._resolved.add(key)
+        resolved = finding.last_step is not None and key in self._told
+        if resolved and not (self.send_resolved and self._told[key]):
             return
         now = time.monotonic()
-        due = self._is_due(finding.id, level, over, now)
+        due = self._is_due(finding.id, level, resolved, now)
         self._told[key] = False
         if not due:
             self._held_back += 1
             return
         held_back, self._held_back = self._held_back, 0
         self._recent.append(now)
-        if not over:
+        if not resolved:
             self._latest[finding.id] = now, level
-        self.send(Message(finding=finding, run=self._run, over=over, held_back=held_back))
-        self._told[key] = True  # where nothing arrived, nobody wants to hear that it is over
+        self.send(Message(finding=finding, run=self._run, resolved=resolved, held_back=held_back))
+        self._told[key] = True  # if nothing arrived, nobody needs to know that it resolved
 
-    def _is_due(self, name: str, level: int, over: bool, now: float) -> bool:
+    def _is_due(self, name: str, level: int, resolved: bool, now: float) -> bool:
         while self._recent and now - self._recent[0] >= HOUR:
             self._recent.popleft()
         if len(self._recent) >= self.per_hour:
             return False
         told, worst = self._latest.get(name, (-HOUR - self.every, -1))
-        return over or now - told >= self.every or level > worst
+        return resolved or now - told >= self.every or level > worst

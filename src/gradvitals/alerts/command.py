@@ -18,13 +18,13 @@ class Command(Alert):
     """Runs a program for every message: the message as JSON on its standard input, and in environment variables.
 
     The variables are ``GRADVITALS_TITLE``, ``GRADVITALS_TEXT``, ``GRADVITALS_ID``, ``GRADVITALS_SEVERITY``,
-    ``GRADVITALS_RUN``, ``GRADVITALS_STEP`` and ``GRADVITALS_OVER`` (1 or 0). No shell reads the command: its words
+    ``GRADVITALS_RUN``, ``GRADVITALS_STEP`` and ``GRADVITALS_RESOLVED`` (1 or 0). No shell reads the command: its words
     are the program and its arguments.
 
     Args:
         command: The program and its arguments.
         timeout: Seconds after which it is ended, with what it has started.
-        limits: `severity`, `every`, `per_hour` and `tell_over` of `Alert`.
+        limits: `severity`, `every`, `per_hour` and `send_resolved` of `Alert`.
 
     Example:
         >>> Command(["sh", "-c", 'printf "%s" "$GRADVITALS_TEXT" | mail -s "$GRADVITALS_TITLE" me@example.org'])
@@ -76,7 +76,7 @@ def _variables(message: Message) -> dict[str, str]:
         "GRADVITALS_SEVERITY": finding.severity,
         "GRADVITALS_RUN": message.run,
         "GRADVITALS_STEP": str(finding.first_step),
-        "GRADVITALS_OVER": str(int(message.over)),
+        "GRADVITALS_RESOLVED": str(int(message.resolved)),
     }
 
 

@@ -32,7 +32,7 @@ class Webhook(Alert):
         timeout: Seconds to wait for an answer.
         retries: How often to try again where the server does not answer or says that it is at fault.
         backoff: Seconds before the first retry; each further one waits four times as long.
-        limits: `severity`, `every`, `per_hour` and `tell_over` of `Alert`.
+        limits: `severity`, `every`, `per_hour` and `send_resolved` of `Alert`.
     """
 
     in_worker = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -12,8 +13,25 @@ import click
 from gradvitals import __version__
 from gradvitals.errors import GradvitalsError
 
-COMMANDS = ("demo", "run", "report", "watch", "serve", "doctor", "advise", "probe", "export", "import", "bench")
-"""In the order a new user meets them."""
+COMMANDS = {
+    "run": "Run your training script as it is, and watch it.",
+    "doctor": "Say what is wrong with a run, why, and how to fix it.",
+    "watch": "Follow a run in the terminal while it trains.",
+    "serve": "Show all runs on a live page in the browser.",
+    "report": "Print the numbers of a run, or write them as one HTML file.",
+    "advise": "Suggest settings for the next run.",
+    "diff": "Compare two runs: where they part, and what differs.",
+    "ls": "List the runs in a folder.",
+    "export": "Write the readings of a run as CSV or Parquet.",
+    "import": "Read a run that W&B, TensorBoard or a CSV file recorded.",
+    "probe": "Examine a model and its data without training.",
+    "mcp": "Serve runs to a coding agent (Model Context Protocol).",
+    "demo": "Watch a training run go wrong, and mend it, in a minute.",
+    "bench": "Measure what monitoring costs on this machine.",
+}
+"""Each with what the list of commands shows, in the order of use. Nothing is imported to print it."""
+MODULES = {"import": "importing"}
+"""Files that are not called like their command: `import` is a word of Python's."""
 
 
 class Commands(click.Group):
@@ -27,9 +45,25 @@ class Commands(click.Group):
         """The command of this name, imported now."""
         if cmd_name not in COMMANDS:
             return None
-        file, name = ("importing", "import_") if cmd_name == "import" else (cmd_name, cmd_name)  # a word of Python's
-        command: click.Command = getattr(import_module(f"gradvitals.cli.{file}"), name)
+        module = import_module(f"gradvitals.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, "import_" if cmd_name == "import" else cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or suggest the one that was likely meant."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            close = get_close_matches(name, COMMANDS, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else f" Commands: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"There is no command '{name}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def main(
         self,
@@ -74,10 +108,13 @@ def _fail(message: str) -> NoReturn:
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="gradvitals %(version)s")
 def main() -> None:
-    """Vital signs for neural-network training.
+    """Vital signs for training: what is wrong, why, and how to fix it.
+
+    Commands that read a run take the newest one in runs/ if none is named.
 
     \b
-    Try it:
-      gradvitals demo
-      gradvitals report runs/demo
+    Start here:
+      gradvitals run train.py     record a run, without changing the script
+      gradvitals doctor           the verdict, the likely cause, the fix
+      gradvitals demo             no script at hand? a minute on the CPU
     """

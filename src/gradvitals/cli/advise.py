@@ -7,21 +7,23 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import console, json_option, print_json
+from gradvitals.cli.runs import run_argument
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
+@click.option("-v", "--verbose", is_flag=True, help="Show the evidence behind each piece of advice.")
 @json_option
-def advise(run: Path, as_json: bool) -> None:
-    """Advise on settings, by what RUN shows: clipping, batch size, warmup, decay, layers.
+def advise(run: Path, verbose: bool, as_json: bool) -> None:
+    """Suggest settings for the next run from what RUN shows: clipping, batch size, warmup, decay, layers.
 
-    Each piece of advice comes with the figures it rests on and with how sure it is; where the run does not tell, it
-    says so and why. Works on a finished run and on one that is being written. Needs no torch. Exits with 0 when it
-    could look, and with 2 when it could not.
+    Each suggestion comes with its confidence. If the run does not show enough, it says what is missing. Works on a
+    finished run and on one that is being written. Needs no torch.
 
     \b
     Example:
-      gradvitals advise runs/demo
+      gradvitals advise
+      gradvitals advise runs/demo -v
       gradvitals advise runs/demo --json | jq .max_grad_norm.values
     """
     from gradvitals.advise import advise as advise_on
@@ -37,4 +39,4 @@ def advise(run: Path, as_json: bool) -> None:
     else:
         from gradvitals.report.terminal import render_advice
 
-        console().print(render_advice(advised))
+        console().print(render_advice(advised, verbose=verbose))

@@ -1,104 +1,123 @@
-"""`gradvitals demo`: watch a real training run for half a minute."""
+"""`gradvitals demo`: a training run goes wrong, is diagnosed, and is mended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gradvitals.cli.output import console, json_option, print_json
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console
 
-    from gradvitals.demo import DemoResult
-    from gradvitals.report.report import Report
-    from gradvitals.report.summary import Summary
+FAULTS = ("stale", "lr", "none")
+"""As in `gradvitals.demo`, which imports torch."""
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Optimizer steps to train.")
-@click.option("--fault/--no-fault", default=True, help="Plant one corrupted batch on the way.  [default: fault]")
+@click.option(
+    "--fault", type=click.Choice(FAULTS), default="stale", show_default=True, help="Which bug to plant in the loop."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Optimizer steps per training."
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Where to keep the run; a number is added where there is one already.",
+    help="Where to keep the run; a number is added if there is one already.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
 @json_option
-def demo(steps: int, fault: bool, out: Path, seed: int, as_json: bool) -> None:
-    """Train a small transformer on Shakespeare and watch its vital signs.
+def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
+    """Watch a training run go wrong, and mend it.
 
-    Runs on the CPU in under a minute, with text that comes with the package. On the way one batch is corrupted
-    (random targets, the loss scaled up), so that there is something to find. Ctrl-C ends it early and keeps
-    what there is.
+    Trains a small transformer on Shakespeare with a bug in the loop, prints the verdict, applies the fix, trains again
+    and draws both loss curves. Takes less than a minute on a CPU, and needs no network. Ctrl-C ends it early.
 
     \b
     Example:
       gradvitals demo
-      gradvitals demo --no-fault --steps 100 --out runs/calm
+      gradvitals demo --fault lr --out runs/hot
     """
     screen = console()
-    if not as_json:
-        screen.print("Training a small transformer on Shakespeare, one character at a time ...")
+    tell = (lambda *parts, **style: None) if as_json else screen.print
+    about = {"stale": "its loop never calls optimizer.zero_grad()", "lr": "its learning rate is 100 times too high"}
+    what = f" This one has a bug: {about[fault]}." if fault in about else ""
+    tell(f"A small transformer learns Shakespeare, one character at a time.{what}")
 
-    from gradvitals.demo import DemoSettings, run_demo
-    from gradvitals.report.live import live_view
+    from gradvitals.demo import LEARNING_RATE, DemoSettings, run_demo
     from gradvitals.report.report import Report
+    from gradvitals.report.terminal import Curves, render_doctor
     from gradvitals.store.reader import open_run
 
-    settings = DemoSettings(out=out, steps=steps, seed=seed, fault=fault)
-    if as_json:
-        result = run_demo(settings, lambda step, loss, latest: None)
-    else:
-        with live_view(screen, steps) as view:
-            result = run_demo(settings, view.update)
-    with open_run(result.path) as run:
+    settings: dict[str, Any] = {"steps": steps, "seed": seed}
+    with _progress(screen, steps, silent=as_json) as on_step:
+        first = run_demo(DemoSettings(out=out, fault=fault, **settings), on_step)  # type: ignore[arg-type]
+    with open_run(first.path) as run:
         report = Report(run)
+        verdict = report.verdict
+        tell()
+        tell(render_doctor(report))
+    result: dict[str, Any] = {**first.to_json(), "verdict": verdict.to_json()}
+    if fault == "none" or first.interrupted:
+        tell(f"\nThe run is in {first.path}. See it: gradvitals serve")
         if as_json:
-            print_json({**result.to_json(), "report": report.summary_json()})
-        else:
-            for line in _closing(result, report):
-                screen.print(line, soft_wrap=isinstance(line, str))
+            print_json(result)
+        return
+
+    proposed = getattr(verdict.fix, "change", {}).get("lr") if fault == "lr" else None
+    rate = proposed or LEARNING_RATE
+    names = ("without zero_grad()", "with zero_grad()") if fault == "stale" else ("before", f"at a rate of {rate:g}")
+    tell(f"\nThe same training {names[1]}:")
+    fixed_path = first.path.with_name(f"{first.path.name}-fixed")
+    with _progress(screen, steps, silent=as_json) as on_step:
+        second = run_demo(DemoSettings(out=fixed_path, fault="none", lr=proposed, **settings), on_step)
+    with open_run(first.path) as before, open_run(second.path) as after:
+        curves = [run.series("loss")[1] for run in (before, after)]
+        level = Report(after).verdict
+    result["fixed"] = {**second.to_json(), "verdict": level.to_json()}
+    ends = [float(sum(curve[-10:]) / max(1, len(curve[-10:]))) for curve in curves]
+    result["loss"], result["fixed"]["loss"] = ends
+    if as_json:
+        print_json(result)
+        return
+    tell()
+    tell(Curves(curves, [f"Loss {name}" for name in names]))
+    tell(
+        f"\nThe fix brings the loss after {second.steps} steps from {ends[0]:.2f} down to {ends[1]:.2f}.", style="bold"
+    )
+    tell(f"\nBoth runs are kept. Next:\n  gradvitals diff {first.path} {second.path}\n  gradvitals serve")
 
 
-def _closing(result: DemoResult, report: Report) -> Iterator[RenderableType]:
-    from gradvitals.report.format import duration, number
-    from gradvitals.report.terminal import findings_section
+@contextmanager
+def _progress(screen: Console, steps: int, *, silent: bool) -> Iterator[Callable[[int, float], None]]:
+    """A bar with the loss if the screen can be redrawn, and five lines if it cannot."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    summary = report.summary
-    early = " (stopped early)" if result.interrupted else ""
-    yield ""
-    yield f"{result.steps} steps in {duration(result.seconds)}{early}, {result.num_parameters:,} parameters."
-    for metric, label in (("loss", "Loss"), ("grad/norm", "Gradient norm"), ("gsnr", "GSNR")):
-        trend = summary.trend(metric)
-        if trend is not None:
-            yield f"{label} went from {number(trend.first)} to {number(trend.latest)}{_of(summary, metric)}."
-    spike = summary.largest_spike
-    if spike is not None:
-        planted = ", where the corrupted batch was planted" if spike.step == result.fault_step else ""
-        yield f"Largest spike: {number(spike.ratio)} times the moving average at step {spike.step}{planted}."
-        if spike.layers:
-            yield "Hit most: " + ", ".join(f"{layer.name} ({number(layer.value)}x)" for layer in spike.layers) + "."
-    scale = summary.noise_scale
-    if scale.identifiable:
-        yield f"Noise scale: {number(scale.value)} samples (95%: {number(scale.low)} to {number(scale.high)})."
-    else:
-        yield "Noise scale: not identifiable from these readings."
-    yield ""
-    yield from findings_section(report)
-    yield ""
-    yield f"Kept in {result.path}. Next:"
-    yield f"  gradvitals doctor {result.path}"
-    yield f"  gradvitals report {result.path}"
-    yield f"  gradvitals export {result.path} --csv -"
+    from gradvitals.report.live import can_redraw
 
+    if silent or not can_redraw(screen):
+        every = max(1, steps // 5)
 
-def _of(summary: Summary, metric: str) -> str:
-    if metric != "gsnr" or summary.gsnr_batch_size is None:
-        return ""
-    return f" (source {summary.gsnr_source}, batch size {summary.gsnr_batch_size:g})"
+        def print_line(done: int, loss: float) -> None:
+            if not silent and (done % every == 0 or done == steps):
+                screen.print(f"  {done:>4} of {steps} steps  loss {loss:.2f}")
+
+        yield print_line
+        return
+    columns = (
+        TextColumn(" "),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+    )
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("", total=steps, loss=float("nan"))
+        yield lambda done, loss: bar.update(task, completed=done, loss=loss)

@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import json_option, print_json
+from gradvitals.cli.runs import run_argument
 
 KINDS = ("run", "layer", "tensor", "head")
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--csv", "csv_path", type=click.Path(allow_dash=True), help="File to write as CSV; - prints it.")
 @click.option("--parquet", "parquet_path", type=click.Path(path_type=Path), help="File to write as Parquet.")
 @click.option("--metric", "metrics", multiple=True, help="Keep only this metric; repeat for several.")
@@ -40,7 +41,7 @@ def export(
 
     \b
     Example:
-      gradvitals export runs/demo --csv readings.csv
+      gradvitals export --csv readings.csv
       gradvitals export runs/demo --csv - --kind run --metric loss | head
     """
     if (csv_path is None) == (parquet_path is None):

@@ -7,27 +7,28 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import console, json_option, print_json, replay_bar
+from gradvitals.cli.runs import run_argument
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
 @click.option(
     "--html",
     "html_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write an HTML report with charts instead, one file to send or attach; it needs no network.",
+    help="Write one HTML file with charts instead, to send or attach to an issue.",
 )
 @json_option
 @click.pass_context
 def report(ctx: click.Context, run: Path, html_file: Path | None, as_json: bool) -> None:
-    """Show the state of RUN: trends, every layer, the worst tensors, findings.
+    """Print the numbers of RUN: curves, every layer, the worst tensors, findings.
 
     Works on a finished run and on one that is being written. Needs no torch.
 
     \b
     Example:
-      gradvitals report runs/demo
+      gradvitals report
       gradvitals report runs/demo --html report.html
       gradvitals report runs/demo --json | jq .noise_scale
     """

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from gradvitals.cli.output import console, print_json_line
+from gradvitals.cli.runs import resolve
 
 SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", required=False, metavar="[RUN]")
 @click.option(
     "--every",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="Time between two looks.  [default: 1, or 10 without a terminal]",
+    help="Time between updates.  [default: 1, or 10 without a terminal]",
 )
-@click.option("--once", is_flag=True, help="Show the run as it is now, and exit.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per look that finds something new.")
-def watch(run: Path, every: float | None, once: bool, as_json: bool) -> None:
-    """Follow RUN in the terminal: verdict, trends, findings, every layer, the worst tensors.
+@click.option("--once", is_flag=True, help="Print the run as it is now, and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON whenever something is new.")
+def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> None:
+    """Follow RUN in the terminal: verdict, curves, findings, layers, the worst tensors.
 
     Waits for a run that does not exist yet, and ends when the run ends. Ctrl-C leaves; the run continues. Without a
-    terminal (a pipe, CI) it prints a line now and then instead. Needs no torch.
+    terminal (a pipe, CI) it prints a line from time to time instead. Needs no torch.
 
     \b
     Example:
-      gradvitals watch runs/gpt
+      gradvitals watch
       gradvitals watch runs/gpt --once
-      ssh cluster gradvitals watch runs/gpt --json | jq .verdict.line
+      ssh cluster gradvitals watch runs/gpt --json | jq .verdict.headline
     """
     from gradvitals.report.live import Follower, Frame, Lines, can_redraw, draw, moments, wait_for
 
     screen = console()
-    follower = Follower(run) if once else wait_for(run, lambda text: click.echo(text, err=True))
+    path = resolve(run, must_exist=False)
+    follower = Follower(path) if once else wait_for(path, lambda text: click.echo(text, err=True))
     try:
         if once and not as_json:
             screen.print(Frame(follower.look()))

@@ -156,7 +156,11 @@ def layer_of(name: str) -> str:
 
 
 def build_layout(
-    parameters: Mapping[str, nn.Parameter], heads: Sequence[HeadView], head_names: Sequence[str], order: Sequence[int]
+    parameters: Mapping[str, nn.Parameter],
+    heads: Sequence[HeadView],
+    head_names: Sequence[str],
+    order: Sequence[int],
+    classes: Mapping[int, str] | None = None,
 ) -> Layout:
     """Describe the rows of every per-tensor, per-layer and per-head array.
 
@@ -165,6 +169,7 @@ def build_layout(
         heads: Head views, to note how many heads a tensor was split into.
         head_names: Name of every head.
         order: Rows from the input of the network to its output. A layer stands where its first row stands.
+        classes: By the `id` of a parameter, the class of its module.
     """
     names = list(parameters)
     depth: dict[str, int] = {}
@@ -181,6 +186,7 @@ def build_layout(
             depth=depth[layer_of(name)],
             heads=heads_of.get(row, 0),
             frozen=not parameter.requires_grad,
+            module=(classes or {}).get(id(parameter), ""),
         )
         for row, (name, parameter) in enumerate(parameters.items())
     )
@@ -407,7 +413,12 @@ class ParameterTable:
 
     def _describe(self) -> None:
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
-        self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order)
+        classes = {
+            id(parameter): type(module).__name__.removeprefix("FSDP")
+            for module in self.model.modules()
+            for parameter in module.parameters(recurse=False)
+        }
+        self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order, classes)
 
     def _open_windows(self) -> None:
         if "window" not in self.config.sources or "gsnr" not in self.config.metrics:

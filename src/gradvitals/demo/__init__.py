@@ -1,13 +1,13 @@
-"""The demo: a small transformer learns Shakespeare on the CPU, and one bad batch is planted on the way."""
+"""The demo: a small transformer learns Shakespeare on the CPU, with a bug in its loop, and then without it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,34 @@ from torch.nn import functional as F
 
 from gradvitals.config import Config
 from gradvitals.monitor import watch
-from gradvitals.types import Reading
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8
 WARMUP_STEPS = 20
 LEARNING_RATE = 3e-3
-MAX_NORM = 1.0
-FAULT_SCALE = 8.0
-"""How much the loss of the bad batch is scaled up, as a wrong reduction over the batch would do."""
+TOO_HIGH = 100
+"""How many times too high the learning rate of the fault `lr` is."""
+TENSOR_EVERY = 10
+
+Fault = Literal["stale", "lr", "none"]
+FAULTS: dict[Fault, str] = {
+    "stale": "the loop never calls optimizer.zero_grad()",
+    "lr": f"the learning rate is {TOO_HIGH} times too high",
+    "none": "no bug",
+}
+"""What can be planted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What to run."""
+    """One training."""
 
     out: Path
-    steps: int = 300
+    steps: int = 200
     seed: int = 0
-    fault: bool = True
-
-    @property
-    def fault_step(self) -> int | None:
-        """The optimizer step, counted from 0, whose batch is corrupted; None for no fault."""
-        return self.steps * 3 // 5 if self.fault else None
+    fault: Fault = "stale"
+    lr: float | None = None
+    """None for the learning rate that goes with the fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +50,23 @@ class DemoResult:
     """What ran."""
 
     path: Path
+    fault: Fault
     steps: int
     seconds: float
-    fault_step: int | None
-    """None also when the run was stopped before the fault."""
     num_parameters: int
     interrupted: bool
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Returns the record as plain JSON values."""
         return {**asdict(self), "path": str(self.path)}
 
 
-OnStep = Callable[[int, float, Mapping[str, float]], None]
-"""Called for each step as its reading is finished: the number of steps done, the loss, and the latest values."""
+OnStep = Callable[[int, float], None]
+"""Called after each step: the number of steps done, and the loss."""
 
 
 def run_demo(settings: DemoSettings, on_step: OnStep) -> DemoResult:
-    """Train, with a monitor watching, and return where the run was kept. Ctrl-C ends it early and cleanly."""
+    """Train, with a Monitor watching. Ctrl-C ends it early and cleanly."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little from more, and loses a lot on a busy machine
     try:
@@ -76,55 +79,40 @@ def _train(settings: DemoSettings, on_step: OnStep) -> DemoResult:
     torch.manual_seed(settings.seed)
     text = Characters(shakespeare(), seed=settings.seed)
     model = CharLM(CharLMConfig(vocab_size=text.vocab_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    rate = settings.lr or LEARNING_RATE * (TOO_HIGH if settings.fault == "lr" else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
-
-    config = Config(
-        tensor_every=1, overhead_budget=1, quiet=True, extra={"command": "gradvitals demo", "seed": settings.seed}
-    )
-    latest: dict[str, float] = {}
-
-    def on_reading(reading: Reading) -> None:
-        if reading.source in (None, "microbatch"):
-            latest.update(reading.values)
-        if reading.source is None:
-            on_step(reading.step + 1, reading.values["loss"], latest)
-
+    about = {"command": "gradvitals demo", "seed": settings.seed, "fault": settings.fault}
     monitor = watch(
         model,
         optimizer,
         run=settings.out,
-        config=config,
+        config=Config(tensor_every=TENSOR_EVERY, overhead_budget=1, quiet=True, extra=about),
         batch_size=MICRO_BATCHES * MICRO_BATCH_SIZE,
-        on_reading=on_reading,
     )
-    start = time.perf_counter()
-    done = 0
-    interrupted = False
+    start, done, interrupted = time.perf_counter(), 0, False
     with monitor:
         try:
             for step in range(settings.steps):
+                losses = []
                 for _ in range(MICRO_BATCHES):
-                    tokens, targets = text.batch(MICRO_BATCH_SIZE, model.config.context)
-                    if step == settings.fault_step:
-                        loss = FAULT_SCALE * model(tokens, text.noise_like(targets))
-                    else:
-                        loss = model(tokens, targets)
+                    loss = model(*text.batch(MICRO_BATCH_SIZE, model.config.context))
                     (loss / MICRO_BATCHES).backward()
                     monitor.observe(loss, batch_size=MICRO_BATCH_SIZE)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                    losses.append(loss.item())
                 optimizer.step()
-                optimizer.zero_grad()
+                if settings.fault != "stale":
+                    optimizer.zero_grad()
                 warmup.step()
                 done = step + 1
+                on_step(done, sum(losses) / len(losses))
         except KeyboardInterrupt:
             interrupted = True
-    fault_step = settings.fault_step
     return DemoResult(
         path=monitor.run_path,
+        fault=settings.fault,
         steps=done,
         seconds=time.perf_counter() - start,
-        fault_step=fault_step if fault_step is not None and fault_step < done else None,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         interrupted=interrupted,
     )
@@ -163,7 +151,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads a normalised copy of the stream and adds to it (pre-LN)."""
+    """Attention, then an MLP; each reads a normalized copy of the stream and adds to it (pre-LN)."""
 
     def __init__(self, config: CharLMConfig) -> None:
         super().__init__()
@@ -197,7 +185,7 @@ class CharLM(nn.Module):
         self.apply(_small_weights)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the targets, in nats a character."""
+        """Mean cross-entropy of the targets, in nats per character."""
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -213,7 +201,7 @@ def _small_weights(module: nn.Module) -> None:
 
 
 class Characters:
-    """A text as numbers, one a character, and random windows of it."""
+    """A text as numbers, one per character, and random windows of it."""
 
     def __init__(self, text: str, *, seed: int = 0) -> None:
         self.alphabet = sorted(set(text))
@@ -231,10 +219,6 @@ class Characters:
         starts = torch.randint(len(self.tokens) - context, (size, 1), generator=self.generator)
         places = starts + torch.arange(context)
         return self.tokens[places], self.tokens[places + 1]
-
-    def noise_like(self, targets: Tensor) -> Tensor:
-        """Targets that have nothing to do with the text."""
-        return torch.randint(self.vocab_size, targets.shape, generator=self.generator)
 
 
 def shakespeare() -> str:

@@ -108,7 +108,8 @@ def _filled(message: Message, texts: Mapping[str, str], chosen: tuple[str, ...],
         if key in message.only_if_chosen and key not in chosen:
             continue
         text = RESTORE.sub(lambda found: found[0] if blanks.get(found[1], 1) > 0 else "", texts[key])
-        text = text[:1].upper() + text[1:]
+        is_code = "(" in text.split(" ", 1)[0]
+        text = text if is_code else text[:1].upper() + text[1:]
         known = NAMED_NUMBER.sub(lambda found: "" if blanks.is_unknown(found[1]) else found[0], text).format_map(blanks)
         blanks.used = set()
         text.format_map(blanks)

@@ -318,7 +318,7 @@ class Guard:
         if restored.changed:
             loop.link.print(restored.changed)
         with contextlib.suppress(RunError), open_run(loop.link.run_path) as run:
-            before = [action for action in run.actions() if action.step < loop.link.step]
+            before = [action for action in run.actions if action.step < loop.link.step]
             self._earlier = [action for action in before if action.kind in GUARD_KINDS]
         return loop.step
 

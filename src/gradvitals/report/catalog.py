@@ -1,4 +1,4 @@
-"""The catalog of findings, built from the rules and their texts: for the terminal, JSON and docs/findings.md."""
+"""The catalog of findings, built from the rules and their texts: for the terminal, JSON and the docs' page per rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -17,9 +17,7 @@ from gradvitals.diagnose import FAMILIES, RULES, Rule
 from gradvitals.errors import GradvitalsError
 from gradvitals.types import SEVERITIES, Severity
 
-WIDTH = 120
 PLACEHOLDER = re.compile(r"\{(\w+)[^{}]*\}")
-PLACEHOLDERS = {"first": "tensor", "where": "tensors", "step": "step"}
 OTHERS = "others"
 """Family of rules that users registered."""
 NOTICE = "Notices"
@@ -85,7 +83,7 @@ class Entry:
             "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings},
             "causes": list(self.causes),
             "fixes": list(self.fixes),
-            "fine": self.passed,
+            "passed": self.passed,
             "reference": self.reference,
         }
 
@@ -143,13 +141,13 @@ _NOTICES = (
             "no micro-batches, one process, or an optimizer without Adam-like moments",
             "overhead_budget with several ranks: all must read the same steps",
         ),
-        fixes=("nothing, if another source is available; else see docs/measuring.md for what each source needs",),
+        fixes=("nothing, if another source is available; else see the documentation for what each source needs",),
         severities=("info",),
     ),
     _notice(
         "readings_thinned",
         "Readings thinned",
-        "Monitoring took a larger share of the step than Config.overhead_budget allows (3% by default on a CPU), so "
+        "Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default on a CPU), so "
         "tensors are read less often, or not every step is read.",
         causes=("the model has many small tensors, or its steps are very short",),
         fixes=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
@@ -262,9 +260,9 @@ def entry(name: str) -> Entry:
         id=name,
         family=rule.family,
         name=words.name if words else name,
-        pattern=_named_placeholders(words.pattern if words else inspect.getdoc(rule) or ""),
-        causes=tuple(map(_named_placeholders, words.causes.values())) if words else (),
-        fixes=tuple(map(_named_placeholders, words.fixes.values())) if words else (),
+        pattern=without_numbers(words.pattern if words else inspect.getdoc(rule) or ""),
+        causes=tuple(map(without_numbers, words.causes.values())) if words else (),
+        fixes=tuple(without_numbers(fix) for fix in words.fixes.values()) if words else (),
         severities=_severities(rule),
         passed=words.passed if words else "",
         reference=words.reference if words else "",
@@ -290,55 +288,63 @@ def passed_text(rule: str) -> str:
     return (message.passed if message else "") or f"no sign of: {name_of(rule)}"
 
 
-def markdown() -> str:
-    """Returns the catalog of gradvitals' own rules as docs/findings.md has it."""
-    parts: list[str] = []
-    family = ""
-    for item in entries():
-        if item.family == OTHERS:
-            continue
-        if item.family != family:
-            family = item.family
-            parts.append(f"### {family.capitalize()}\n")
-        parts += _entry_lines(item)
-    return "\n".join(parts)
+PHRASES = (
+    (r" of \{\w+\}, which", " that"),
+    (r"\bstep \{\w+\}", "that step"),
+    (r"\bStep \{\w+\}", "That step"),
+    (r"\branks \{\w+\} and \{\w+\}", "both ranks"),
+    (r"\branks? \{\w+\}", "another rank"),
+    (r"\bRank \{\w+\}", "One rank"),
+    (r"\bClip to \{\w+\}( instead of \{\w+\})?", "Clip to a norm that is ordinary for the run"),
+    (r"a learning rate of \{\w+\}, and one of \{\w+\}", "a lower learning rate, and a higher one"),
+    (r"a learning rate below \{\w+\}", "a lower learning rate"),
+    (r"back (?:from \{\w+\} )?to \{\w+\}", "back"),
+    (r"the batch over \{\w+\}", "the batch"),
+    (r"down to \{\w+\}", "near 0"),
+    (r"at a learning rate of \{\w+\}", "at this learning rate"),
+    (r"a learning rate of \{\w+\} or less", "a far lower learning rate"),
+    (r"; now \{\w+\} samples per step are worth \{\w+\}", ""),
+    (r" \(\{\w+\} when this was found\)", ""),
+    (r"these \{\w+\} ", "these "),
+    (r"Accumulate gradients to about \{\w+\} samples", "Accumulate gradients over more samples"),
+    (r"lower the learning rate of \{\w+\}, which", "lower the learning rate, which"),
+    (r"\{\w+\} instead of \{\w+\} are enough", "six are enough"),
+    (r"1/√\{\w+\}", "one over the root of the number of layers"),
+    (r"by \{\w+:%\}", "by a share"),
+    (r"twice the \{\w+\} samples", "twice the samples"),
+    (r"each of the \{\w+\} ", "each of the "),
+    (r"\{\w+\}×", "many times"),
+    (
+        r" (?:to a (?:batch|norm) of|instead of|of about|of|from|to about|to)"
+        r" \{(?!first|where|layer|who)\w+(?::[^{}]*)?\}(?=[\s,.;:)]|$)",
+        "",
+    ),
+)
+"""Phrases that name a number of the run, and how they read about no run in particular."""
+WORDS = {
+    "first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank", "layers": "many",
+    "loss": "not finite", "norm": "far too large", "unread": "Earlier steps were", "known_loss": "", "whose": "",
+    "steps": "several", "count": "few", "gradient": "nearly 0", "noise": "the noise scale", "dtype": "neighboring",
+    "readings": "its", "lr_first": "at its full height", "batch_size": "So few", "proposed": "half the",
+    "warmup": "a few hundred", "usual": "its own past", "ratio": "a factor", "enough": "six",
+    "needed": "more", "lr": "its value",
+}  # fmt: skip
+"""What stands for other numbers."""
 
 
-def _entry_lines(item: Entry) -> Iterator[str]:
-    yield f"#### `{item.id}`: {item.name}\n"
-    yield _wrapped(item.pattern)
-    yield _wrapped(item.conditions)
-    if item.settings:
-        yield "| setting | default | |\n|---|---|---|"
-        for setting in item.settings:
-            text = " ".join(setting.text.split()).replace("|", "\\|")
-            yield f"| `{setting.name}` | `{setting.default!r}` | {text} |"
-        yield ""
-    yield "Likely causes:\n"
-    yield from _list(item.causes)
-    yield "Fixes:\n"
-    yield from _list(item.fixes)
-    if item.reference:
-        yield _wrapped(f"Reference: {item.reference}")
+def without_numbers(text: str) -> str:
+    """Returns a text of a rule as it reads about no run in particular.
 
-
-def _list(texts: Iterable[str]) -> Iterator[str]:
-    for i, text in enumerate(texts, 1):
-        head = f"{i}. "
-        yield textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), **_FILL)
-    yield ""
-
-
-_FILL: Any = {"break_long_words": False, "break_on_hyphens": False}
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, **_FILL) + "\n"
-
-
-def _named_placeholders(text: str) -> str:
-    """Shows the names in braces, which a run fills in, in angle brackets."""
-    return PLACEHOLDER.sub(lambda match: f"‹{PLACEHOLDERS.get(match[1], match[1].replace('_', ' '))}›", text)
+    >>> without_numbers("Lower the learning rate from {lr} to about {lr_proposed}")
+    'Lower the learning rate'
+    >>> without_numbers("Restore a checkpoint from before step {safe}; reset {first}")
+    'Restore a checkpoint from before that step; reset the tensor'
+    """
+    for phrase, reads in PHRASES:
+        text = re.sub(phrase, reads, text)
+    text = PLACEHOLDER.sub(lambda match: WORDS.get(match[1], "some"), text)
+    text = re.sub(r"\s+", " ", text).replace(" ,", ",").strip()
+    return text if text.startswith(("optimizer.", "requires_grad", "zero_grad")) else text[:1].upper() + text[1:]
 
 
 def _metric(needed: str) -> str:

@@ -162,9 +162,9 @@ def _unsure_gsnr(record: Record) -> dict[str, str]:
         if low <= 0:
             return {"estimator_unreliable": ADAM_ZERO}
         return {} if high <= decade * low else {"estimator_unreliable": ADAM_UNKNOWN}
-    if not record.averages:
+    if not record.late_averages:
         return {}
-    last = record.averages[-1]
+    last = record.late_averages[-1]
     known = last.count >= EstimatorUnreliable.READINGS and last.low > 0 and last.high <= decade * last.low
     return {} if known else {"estimator_unreliable": GSNR_UNKNOWN}
 

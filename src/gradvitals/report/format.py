@@ -76,6 +76,18 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def ago(seconds: float) -> str:
+    """Returns how long ago something was, in its largest unit.
+
+    >>> ago(20), ago(3700), ago(200_000)
+    ('20 s', '1 h', '2 d')
+    """
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def plural(count: int, noun: str) -> str:
     """Returns a count and its noun.
 
@@ -109,6 +121,11 @@ def cut(text: str, limit: int = 120) -> str:
 def capitalized(text: str) -> str:
     """Returns the text with a capital first letter and the rest as it is."""
     return text[:1].upper() + text[1:]
+
+
+def fix_snippet(fix: str | None) -> str:
+    """Returns the lines to paste of a fix; empty if it has none."""
+    return str(getattr(fix, "snippet", None) or "")
 
 
 def as_float(value: Any) -> float:

@@ -1,21 +1,18 @@
-"""A run in the terminal while it trains: `gradvitals watch`, and the view of the demo. Redrawn, or printed as lines."""
+"""A run in the terminal while it trains: `gradvitals watch`, redrawn or printed as lines."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
@@ -46,11 +43,6 @@ END_SECONDS = 1.0
 """Between two looks whether a run has ended, which need not wait for the next line."""
 HALF_WRITTEN_SECONDS = 10.0
 """How long a file that is no run yet may be one that is being created."""
-PLAIN_LINES = 12
-"""Lines that the demo prints over a whole run, beside the first."""
-JUMP = 5.0
-"""Spike ratio from which the demo reports a jump of the norm at once."""
-
 
 # -- reading a run as it grows -------------------------------------------------------------------------------------
 
@@ -159,7 +151,7 @@ class Follower:
             num_parameters=sum(info.numel for info in run.tensors),
             last_step=run.last_step,
             series={metric: values for metric, (_, values) in self._series.items()},
-            verdict=judge_run(run, run.findings()) if was_diagnosed(meta) and run.last_step is not None else None,
+            verdict=judge_run(run, run.findings) if was_diagnosed(meta) and run.last_step is not None else None,
             latest_tensors=self._latest,
             ended=state == "finished" or (state == "stopped" and silent > SILENT_SECONDS),
         )
@@ -358,78 +350,6 @@ class _Cropped:
             lines = [*lines[: room - 1], note[0]]
         for line in lines:
             yield from (*line, Segment.line())
-
-
-# -- the demo ------------------------------------------------------------------------------------------------------
-
-
-class View(Protocol):
-    """Shows a run step by step."""
-
-    def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
-        """Takes in one more step: how many are done, its loss, and the latest values of all metrics."""
-
-
-class Panel:
-    """Progress, loss, norm and GSNR as sparklines, and the noise scale."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self.start = time.perf_counter()
-        self.series: dict[str, list[float]] = {"loss": [], "grad/norm": [], "gsnr": []}
-        self.scale = (NAN, NAN, NAN)
-
-    def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
-        """Takes in one more step."""
-        self.done = step
-        for metric, values in self.series.items():
-            values.append(loss if metric == "loss" else latest.get(metric, NAN))
-        self.scale = noise_scale_of(latest)
-
-    def __rich__(self) -> RenderableType:
-        """Returns the panel as it stands."""
-        head = Table.grid(padding=(0, 2))
-        head.add_row(
-            Text(f"step {self.done}/{self.total}"),
-            ProgressBar(total=self.total, completed=self.done, width=30),
-            Text(duration(time.perf_counter() - self.start)),
-        )
-        rows = (
-            (METRIC_LABELS[metric], number(values[-1]) if values else "-", spark_of(metric, values))
-            for metric, values in self.series.items()
-        )
-        return Group(head, vitals_table(rows), Text(f"noise scale    {noise_text(self.scale)}"))
-
-
-class DemoLines:
-    """Prints a line now and then, for logs and pipes, and one more if the norm jumps."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console = console
-        self.total = total
-        self.every = max(1, total // PLAIN_LINES)
-
-    def update(self, step: int, loss: float, latest: Mapping[str, float]) -> None:
-        """Takes in one more step."""
-        norm, ratio = (latest.get(name, NAN) for name in ("grad/norm", "grad/spike_ratio"))
-        head = f"step {step:>4}/{self.total}"
-        if step == 1 or step % self.every == 0 or step == self.total:
-            self.console.print(plain_line(head, {**latest, "loss": loss}), soft_wrap=True)
-        if ratio > JUMP:
-            text = f"{head}  the gradient norm jumped to {number(norm)}, {number(ratio)} times its moving average"
-            self.console.print(text, soft_wrap=True)
-
-
-@contextmanager
-def live_view(console: Console, total: int) -> Iterator[View]:
-    """Shows the view that suits the console until the block ends."""
-    if not can_redraw(console):
-        yield DemoLines(console, total)
-        return
-    panel = Panel(total)
-    with Live(panel, console=console, refresh_per_second=5):
-        yield panel
 
 
 def plain_line(head: str, latest: Mapping[str, float], *, ended: bool = False) -> str:

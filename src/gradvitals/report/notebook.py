@@ -5,16 +5,20 @@ The theme of a notebook is not known here, so text and lines take the color arou
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gradvitals.errors import GradvitalsError, RunError
 from gradvitals.report.charts import Axis
 from gradvitals.report.describe import TITLE
-from gradvitals.report.format import clean, cut, number, plural
+from gradvitals.report.format import clean, cut, fix_snippet, number, plural
 from gradvitals.report.markup import Html, Part, folded, tag
 from gradvitals.report.report import Report
 from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_FINDINGS = 5
+LIVE_SECONDS = 2.0
+"""Between two updates of a card that follows a training."""
 CURVE_COLUMNS = 160
 WIDTH, HEIGHT = 180, 40
 COLORS = {"critical": "#e5484d", "warning": "#d9822b", "info": "#3b82f6"}
@@ -70,19 +76,64 @@ def display(path: Path | None, fallback: str) -> str:
     return str(tag("pre", fallback))
 
 
+class Shown(Protocol):
+    """What a card shows: a Monitor."""
+
+    @property
+    def run_path(self) -> Path:
+        """Its folder."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it no longer watches."""
+
+    def _repr_html_(self) -> str: ...
+
+
+def show_live(monitor: Shown, every: float = LIVE_SECONDS) -> None:
+    """Display a Monitor in a notebook, and again every few seconds until it is closed.
+
+    A thread of its own does it, because the cell that trains keeps the kernel busy.
+    """
+    from IPython.display import HTML, display  # type: ignore[import-not-found]
+
+    handle = display(HTML(monitor._repr_html_()), display_id=True)
+    reference = weakref.ref(monitor)
+    del monitor
+
+    def refresh() -> None:
+        while (shown := reference()) is not None:
+            closed, path = shown.is_closed, shown.run_path
+            del shown
+            with suppress(Exception):  # a card must never disturb training
+                handle.update(HTML(_live_html(path)))
+            if closed:
+                return
+            time.sleep(every)
+
+    if handle is not None:
+        threading.Thread(target=refresh, name="gradvitals-card", daemon=True).start()
+
+
+def _live_html(path: Path) -> str:
+    with open_run(path) as run:
+        return run_html(run)
+
+
 def run_html(run: Run) -> str:
-    """Returns a run as a notebook shows it: headline, small curves, findings."""
+    """Returns a run as a notebook shows it: headline, fix, small curves, findings."""
     span = span_of(run)
-    headline, findings, curves = _headline("No readings yet.", "currentColor"), None, None
+    headline, findings, curves, fix = _headline("No readings yet.", "currentColor"), None, None, None
     if span is not None:
-        verdict = judge_run(run, run.findings())
+        verdict = judge_run(run, run.findings)
         diagnosed = was_diagnosed(run.meta)
         headline = _verdict_headline(verdict) if diagnosed else _headline(UNDIAGNOSED, "currentColor")
+        fix = tag("div", tag("b", "Fix"), ": ", cut(verdict.fix, TITLE)) if verdict.fix else None
         findings = _finding_list(verdict)
         cells = [_cell(curve, span.first, span.last) for curve in read_curves(run, span, CURVE_COLUMNS)]
         curves = tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None
     head = tag("div", tag("b", cut(run.path.name or str(run.path))), " ", tag("span", _about(run), style=DIM))
-    return str(tag("div", head, headline, curves, findings, style=FONT))
+    return str(tag("div", head, headline, fix, curves, findings, style=FONT))
 
 
 def verdict_html(verdict: Verdict) -> str:
@@ -91,6 +142,8 @@ def verdict_html(verdict: Verdict) -> str:
     for label, text in (("Likely cause", verdict.cause), ("Fix", verdict.fix)):
         if text:
             lines.append(tag("div", tag("b", label), ": ", cut(text, TITLE)))
+    if verdict.fix and (snippet := fix_snippet(verdict.fix)):
+        lines.append(tag("pre", snippet, style="margin:4px 0 4px 12px"))
     if verdict.checks_passed or verdict.checks_skipped:
         checks = f"{plural(len(verdict.checks_passed), 'check')} passed, {len(verdict.checks_skipped)} skipped"
         lines.append(tag("div", checks, style=DIM))
@@ -109,7 +162,7 @@ def _finding_list(verdict: Verdict) -> Html | None:
     items = [_finding(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]]
     hidden = len(verdict.ranked) - MAX_FINDINGS
     if hidden > 0:
-        items.append(tag("li", f"and {hidden:,} more; run.findings() has all", style=DIM))
+        items.append(tag("li", f"and {hidden:,} more; run.findings has them all", style=DIM))
     if not items:
         return None
     listed = tag("ul", *items, style="margin:4px 0;padding-left:20px")
@@ -234,7 +287,7 @@ def _plot_band(run: Run, metric: str, source: str | None, row: dict[str, Any], a
 def _mark_findings(run: Run, axes: Axes) -> None:
     """Draws a dotted line at each finding that is more than a note; the axes keep their limits."""
     limits = axes.get_xlim()
-    for finding in run.findings():
+    for finding in run.findings:
         if finding.severity != "info":
             color = PLOT_COLORS.get(finding.severity, "tab:gray")
             axes.axvline(finding.first_step, color=color, linestyle=":", linewidth=1, label="_")

@@ -63,6 +63,22 @@ HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or 
 NO_PASSES = "no noise scale: it needs two or more backward passes per step, or several ranks"
 NEVER_A_GSNR = "these readings do not determine a GSNR"
 
+PROPOSALS = frozenset(
+    (
+        "lr_proposed",
+        "lr_lower",
+        "lr_tenth",
+        "max_norm",
+        "proposed",
+        "batch_proposed",
+        "warmup",
+        "needed",
+        "enough",
+        "scale",
+    )
+)
+"""Numbers that a rule computes for its fixes, next to what it observed."""
+
 NONFINITE = ("nonfinite", "loss_nonfinite")
 """While one of these is open, other rules have nothing to look at."""
 
@@ -161,12 +177,12 @@ class Report:
     @cached_property
     def monitoring(self) -> tuple[Finding, ...]:
         """What gradvitals reports about itself."""
-        return self_reports(self.run.findings())
+        return self_reports(self.run.findings)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """What a Guard or a schedule did, or would have done."""
-        return tuple(self.run.actions())
+        return tuple(self.run.actions)
 
     @cached_property
     def state(self) -> State:
@@ -186,11 +202,11 @@ class Report:
             "state": self.state,
             "restarts": [restart.to_json() for restart in self.restarts],
             "verdict": self.verdict.to_json(),
-            "findings": [item.to_json() for item in self.verdict.ranked],
-            "fine": [{"id": item.id, "text": item.text} for item in self.checks.passed],
-            "fine_until": self.checks.until,
-            "not_judged": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
-            "gsnr_doubt": self.caveat,
+            "findings": [_observed(item.to_json()) for item in self.verdict.ranked],
+            "passed": [{"id": item.id, "text": item.text} for item in self.checks.passed],
+            "passed_until": self.checks.until,
+            "skipped": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
+            "gsnr_caveat": self.caveat,
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
@@ -202,7 +218,7 @@ class Report:
             **self.summary.to_json(),
             "diagnosed": was_diagnosed(self.run.meta),
             "verdict": verdict.to_json(),
-            "findings": [item.to_json() for item in verdict.ranked],
+            "findings": [_observed(item.to_json()) for item in verdict.ranked],
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
@@ -210,7 +226,19 @@ class Report:
     @cached_property
     def recorded_verdict(self) -> Verdict:
         """The verdict by the findings recorded with the run, without a replay and without checks."""
-        return judge_run(self.run, self.run.findings())
+        return judge_run(self.run, self.run.findings)
+
+
+def _observed(finding: dict[str, Any]) -> dict[str, Any]:
+    """Returns a finding whose evidence has what was observed, without the proposals that its fixes are filled with."""
+    proposals = PROPOSALS - {"max_norm"} if finding["id"].startswith("clip_") else PROPOSALS  # there it is in use
+    evidence = {
+        name: {key: part for key, part in value.items() if key not in proposals}
+        if isinstance(value, Mapping)
+        else value
+        for name, value in finding["evidence"].items()
+    }
+    return {**finding, "evidence": evidence}
 
 
 def _finite_until(verdict: Verdict) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
+from gradvitals.types import TensorInfo
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -96,6 +97,22 @@ class ByLayer:
         return how.reduceat(ordered, self._starts, axis=-1) if self._order.size else ordered
 
 
+def layer_kinds(tensors: Sequence[TensorInfo]) -> dict[str, str]:
+    """Returns what each layer that is a single module is, with the sizes of its weight: ``Linear(128→64)``.
+
+    A layer of several modules, such as a transformer's block, is not listed: its name says more.
+    """
+    found: dict[str, str] = {}
+    for layer in dict.fromkeys(info.layer for info in tensors):
+        own = [info for info in tensors if info.layer == layer]
+        if not own[0].module or any(info.name.rpartition(".")[0] != layer for info in own):
+            continue
+        weight = max(own, key=lambda info: len(info.shape))
+        sizes = f"({weight.shape[1]}→{weight.shape[0]})" if len(weight.shape) >= 2 else f"({weight.numel})"
+        found[layer] = f"{own[0].module}{sizes.replace('→', '×') if own[0].module == 'Embedding' else sizes}"
+    return found
+
+
 @dataclass(frozen=True)
 class Table:
     """What to read for a heatmap, and how to compute its rows from that."""
@@ -123,11 +140,15 @@ class Table:
                 yield own, self.combine(*(_at_steps(own, *part) for part in parts))
 
 
+SHARES = ("activation/dead_fraction", "grad/zero_fraction")
+"""Metrics that are shares of units or elements, the larger the worse."""
+
+
 def table_of(run: Run, metric: str, kind: Kind) -> Table | None:
     """Returns how to compute the heatmap of a metric; None if the run lacks what it needs.
 
     Norms are infinite if a gradient held NaN or Inf. Metrics that only tensors have are reduced to layers: norms and
-    updates by their sum of squares, GSNR as the lowest of the layer's tensors.
+    updates by their sum of squares, GSNR as the lowest of the layer's tensors, shares as the largest.
     """
     tensors = run.metrics("tensors")
     every = np.arange(len(run.names(kind)))
@@ -144,7 +165,7 @@ def table_of(run: Run, metric: str, kind: Kind) -> Table | None:
     by = ByLayer(run)
     if metric == "update/ratio" and {"update/norm", "weight/norm"} <= set(tensors):
         return Table(("update/norm", "weight/norm"), "tensors", lambda *both: _ratio(by, *both), by.layers)
-    worst = {"gsnr": np.fmin, "update/ratio": np.fmax}.get(metric)
+    worst = {"gsnr": np.fmin, **dict.fromkeys(("update/ratio", *SHARES), np.fmax)}.get(metric)
     if worst is None or metric not in tensors:
         return None
     return Table((metric,), "tensors", lambda values: by.reduced(values, worst), by.layers)

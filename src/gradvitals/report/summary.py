@@ -55,7 +55,7 @@ class NoiseScale:
     low: float = NAN
     high: float = NAN
     source: str | None = None
-    batch_told: bool = False
+    batch_known: bool = False
     """Whether the loop reported how many samples a step has."""
 
     @property
@@ -126,7 +126,6 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values except for NaN, which the printer handles."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data["gsnr_doubt"] = data.pop("gsnr_caveat")
         data["trends"] = {trend.metric: trend.to_json() for trend in self.trends}
         data["noise_scale"] = {**asdict(self.noise_scale), "identifiable": self.noise_scale.identifiable}
         data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
@@ -209,7 +208,7 @@ def _noise_scale(run: Run) -> NoiseScale:
     for name, metric in (("value", "noise_scale"), ("low", "noise_scale_low"), ("high", "noise_scale_high")):
         values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
         parts[name] = float(values[-1]) if values.size else NAN
-    return NoiseScale(source=source, measured="noise_scale" in available, batch_told=knows_batch(run), **parts)
+    return NoiseScale(source=source, measured="noise_scale" in available, batch_known=knows_batch(run), **parts)
 
 
 def _batch_size(run: Run, source: str | None) -> float | None:

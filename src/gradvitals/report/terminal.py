@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -17,10 +19,33 @@ from rich.text import Text
 from gradvitals.advise import Advice, Advised, Confidence, Figure
 from gradvitals.report.catalog import Entry, name_of
 from gradvitals.report.describe import TITLE, evidence, latest_actions, summarize_actions, where
-from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, capitalized, clean, cut, duration, number, plural, sparkline
+from gradvitals.report.format import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    ago,
+    capitalized,
+    clean,
+    cut,
+    duration,
+    fix_snippet,
+    number,
+    plural,
+    sparkline,
+)
+from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
 from gradvitals.report.summary import LayerRow, Summary, Worst
-from gradvitals.report.verdict import STATES, UNDIAGNOSED, Level, RankedFinding, Verdict, in_sentence, was_diagnosed
+from gradvitals.report.verdict import (
+    LABELS,
+    STATES,
+    UNDIAGNOSED,
+    Level,
+    RankedFinding,
+    Verdict,
+    in_sentence,
+    relative,
+    was_diagnosed,
+)
 from gradvitals.types import Action, Finding, FloatArray, Severity
 
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
@@ -38,6 +63,8 @@ ADVICE_TITLES = {
 LABEL_WIDTH = 16
 """Columns for the label of each part of a finding."""
 BULLET = "  - "
+EVIDENCE = 3
+"""Observations that doctor shows without --verbose."""
 LIKELIEST = 3
 """Causes and fixes of a finding; one of each for a note and for a finding that no longer counts."""
 OTHER_FINDINGS = 4
@@ -125,23 +152,33 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
     checks = report.checks
     until = "" if checks.until is None else f" up to step {checks.until:,}"
-    has_more = verdict.ranked or report.monitoring or report.actions
-    hint = f"{'-v for details, ' if has_more else ''}--all to list the checks"
     counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
-    yield Paragraph("", Text.assemble(counts, (f" ({hint})", "dim")))
+    name = relative(report.run.path)
+    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), counts, (" (-v for details)", "dim")))
 
 
 def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     """Yields cause, fix and evidence of the worst finding; the headline has its title."""
     finding = item.finding
-    parts = [
-        ("Likely cause", finding.causes[:1]),
-        ("Fix", finding.fixes[:1]),
-        ("Where", [where(finding)] if finding.tensors and not finding.says_where else []),
-        ("Evidence", ["; ".join(evidence(finding.evidence))]),
-    ]
-    for label, texts in parts:
-        yield from (Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold") for text in texts if text)
+    place = f"in {where(finding)}" if finding.tensors and not finding.says_where else ""
+    seen = "; ".join([*islice(evidence(finding.evidence), EVIDENCE), *([place] if place else [])])
+    for text in finding.causes[:1]:
+        yield _labeled("Likely cause", text)
+    for fix in finding.fixes[:1]:
+        yield _labeled("Fix", fix)
+        yield from _snippet(fix)
+    if seen:
+        yield _labeled("Evidence", seen)
+
+
+def _labeled(label: str, text: str) -> Paragraph:
+    return Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold")
+
+
+def _snippet(fix: Any) -> Iterator[RenderableType]:
+    """Yields the lines to paste, if the fix has any."""
+    for line in fix_snippet(fix).splitlines():
+        yield Text(" " * (LABEL_WIDTH + 2) + clean(line), style="green", no_wrap=True)
 
 
 def _counted_names(items: Sequence[RankedFinding]) -> str:
@@ -212,12 +249,13 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
         ("Likely cause", finding.causes[:limit]),
         ("Fix", finding.fixes[:limit]),
     ]
-    lines = []
+    lines: list[RenderableType] = []
     for label, texts in parts:
         for i, text in enumerate(texts):
             head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
             several = label in ("Likely cause", "Fix") and len(texts) > 1
             lines.append(Paragraph(f"{head}{i + 1}. " if several else head, clean(text), "bold"))
+            lines += _snippet(finding.fixes[i]) if label == "Fix" else ()
     return Group(_heading(item), *lines)
 
 
@@ -275,12 +313,12 @@ def render_rules(entries: Sequence[Entry]) -> RenderableType:
     return Group(*(Paragraph(clean(entry.id).ljust(width), clean(entry.pattern), "bold") for entry in entries))
 
 
-def render_rule(entry: Entry) -> RenderableType:
-    """Returns one rule in full."""
-    return Group(*_rule_sections(entry))
+def render_rule(entry: Entry, *, verbose: bool = False) -> RenderableType:
+    """Returns one rule: what it looks for, causes and fixes; `verbose` adds its settings."""
+    return Group(*_rule_sections(entry, verbose=verbose))
 
 
-def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
+def _rule_sections(entry: Entry, *, verbose: bool) -> Iterator[RenderableType]:
     yield Text.assemble((clean(entry.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
     yield Paragraph("", clean(entry.pattern))
     yield Paragraph("", entry.conditions.replace("`", ""))
@@ -288,7 +326,9 @@ def _rule_sections(entry: Entry) -> Iterator[RenderableType]:
         if texts:
             yield from (Text(), Text(title, style="bold"))
             yield from (Paragraph(f"  {i}. ", clean(text)) for i, text in enumerate(texts, 1))
-    if entry.settings:
+    if entry.settings and not verbose:
+        yield from (Text(), Text(f"{plural(len(entry.settings), 'setting')} (-v to list them)", style="dim"))
+    elif entry.settings:
         yield from (Text(), Text("Settings and their defaults", style="bold"))
         heads = [f"  {setting.name} = {setting.default!r}" for setting in entry.settings]
         width = max(map(len, heads)) + 2
@@ -385,7 +425,7 @@ def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     elif scale.measured:
         yield _with_source("noise scale", scale.source), "-", "not identifiable from these readings"
     else:
-        also = "" if scale.batch_told else ", and watch(..., batch_size=...)"
+        also = "" if scale.batch_known else ", and watch(..., batch_size=...)"
         yield "noise scale", "-", f"needs two or more backward passes per step{also}"
 
 
@@ -458,31 +498,114 @@ def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
     return Group(Text(title, style="bold"), table)
 
 
+# -- gradvitals demo ---------------------------------------------------------------------------------------------
+
+CURVE_COLUMNS, CURVE_ROWS = 30, 8
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The dots of a Braille character, row by row: two columns and four rows of a small picture."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves side by side on one scale, drawn with dots; in ASCII if the terminal needs it."""
+
+    curves: Sequence[FloatArray]
+    titles: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws them in two columns."""
+        known = np.concatenate([curve[np.isfinite(curve)] for curve in self.curves])
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+        for title in self.titles:
+            table.add_column(clean(title), no_wrap=True)
+        drawn = [_dots(curve, low, high) for curve in self.curves]
+        for row in range(CURVE_ROWS):
+            label = f"{high:6.2f} " if row == 0 else f"{low:6.2f} " if row == CURVE_ROWS - 1 else " " * 7
+            lines = ["".join(map(_ascii if options.ascii_only else _braille, dots[row])) for dots in drawn]
+            table.add_row(*(Text.assemble((label, "dim"), (line, "cyan")) for line in lines))
+        ends = (f"{'':7}step 0{f'step {len(curve) - 1:,}':>{CURVE_COLUMNS - 6}}" for curve in self.curves)
+        table.add_row(*(Text(end, "dim") for end in ends))
+        yield table
+
+
+def _dots(values: FloatArray, low: float, high: float) -> list[list[int]]:
+    """Returns the dots of a line, as bits of Braille characters."""
+    columns = min(2 * CURVE_COLUMNS, len(values))
+    cells = [[0] * CURVE_COLUMNS for _ in range(CURVE_ROWS)]
+    before: int | None = None
+    for place, part in enumerate(np.array_split(values, columns) if columns else ()):
+        seen = part[np.isfinite(part)]
+        if not seen.size:
+            before = None
+            continue
+        x = place * 2 * CURVE_COLUMNS // columns
+        y = round((1 - (float(seen.mean()) - low) / max(high - low, 1e-12)) * (4 * CURVE_ROWS - 1))
+        start = y if before is None else before + (y > before) - (y < before)
+        for dot in range(min(start, y), max(start, y) + 1):
+            cells[dot // 4][x // 2] |= DOTS[dot % 4][x % 2]
+        before = y
+    return cells
+
+
+def _braille(cell: int) -> str:
+    return chr(BRAILLE + cell)
+
+
+def _ascii(cell: int) -> str:
+    return "*" if cell else " "
+
+
+# -- gradvitals ls -----------------------------------------------------------------------------------------------
+
+
+def render_list(lines: Sequence[RunLine], *, hidden: int = 0) -> RenderableType:
+    """Returns what `gradvitals ls` prints: a light, name, steps, loss, age and the worst finding of each run."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=30)
+    for name in ("steps", "loss", "age"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
+    for line in lines:
+        light, style = ("●", LEVEL_STYLES[line.level]) if line.level else ("○", "dim")
+        label = LABELS[line.level] if line.level else "Unknown"
+        age = "live" if line.state == "running" else ago(line.age)
+        loss = "-" if line.loss is None else number(line.loss, missing="NaN")
+        text = Text.assemble((label, style), clean(f": {line.text}" if line.text else ""))
+        table.add_row(Text(light, style), Text(clean(line.path)), f"{line.steps:,}", loss, age, text)
+    more = [Text(f"and {hidden:,} more (-n 0 for all)", "dim")] if hidden else []
+    return Group(table, *more)
+
+
 # -- gradvitals advise ---------------------------------------------------------------------------------------------
 
 
-def render_advice(advised: Advised) -> RenderableType:
-    """Returns what `gradvitals advise` prints, ready for `rich.console.Console.print`."""
-    return Group(*_advice_sections(advised))
+def render_advice(advised: Advised, *, verbose: bool = False) -> RenderableType:
+    """Returns what `gradvitals advise` prints; `verbose` adds the evidence."""
+    return Group(*_advice_sections(advised, verbose=verbose))
 
 
-def _advice_sections(advised: Advised) -> Iterator[RenderableType]:
+def _advice_sections(advised: Advised, *, verbose: bool) -> Iterator[RenderableType]:
     count = sum(advice.can_tell for advice in advised.pieces)
     steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
     head = f"Advice on {count} of {len(advised.pieces)} settings"
     yield Paragraph("", Text.assemble((head, "bold"), f", from {steps}."))
     yield Paragraph("", Text(clean(advised.run), style="dim"))
     for advice in advised.pieces:
-        yield from (Text(), *_advice(advice))
+        yield from (Text(), *_advice(advice, verbose=verbose))
 
 
-def _advice(advice: Advice) -> Iterator[RenderableType]:
+def _advice(advice: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     yield Text(ADVICE_TITLES.get(advice.topic, advice.topic), style="bold" if advice.can_tell else "bold dim")
     yield Paragraph("  ", clean(advice.answer))
     if advice.can_tell:
         because = f": {advice.because}" if advice.because else ""
         confidence = Text.assemble((advice.confidence, CONFIDENCE_STYLES[advice.confidence]), clean(because))
         yield Paragraph("  Confidence".ljust(LABEL_WIDTH), confidence, "bold")
+    if not verbose:
+        return
     for i, figure in enumerate(advice.figures):
         yield Paragraph(f"  {'' if i else 'Evidence'}".ljust(LABEL_WIDTH), clean(_with_steps(figure)), "bold")
     for i, note in enumerate(advice.notes):

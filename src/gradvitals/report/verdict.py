@@ -161,12 +161,12 @@ class Verdict:
         """Returns the verdict as plain JSON values, without the findings."""
         return {
             "level": self.level,
-            "line": self.headline,
+            "headline": self.headline,
             "cause": self.cause,
             "fix": self.fix,
             "steps": self.steps,
             "open": self.num_open,
-            "over": len(self.ranked) - self.num_open,
+            "resolved": len(self.ranked) - self.num_open,
             "worst": self.worst.finding.id if self.worst else None,
             "live": self.live,
         }
@@ -366,7 +366,7 @@ def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None
     """
     if run.last_step is None:
         raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
-    recorded = run.findings()
+    recorded = run.findings
     undiagnosed = "" if was_diagnosed(run.meta) else "it was recorded without diagnosis"
     why = "as requested" if again else "it was imported" if "imported" in run.meta else undiagnosed
     if not why:
@@ -538,7 +538,7 @@ def restarts(run: Run) -> tuple[Restart, ...]:
     segments = run.segments
     if len(segments) < 2:
         return ()
-    ends = [finding for finding in run.findings() if finding.id in WHY_STOPPED]
+    ends = [finding for finding in run.findings if finding.id in WHY_STOPPED]
     return tuple(_restart(before, after, ends) for before, after in pairwise(segments))
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sqlite3
 import warnings
+from difflib import get_close_matches
 from pathlib import Path
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
@@ -83,13 +84,40 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
     file = path / schema.FILE_NAME
     if file.is_file():
         return file
-    if not path.exists():
-        raise RunNotFoundError(f"there is no run at {path}: no such folder")
-    below = sorted(found.parent.name for found in path.glob(f"*/{schema.FILE_NAME}"))
-    if below:
-        more = f" and {len(below) - 8} more" if len(below) > 8 else ""
-        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {', '.join(below[:8])}{more}")
-    raise RunNotFoundError(f"there is no run at {path}: the folder has no {schema.FILE_NAME}")
+    if below := _runs_in(path):
+        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {_listed(below)}")
+    why = f"the folder has no {schema.FILE_NAME}" if path.exists() else "no such folder"
+    raise RunNotFoundError(f"there is no run at {path}: {why}{_beside(path)}")
+
+
+def is_run_file(path: Path) -> bool:
+    """Returns whether a file is a run: another tool may keep something else under the same name."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(72)
+    except OSError:
+        return False
+    if not header.startswith(b"SQLite format 3\0"):
+        return False
+    mark = int.from_bytes(header[68:72], "big")
+    # The mark of a new run may still be in the write-ahead log alone.
+    return mark == schema.APPLICATION_ID or (mark == 0 and path.with_name(path.name + "-wal").exists())
+
+
+def _runs_in(folder: Path) -> list[str]:
+    return sorted(found.parent.name for found in folder.glob(f"*/{schema.FILE_NAME}") if is_run_file(found))
+
+
+def _beside(path: Path) -> str:
+    """Returns which runs there are instead: the one that was likely meant, or those in the folder above."""
+    names = _runs_in(path.parent)
+    if close := get_close_matches(path.name, names, n=1):
+        return f"; did you mean {path.parent / close[0]}?"
+    return f"; runs in {path.parent}: {_listed(names)}" if names else ""
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _recover(path: Path) -> None:

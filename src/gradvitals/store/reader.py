@@ -104,7 +104,7 @@ def instant(value: object) -> float:
 
 def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
     """Findings or actions as they were kept. What a later minor version knows more of is left out."""
-    fields = record.__dataclass_fields__
+    fields = record.__dataclass_fields__ | {"changes": None}  # what a program needs of each fix
     return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]
 
 
@@ -700,20 +700,22 @@ class Run(Drawn):
             spans = list(self._catalog.spans(self._catalog.groups(), since, None))
         return replay(self._db, self._transaction, spans)
 
-    def findings(self, *, hidden: bool = False) -> list[Finding]:
-        """What was found, oldest first; `hidden` adds what was found in steps that a later segment did again."""
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, oldest first. Steps that a later process did again do not count; `segments` has theirs."""
         with self._transaction():
             cutoffs = self._catalog.cutoffs()
             rows = self._db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall()
-            return parsed(Finding, (text for segment, first, text in rows if hidden or first < cutoffs[segment]))
+            return parsed(Finding, (text for segment, first, text in rows if first < cutoffs[segment]))
 
-    def actions(self, *, hidden: bool = False) -> list[Action]:
-        """What was done to the run, oldest first; `hidden` adds what was done in steps that were done again later."""
+    @property
+    def actions(self) -> list[Action]:
+        """What was done to the run, oldest first, without what was done in steps that were done again later."""
         with self._transaction():
             cutoffs = self._catalog.cutoffs()
             rows = self._db.execute("SELECT segment, step, content FROM action ORDER BY id").fetchall()
             begins = dict(self._db.execute("SELECT id, first_step FROM segment").fetchall())
-            shown = [row for row in rows if hidden or row[1] < cutoffs[row[0]]]
+            shown = [row for row in rows if row[1] < cutoffs[row[0]]]
             found = parsed(Action, (text for _, _, text in shown))
         # A process that goes on tells again what its checkpoint had not been told of yet, and another one had.
         known: set[tuple[int, str]] = set()

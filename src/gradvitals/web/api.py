@@ -16,11 +16,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
+from gradvitals.report.diff import diff as compare
+from gradvitals.report.listing import RunFile
 from gradvitals.store.blocks import KINDS, Kind
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
-from gradvitals.web.run_index import Judge, RunFile, RunIndex, stamp
+from gradvitals.web.run_index import Judge, RunIndex, stamp
 from gradvitals.web.stream import Watcher
 from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
 
@@ -50,6 +52,7 @@ class Api:
             Route(f"{one}/worst", self.worst),
             Route(f"{one}/series", self.series),
             Route(f"{one}/heatmap", self.heatmap),
+            Route(f"{one}/diff", self.diff),
             Route("/stream", self.stream),
         ]
 
@@ -128,6 +131,20 @@ class Api:
             return f"heatmap {heatmap} {rows} {asked}", lambda _, run: views.heatmap_bytes(
                 run, heatmap, rows, **cast(Any, asked)
             )
+
+        return self._respond(request, parse)
+
+    def diff(self, request: Request) -> Response:
+        """Returns in words how another run differs from this one."""
+
+        def parse() -> tuple[str, Make]:
+            other = self.index.file(request.query_params.get("with", ""))
+
+            def make(file: RunFile, run: Run) -> Any:
+                with self.index.opened(other.id) as opened:
+                    return views.difference(compare(run, opened, replay=False), file, other)
+
+            return f"diff {other.id} {stamp(other.path)}", make
 
         return self._respond(request, parse)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -14,15 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradvitals.errors import RunNotFoundError
+from gradvitals.report.listing import RunFile, find_runs, is_inside
 from gradvitals.report.verdict import Verdict, judge_run, replay, was_diagnosed
 from gradvitals.store.reader import Run, open_run
-from gradvitals.store.schema import FILE_NAME
 from gradvitals.types import Finding
 
-MAX_DEPTH = 6
-"""Folders between the served one and a run."""
-MAX_FOLDERS = 20_000
-MAX_RUNS = 2_000
 MAX_OPEN = 8
 """Runs held open; a further one closes the least recently used."""
 SCAN_SECONDS = 1.0
@@ -36,15 +30,6 @@ REPLAY_GROWTH = 1.25
 
 Stamp = tuple[int, ...]
 """Changes whenever a run file, or its log, was written to."""
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """A run that was found: its id in addresses, its name on the page, its file."""
-
-    id: str
-    name: str
-    path: Path
 
 
 @dataclass
@@ -95,7 +80,7 @@ class RunIndex:
         """
         for max_age in (60.0, SCAN_SECONDS):  # a new run may have appeared since the last scan
             found = next((file for file in self.files(max_age=max_age) if file.id == run_id), None)
-            if found is not None and _inside(found.path, self.folder):
+            if found is not None and is_inside(found.path, self.folder):
                 return found
         raise RunNotFoundError("there is no such run in the served folder (any more); the list shows all runs")
 
@@ -159,46 +144,6 @@ def stamp(file: Path) -> Stamp:
     return tuple(parts)
 
 
-def find_runs(folder: Path) -> list[RunFile]:
-    """Returns the runs in a folder, or the one that it is, in order of their names.
-
-    Skips hidden folders, and links that lead out of the folder.
-    """
-    root = folder.resolve()
-    found: dict[Path, RunFile] = {}
-    pending, seen = [(root, 0)], {root}
-    for count, (here, depth) in enumerate(pending):
-        if count >= MAX_FOLDERS or len(found) >= MAX_RUNS:
-            break
-        path = here / FILE_NAME
-        if path.is_file() and _inside(path, root):
-            name = root.name if here == root else here.relative_to(root).as_posix()
-            run_id = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
-            found[here] = RunFile(run_id, name, path)
-            if here != root:
-                continue  # below a run are snapshots and the like, no further runs
-        if depth < MAX_DEPTH:
-            for below in _subfolders(here, root):
-                if below not in seen:
-                    seen.add(below)
-                    pending.append((below, depth + 1))
-    return sorted(found.values(), key=lambda file: file.name)
-
-
-def _subfolders(here: Path, root: Path) -> list[Path]:
-    try:
-        with os.scandir(here) as entries:
-            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError:
-        return []
-    folders = (Path(os.path.realpath(here / name)) for name in names)
-    return [folder for folder in folders if folder.is_relative_to(root)]
-
-
-def _inside(file: Path, root: Path) -> bool:
-    return Path(os.path.realpath(file)).is_relative_to(root)
-
-
 def _identity(file: Path) -> tuple[int, int]:
     try:
         found = file.stat()
@@ -254,7 +199,7 @@ class Judge:
             run: The run.
             start: Whether to start replaying a run that was recorded without diagnosis; the list does not.
         """
-        recorded = tuple(run.findings())
+        recorded = tuple(run.findings)
         verdict = judge_run(run, recorded)
         last_step = run.last_step
         if was_diagnosed(run.meta) or last_step is None:

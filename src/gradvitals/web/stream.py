@@ -13,7 +13,8 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
-from gradvitals.web.run_index import RunFile, RunIndex
+from gradvitals.report.listing import RunFile
+from gradvitals.web.run_index import RunIndex
 
 LOOK_SECONDS = 0.2
 """Between two looks at live runs, while anybody listens."""

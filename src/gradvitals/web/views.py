@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
 from gradvitals.report.catalog import name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
-from gradvitals.report.format import clean, cut
-from gradvitals.report.series import CellReducer, Floats, is_averaged, table_of
+from gradvitals.report.diff import RunDiff
+from gradvitals.report.format import clean, cut, fix_snippet
+from gradvitals.report.listing import RunFile
+from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
 from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
-from gradvitals.report.verdict import RankedFinding, num_ranks, self_reports, state_of
+from gradvitals.report.verdict import RankedFinding, Verdict, num_ranks, self_reports, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, Where, min_max_buckets
 from gradvitals.types import METRICS, Action, Finding
-from gradvitals.web.run_index import Judged, RunFile
+from gradvitals.web.run_index import Judged
 
 MAX_FINDINGS = 200
 MAX_TENSORS = 50
@@ -37,6 +39,7 @@ RUN_CHARTS: Charts = (
     ("grad/norm", ("grad/norm",)),
     ("gsnr", ("gsnr", "gsnr_low", "gsnr_high")),
     ("noise_scale", ("noise_scale", "noise_scale_low", "noise_scale_high")),
+    ("lr", ("lr",)),
 )
 """The charts of a run, each with its metrics: a value, and the ends of its interval."""
 TENSOR_CHARTS: Charts = (
@@ -47,9 +50,15 @@ TENSOR_CHARTS: Charts = (
 )
 """The charts of one tensor, layer or head."""
 
-HeatmapKind = Literal["norm", "gsnr", "update"]
+HeatmapKind = Literal["norm", "gsnr", "update", "dead", "zero"]
 HeatmapRows = Literal["layers", "tensors", "heads"]
-HEATMAPS: dict[HeatmapKind, str] = {"norm": "grad/norm", "gsnr": "gsnr", "update": "update/ratio"}
+HEATMAPS: dict[HeatmapKind, str] = {
+    "norm": "grad/norm",
+    "gsnr": "gsnr",
+    "update": "update/ratio",
+    "dead": "activation/dead_fraction",
+    "zero": "grad/zero_fraction",
+}
 MAX_COLUMNS = 800
 MAX_NUMBERS = 4_000_000
 """Rows × columns of one heatmap."""
@@ -110,12 +119,13 @@ def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
     """Returns everything about a run that the first screen needs beside the charts."""
     verdict, meta = judged.verdict, run.meta
     rows = _row_numbers(run)
-    actions = run.actions()
+    actions = run.actions
     return {
         **list_entry(file, run, judged),
         "told": run.num_records(),
         "segments": len(run.segments),
         "pending": judged.is_pending,
+        **_remedy(verdict),
         "note": "" if judged.level == "unknown" else judged.note,
         "now": time.time(),
         "host": short(str(meta["hostname"])),
@@ -137,12 +147,29 @@ def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
     }
 
 
+def _remedy(verdict: Verdict) -> dict[str, Any]:
+    """Returns cause and fix of what is wrong; None if the run is healthy."""
+    cause, fix = verdict.cause, verdict.fix
+    return {
+        "cause": None if cause is None else short(cause, TEXT),
+        "fix": None if fix is None else short(fix, TEXT),
+        "snippet": _lines(fix_snippet(fix)),
+    }
+
+
+def _lines(snippet: str) -> str:
+    return "\n".join(short(line, TEXT) for line in snippet.splitlines()[:20])
+
+
 def layout(run: Run) -> dict[str, Any]:
-    """Returns the layers in depth order, with the rows of their tensors and attention heads."""
+    """Returns the layers in depth order, with what they are and the rows of their tensors and attention heads."""
     names = run.names("layers")
-    layers: list[dict[str, Any]] = [{"name": short(name), "tensors": [], "heads": []} for name in names]
-    at = {name: number for number, name in enumerate(names)}
     infos = run.tensors
+    kinds = layer_kinds(infos)
+    layers: list[dict[str, Any]] = [
+        {"name": short(name), "kind": short(kinds.get(name, "")), "tensors": [], "heads": []} for name in names
+    ]
+    at = {name: number for number, name in enumerate(names)}
     for row, info in enumerate(infos):
         if info.layer in at:
             layers[at[info.layer]]["tensors"].append(row)
@@ -159,6 +186,12 @@ def layout(run: Run) -> dict[str, Any]:
         "shapes": ["×".join(map(str, info.shape[:8])) or "scalar" for info in infos],
         "heads": [short(name) for name in heads],
     }
+
+
+def difference(found: RunDiff, a: RunFile, b: RunFile) -> dict[str, Any]:
+    """Returns how run B differs from run A, as `gradvitals diff` prints it, with the names of the runs."""
+    names = {"A": short(a.name), "B": short(b.name)}
+    return {"names": names, "sentences": [short(text, TEXT) for text in found.sentences()]}
 
 
 def worst_tensors(run: Run) -> dict[str, Any]:
@@ -224,6 +257,8 @@ def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dic
         "seen": [short(line, TEXT) for line in evidence(finding.evidence)],
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
         "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
+        "snippet": _lines(fix_snippet(next(iter(finding.fixes), None))),
+        "follows": short(finding.follows) if finding.follows else None,
     }
 
 

@@ -42,6 +42,11 @@ CLEAN_STEPS = 20
 OPENED = 100
 """Findings that a Guard can catch up on."""
 
+TITLE = 110
+"""Characters of a finding's title in a live line."""
+
+COLORS = {"red": "1;31", "yellow": "33", "green": "32"}
+
 
 @dataclass
 class Setup:
@@ -70,6 +75,20 @@ def print_line(line: str, quiet: bool = False) -> None:
         print(f"gradvitals: {line}", file=sys.stderr, flush=True)
 
 
+def live_line(finding: Finding) -> str:
+    """Returns a finding that has just opened as one short line; `gradvitals doctor` has the rest."""
+    level = colored(finding.severity, "red" if finding.severity == "critical" else "yellow")
+    title = finding.title if len(finding.title) <= TITLE else f"{finding.title[: TITLE - 1]}…"
+    return f"{level} at step {finding.first_step}: {title} [{finding.id}]"
+
+
+def colored(text: str, color: str) -> str:
+    """Returns text with its color if stderr is a terminal that shows colors."""
+    if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty():
+        return text
+    return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
+
+
 class LiveDiagnosis:
     """Shows the readings of a live run to the rules, and prints findings when they open, get worse and resolve."""
 
@@ -92,13 +111,14 @@ class LiveDiagnosis:
         episode = _episode(finding)
         printed = self._printed.get(episode)
         if finding.last_step is not None:
-            if self._printed.pop(episode, None) is not None:
-                print_line(f"resolved at step {finding.last_step + 1}: {finding.title} ({finding.id})", self._quiet)
+            if self._printed.pop(episode, None) is not None and finding.follows is None:
+                print_line(f"{colored('resolved', 'green')} at step {finding.last_step + 1}: {finding.id}", self._quiet)
         elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
-            fix = f"; fix: {finding.fixes[0]}" if finding.fixes else ""
-            print_line(f"{finding}{fix}", self._quiet)
+            if finding.follows is None:  # a consequence is not news: its root was printed
+                worse = f"{colored(finding.severity, 'red')} at step {step}: {finding.id} got worse"
+                print_line(live_line(finding) if printed is None else worse, self._quiet)
 
     def start_over(self) -> list[Finding]:
         """The run was rolled back: diagnose it anew. Returns the findings that this closed."""

@@ -268,6 +268,9 @@ class Launch:
             if self._watcher is not None and self._hooks is not None:
                 self._hooks.remove()
                 self._watcher.close(error)
+            if isinstance(error, Exception):
+                self._print_after_traceback()
+                return
             for line in self._closing_lines(failed=error is not None):
                 self._print(line)
         except Exception as failure:
@@ -297,6 +300,20 @@ class Launch:
             f"{passes} ran, but no torch.optim optimizer stepped. Weights that Keras, DeepSpeed or the script itself "
             "updates are not followed; step them with a torch.optim optimizer"
         )
+
+    def _print_after_traceback(self) -> None:
+        """Once Python has shown the error, name the runs up to it; the error needs no second mention."""
+        runs = [] if self._watcher is None else [path for path in self._watcher.runs if path.exists()]
+        theirs = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            from gradvitals.report.verdict import relative
+
+            theirs(kind, error, trace)
+            for path in runs:
+                self._print(f"see: gradvitals doctor {relative(path)}")
+
+        sys.excepthook = show
 
     def _print(self, line: str) -> None:
         if not self._settings.quiet:

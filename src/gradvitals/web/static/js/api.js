@@ -44,6 +44,7 @@ export async function runs() {
 }
 export function overview(run) { return get(about(run)); }
 export function layout(run) { return get(`${about(run)}/layout`); }
+export function diff(run, other) { return get(`${about(run)}/diff?${query({ with: other })}`); }
 export function worst(run) { return get(`${about(run)}/worst`); }
 
 // A series: steps, times, and for each metric the lowest, highest and mean value of each bucket, and how many are no numbers.

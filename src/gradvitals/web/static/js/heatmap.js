@@ -8,7 +8,7 @@ import { columnAt, ratios, span } from "./heat_table.js";
 
 const MOST_HEIGHT = 420;
 const COLUMNS = 600;
-const PICTURES = { norm: ["norm", "Gradient norm: the largest in each stretch"], gsnr: ["GSNR", "GSNR: the mean of each stretch"], update: ["update", "Update over weight: the largest in each stretch"] };
+const PICTURES = { norm: ["norm", "Gradient norm: the largest in each bin"], gsnr: ["GSNR", "GSNR: the mean of each bin"], update: ["update", "Update over weight: the largest in each bin"], dead: ["dead units", "Share of units that are off for every sample: the largest in each bin"], zero: ["zeros", "Share of gradient elements that are exactly zero: the largest in each bin"] };
 
 export class Heatmap {
   constructor({ axis, onopen }) {
@@ -166,7 +166,7 @@ export class Heatmap {
     const rows = [];
     for (const [i, layer] of this.layout.layers.entries()) {
       const inner = layer.tensors.length + layer.heads.length;
-      rows.push({ kind: "layers", row: i, layer: i, name: layer.name, inner, depth: 0 });
+      rows.push({ kind: "layers", row: i, layer: i, name: layer.kind ? `${layer.name} · ${layer.kind}` : layer.name, inner, depth: 0 });
       if (!this.expanded.has(i)) continue;
       for (const row of layer.tensors) rows.push({ kind: "tensors", row, layer: i, name: shortened(this.layout.tensors[row], layer.name), full: this.layout.tensors[row], depth: 1 });
       if (this.picture === "gsnr") for (const row of layer.heads) rows.push({ kind: "heads", row, layer: i, name: shortened(this.layout.heads[row], layer.name), full: this.layout.heads[row], depth: 1 });

@@ -9,7 +9,15 @@ const MOST_POINTS = 9000; // beyond this, numbers that came one by one are fetch
 
 export const NAMES = {
   loss: "Loss", "grad/norm": "Gradient norm", gsnr: "GSNR", noise_scale: "Noise scale",
-  "update/ratio": "Update ratio", "weight/norm": "Weight norm",
+  "update/ratio": "Update ratio", "weight/norm": "Weight norm", lr: "Learning rate",
+};
+// How to have what a run does not measure.
+const ENABLE = {
+  loss: "call monitor.observe(loss) after backward.",
+  "grad/norm": "gradients were not read in this run.",
+  gsnr: "it needs gradient accumulation (two or more backward passes per step), several ranks, or an Adam-like optimizer.",
+  noise_scale: "it needs gradient accumulation or several ranks, and gv.watch(..., batch_size=...).",
+  lr: "the optimizer has none.",
 };
 const UNITS = { noise_scale: "samples" };
 const LOG = new Set(["grad/norm", "gsnr", "noise_scale", "update/ratio"]);
@@ -39,10 +47,11 @@ export class Strip {
       this.log = chosen === "log";
       this.chart.setLog(this.log);
     });
+    this.missing = el("p", { class: "strip-missing dim", hidden: true, text: `${NAMES[metric] || metric} is not measured: ${ENABLE[metric] || "the run does not read it."}` });
     this.element = el("section", { class: "strip", "aria-label": NAMES[metric] || metric },
       el("div", { class: "strip-head" },
         el("div", { class: "strip-name" }, el("h3", { text: NAMES[metric] || metric, title: texts?.[metric] || "" }), scale), this.value, this.more),
-      el("div", { class: "plot-box" }, this.plotHost, this.state));
+      el("div", { class: "plot-box" }, this.plotHost, this.state), this.missing);
     this.plotHost.setAttribute("role", "img");
     this.chart = new Chart(this.plotHost, { axis, showX, log: this.log, height: height || (showX ? 138 : 112), sync, oncursor });
   }
@@ -136,11 +145,20 @@ export class Strip {
     if (isUntold) this.state.textContent = "Not identifiable at any step so far";
     else if (!lines.length) {
       const missing = this.runs.length && this.runs.every((run) => !this.has(run) || this.all.has(run));
-      this.state.textContent = missing ? (this.runs.some((run) => this.has(run)) ? "Nothing read yet" : "Not measured in this run") : "Loading";
+      this.state.textContent = missing ? "Nothing read yet" : "Loading";
     }
+    this.collapse();
     this.chart.setLines(lines);
     this.showValue(null);
     this.describe(lines.find((line) => line.run === this.runs[0]));
+  }
+
+  // A chart that no run has anything for takes one line, which says how to have it.
+  collapse() {
+    const none = this.runs.length > 0 && !this.runs.some((run) => this.has(run));
+    this.missing.hidden = !none;
+    if (none) this.state.hidden = true;
+    this.element.classList.toggle("missing", none);
   }
 
   // A value in words where it is no number: what is estimated may not be told from the readings.

@@ -10,7 +10,7 @@ import { Lane } from "./lane.js";
 import { LEVEL_SIGNS, LEVEL_WORDS, SIGNS, lineColour, severityColour } from "./palette.js";
 import { Strip } from "./strip.js";
 
-const VITALS = ["loss", "grad/norm", "gsnr", "noise_scale"];
+const VITALS = ["loss", "grad/norm", "gsnr", "noise_scale", "lr"];
 const CHIPS = 4;
 const NO_LAYOUT = { layers: [], tensors: [], shapes: [], heads: [] };
 const CHARTS = { tensors: "tensor_charts", layers: "layer_charts", heads: "head_charts" };
@@ -32,6 +32,7 @@ export class RunView {
     this.chosen = null;
     this.verdict = el("section", { class: "verdict", "aria-label": "Verdict", "aria-live": "polite" });
     this.judged = el("p", { class: "dim judged", "aria-live": "off" });
+    this.compared = el("section", { class: "card compared", "aria-label": "Compared", hidden: true });
     this.legend = el("div", { class: "legend" });
     this.zoomed = el("button", { type: "button", class: "small", text: "Show everything", title: "Esc or 0", hidden: true, onclick: () => this.axis.reset() });
     this.modes = choice("Along the axis", [["step", "Steps", "Runs side by side at the same step (x)"], ["time", "Time", "Runs side by side at the same time since their start (x)"]], "step", (mode) => this.setMode(mode));
@@ -43,7 +44,7 @@ export class RunView {
     this.facts = el("section", { class: "card facts", "aria-label": "About the run" });
     const charts = el("div", { class: "strips card" }, el("div", { class: "card-head" }, el("h2", { text: "Vital signs" }), this.modes, this.legend, el("span", { class: "gap" }), this.zoomed), this.lane.element, this.strips.map((strip) => strip.element));
     charts.addEventListener("dblclick", () => this.axis.reset());
-    fill(host, this.verdict, charts, this.heatmap.element, el("div", { class: "columns" }, this.findings, this.worst), this.facts);
+    fill(host, this.verdict, this.compared, charts, this.heatmap.element, el("div", { class: "columns" }, this.findings, this.worst), this.facts);
     this.axis.onchange((zoomed) => this.ranged(zoomed));
     this.axis.oncursor((x) => {
       this.strips.forEach((strip) => strip.showValue(x));
@@ -78,11 +79,22 @@ export class RunView {
       if (found[i] instanceof Error) { if (id === run) throw found[i]; } else this.keep(id, found[i]);
     }
     this.drawWords();
+    this.compare();
     await charts;
     this.layout = await layout;
     if (run !== this.run) return;
     this.setHeatmap();
     this.loadWorst();
+  }
+
+  // How each other run differs from this one, in the words of gradvitals diff.
+  async compare() {
+    const [run, others] = [this.run, this.others.filter((id) => id !== this.run).slice(0, 3)];
+    this.compared.hidden = !others.length;
+    const found = await Promise.all(others.map((id) => api.diff(run, id).catch((trouble) => ({ sentences: [trouble.message] }))));
+    if (run !== this.run || !others.length) return;
+    fill(this.compared, el("div", { class: "card-head" }, el("h2", { text: "Compared" })), found.map((each) => el("div", { class: "compared-run" },
+      each.names ? el("p", { class: "dim", text: `A is ${each.names.A}, B is ${each.names.B}.` }) : null, el("ul", {}, each.sentences.map((text) => el("li", { text }))))));
   }
 
   // What a run says of itself, and the step up to which it was judged then; news tell of later steps.
@@ -195,11 +207,16 @@ export class RunView {
     document.title = `${LEVEL_SIGNS[overview.level]} ${overview.name} · gradvitals`;
     const words = LEVEL_WORDS[overview.level];
     const rest = overview.line.startsWith(`${words}:`) ? overview.line.slice(words.length + 1) : overview.line;
-    const chips = overview.findings.filter((finding) => finding.open).slice(0, CHIPS);
-    const more = overview.findings.filter((finding) => finding.open).length - chips.length;
+    const open = overview.findings.filter((finding) => finding.open && finding.severity !== "info");
+    const chips = open.slice(0, CHIPS);
+    const more = open.length - chips.length;
     const made = [
       el("p", { class: "verdict-line" }, el("span", { class: `level ${overview.level}`, "aria-hidden": "true", text: LEVEL_SIGNS[overview.level] }), el("strong", { class: `word ${overview.level}`, text: overview.level === "pending" || overview.level === "unknown" ? words : overview.line.startsWith("Nothing") ? "Early" : words }), el("span", { class: "verdict-rest", text: overview.level === "pending" ? ` ${overview.note}` : ` ${rest.trim()}` })),
       overview.note && overview.level !== "pending" ? el("p", { class: "dim note", text: overview.note }) : null,
+      overview.fix ? el("div", { class: "remedy" },
+        overview.cause ? el("p", {}, el("span", { class: "label", text: "Likely cause" }), el("span", { text: overview.cause })) : null,
+        el("p", { class: "fix" }, el("span", { class: "label", text: "Fix" }), el("span", { text: overview.fix })),
+        overview.snippet ? el("pre", { class: "snippet", text: overview.snippet }) : null) : null,
       chips.length ? el("div", { class: "chips" }, chips.map((finding) => el("button", { type: "button", class: `chip ${finding.severity}`, title: finding.title, onclick: () => this.openFinding(finding) }, el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "chip-text", text: finding.title }))), more > 0 ? el("a", { href: "#findings", class: "dim", text: `and ${more} more` }) : null) : null,
     ];
     // A live region is only touched when its words change: screen readers say what is put into it.

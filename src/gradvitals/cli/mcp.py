@@ -1,0 +1,24 @@
+"""`gradvitals mcp`: the runs in a folder, for a coding agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default="runs")
+def mcp(folder: Path) -> None:
+    """Serve the runs in FOLDER (runs/ by default) to a coding agent, over stdio.
+
+    Speaks the Model Context Protocol. The agent can list runs, get the verdict, read series, explain rules and compare
+    runs. It cannot change anything. Needs the extra: pip install 'gradvitals[mcp]'.
+
+    \b
+    Example:
+      claude mcp add gradvitals -- gradvitals mcp runs
+    """
+    from gradvitals.web.mcp import build_server
+
+    build_server(folder).run("stdio")

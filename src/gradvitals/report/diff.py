@@ -1,0 +1,356 @@
+"""Two runs compared: the first step at which they part for good, and the settings and findings that differ."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from gradvitals.format import number
+from gradvitals.report.catalog import name_of
+from gradvitals.report.format import clean, cut, percent, plural
+from gradvitals.report.series import ByLayer, Floats, Steps
+from gradvitals.report.verdict import LABELS, Level, diagnose_run, in_sentence, judge_run, num_ranks
+from gradvitals.store.reader import Run, open_run
+
+WINDOW_SHARE = 50
+"""Curves are smoothed over one part in this many of the steps that both runs have."""
+WINDOW = (5, 101)
+"""The least and the most steps of that window."""
+NOISE = 4.0
+"""Standard errors of the smoothed difference from which two curves are apart."""
+SHARE = 0.02
+"""Curves that differ by less than this share are not apart, however little noise they have."""
+FINAL_SHARE = 20
+"""The final value is the median of the last part in this many of the steps."""
+SAME = 1e-6
+"""Relative difference under which two numbers are the same."""
+METRICS = {"loss": "loss", "grad/norm": "gradient norm", "lr": "learning rate"}
+MAX_SETTINGS = 20
+IGNORED = ("config.quiet", "config.worker", "config.extra", "extra.command")
+"""Settings that say nothing about training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One curve of both runs: from which step on they are apart, and how far."""
+
+    metric: str
+    step: int | None
+    """The first step from which on the curves stay apart; None if they do not."""
+    a: float
+    """The smoothed value of run A there, or at the end if the curves do not part."""
+    b: float
+    final_a: float
+    """The median of the last steps that both runs have."""
+    final_b: float
+    first_difference: int | None
+    """The first step at which the raw numbers differ; None if they never do."""
+    layer: str | None = None
+    """The layer whose gradient norm this is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two runs."""
+
+    run: str
+    steps: int
+    level: Level
+    headline: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDiff:
+    """How two runs differ. Prints itself.
+
+    Example:
+        >>> print(gv.diff("runs/before", "runs/after"))  # doctest: +SKIP
+    """
+
+    a: Side
+    b: Side
+    common_steps: int
+    """Steps that both runs have."""
+    parts: tuple[Part, ...]
+    """Loss, gradient norm and learning rate, then the layer that parts first."""
+    settings: Mapping[str, tuple[Any, Any]]
+    """By name, the values that differ: of A and of B."""
+    gained: tuple[str, ...]
+    """Ids of findings that only B has."""
+    lost: tuple[str, ...]
+    """Ids of findings that only A has."""
+
+    def part(self, metric: str) -> Part | None:
+        """Returns the curve of one metric of the whole run; None if it is not in both."""
+        return next((part for part in self.parts if part.metric == metric and part.layer is None), None)
+
+    def sentences(self) -> tuple[str, ...]:
+        """Returns the differences in words, the most important first."""
+        return tuple(self._sentences())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the comparison as plain JSON values."""
+        return {
+            "a": asdict(self.a),
+            "b": asdict(self.b),
+            "common_steps": self.common_steps,
+            "parts": [asdict(part) for part in self.parts],
+            "settings": {name: {"a": a, "b": b} for name, (a, b) in self.settings.items()},
+            "findings": {"gained": list(self.gained), "lost": list(self.lost)},
+            "sentences": list(self.sentences()),
+        }
+
+    def __str__(self) -> str:
+        width = max(len(self.a.run), len(self.b.run))
+        head = [
+            clean(f"{name}  {side.run:<{width}}  {plural(side.steps, 'step'):>12}  {LABELS[side.level]}")
+            for name, side in (("A", self.a), ("B", self.b))
+        ]
+        return "\n".join([*head, "", *map(clean, self.sentences())])
+
+    def _sentences(self) -> Iterator[str]:
+        if not self.common_steps:
+            yield "The runs have no step in common, so their curves cannot be compared."
+        for part in self.parts:
+            yield from _describe(part)
+        shown = list(self.settings.items())[:MAX_SETTINGS]
+        if shown:
+            more = f" and {len(self.settings) - len(shown)} more" if len(self.settings) > len(shown) else ""
+            listed = ", ".join(f"{cut(name, 60)} {_value(a)} → {_value(b)}" for name, (a, b) in shown)
+            yield f"Settings that differ (A → B): {listed}{more}."
+        else:
+            yield "All recorded settings are equal."
+        for names, where in ((self.lost, "A"), (self.gained, "B")):
+            if names:
+                yield f"Only in {where}: {_counted(names)}."
+        if not self.lost and not self.gained:
+            yield "Both runs have the same findings."
+
+
+def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, replay: bool = True) -> RunDiff:
+    """Compare two runs: from which step on they are apart, and which settings and findings differ. Needs no torch.
+
+    Args:
+        a: A run, or its folder.
+        b: The run to compare it with.
+        replay: Whether the rules first read a run that was recorded without diagnosis, which takes a while if it is
+            long.
+
+    Returns:
+        The differences; `print` shows them in words.
+    """
+    with ExitStack() as stack:
+        first, second = (run if isinstance(run, Run) else stack.enter_context(open_run(run)) for run in (a, b))
+        found = [diagnose_run(run).findings if replay else tuple(run.findings) for run in (first, second)]
+        sides = []
+        for run, findings in zip((first, second), found, strict=True):
+            verdict = judge_run(run, findings)
+            about = {"level": verdict.level, "headline": verdict.headline}
+            sides.append(Side(run=str(run.path), steps=verdict.steps, **about))  # type: ignore[arg-type]
+        serious = [Counter(one.id for one in findings if one.severity != "info") for findings in found]
+        common, parts = _parts(first, second)
+        return RunDiff(
+            a=sides[0],
+            b=sides[1],
+            common_steps=common,
+            parts=tuple(parts),
+            settings=_settings(first, second),
+            gained=tuple((serious[1] - serious[0]).elements()),
+            lost=tuple((serious[0] - serious[1]).elements()),
+        )
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _parts(a: Run, b: Run) -> tuple[int, list[Part]]:
+    shared = [metric for metric in METRICS if all(metric in run.metrics("values") for run in (a, b))]
+    common, parts = 0, []
+    for metric in shared:
+        steps, left, right = _aligned(a.series(metric), b.series(metric))
+        common = max(common, len(steps))
+        if len(steps):
+            parts.append(_part(metric, steps, left, right))
+    first = _first_layer(a, b)
+    return common, parts if first is None else [*parts, first]
+
+
+def _first_layer(a: Run, b: Run) -> Part | None:
+    """Returns the layer whose gradient norm parts first; None if none does, or the runs share no layers."""
+    names = [name for name in a.names("layers") if name in b.names("layers")]
+    if not names or not all("grad/norm" in run.metrics("tensors") for run in (a, b)):
+        return None
+    norms = []
+    for run in (a, b):
+        steps, rows = run.matrix("grad/norm")
+        by = ByLayer(run)
+        places = [run.names("layers").index(name) for name in names]
+        norms.append((steps, by.all_layers(by.norms(rows))[:, places]))
+    found: list[Part] = []
+    for place, name in enumerate(names):
+        steps, left, right = _aligned(*((steps, rows[:, place]) for steps, rows in norms))
+        if len(steps):
+            part = _part("grad/norm", steps, left, right, name)
+            found += [part] if part.step is not None else []
+    return min(found, key=lambda part: part.step or 0, default=None)
+
+
+def _aligned(a: tuple[Steps, Floats], b: tuple[Steps, Floats]) -> tuple[Steps, Floats, Floats]:
+    steps, left, right = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
+    return steps, a[1][left], b[1][right]
+
+
+def _part(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = None) -> Part:
+    at, width = _parting(a, b)
+    parted = at < len(steps)
+    there = slice(at, at + width) if parted else slice(-width, None)
+    differ = np.flatnonzero(~_same(a, b))
+    last = max(1, len(steps) // FINAL_SHARE)
+    return Part(
+        metric=metric,
+        step=int(steps[at]) if parted else None,
+        a=_median(a[there]),
+        b=_median(b[there]),
+        final_a=_median(a[-last:]),
+        final_b=_median(b[-last:]),
+        first_difference=int(steps[differ[0]]) if differ.size else None,
+        layer=layer,
+    )
+
+
+def _parting(a: Floats, b: Floats) -> tuple[int, int]:
+    """Returns the place from which two curves stay apart by more than their noise, and the width of the smoothing."""
+    width = int(np.clip(len(a) // WINDOW_SHARE, *WINDOW)) | 1
+    noise = _step_noise(a - b)
+    smooth = _beyond(_smooth(a, width), _smooth(b, width), NOISE * noise / np.sqrt(width))
+    together = np.flatnonzero(~smooth)
+    at = int(together[-1]) + 1 if together.size else 0
+    # Smoothing shifts a sudden change by up to half a window: the raw numbers show where it was.
+    raw, same = _beyond(a, b, NOISE * noise), _same(a, b)
+    while at < len(a) and same[at]:
+        at += 1
+    while 0 < at < len(a) and raw[at - 1]:
+        at -= 1
+    return at, width
+
+
+def _beyond(a: Floats, b: Floats, noise: float) -> Any:
+    """Returns where two curves differ by more than their noise, or where only one of them is finite."""
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(a - b)
+        apart = (gap > noise) & (gap > SHARE * np.maximum(np.abs(a), np.abs(b)))
+    return np.where(np.isfinite(a) & np.isfinite(b), apart, np.isfinite(a) != np.isfinite(b)) & ~_same(a, b)
+
+
+def _smooth(values: Floats, width: int) -> Floats:
+    if len(values) < width:
+        return values
+    padded = np.pad(values, width // 2, mode="edge")
+    rolled = np.lib.stride_tricks.sliding_window_view(padded, width)
+    known = np.isfinite(rolled)
+    middle: Floats = np.median(np.where(known, rolled, 0.0), axis=-1)
+    if not known.all():
+        rows = np.flatnonzero(~known.all(axis=-1))
+        middle[rows] = [_median(rolled[row]) if 2 * known[row].sum() > width else np.nan for row in rows]
+    return middle
+
+
+def _step_noise(values: Floats) -> float:
+    steps = np.diff(values[np.isfinite(values)])
+    return float(1.4826 * np.median(np.abs(steps)) / np.sqrt(2)) if steps.size else 0.0
+
+
+def _median(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else float("nan")
+
+
+def _same(a: Floats, b: Floats) -> Any:
+    with np.errstate(invalid="ignore"):
+        return (np.abs(a - b) <= SAME * np.maximum(np.abs(a), np.abs(b))) | (np.isnan(a) & np.isnan(b)) | (a == b)
+
+
+# -- settings and words ----------------------------------------------------------------------------------------------
+
+
+def _settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    left, right = _recorded(a), _recorded(b)
+    names = [name for name in dict.fromkeys((*left, *right)) if not name.startswith(IGNORED)]
+    return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    """Returns everything a run was started with, under flat names."""
+    meta = run.meta
+    found: dict[str, Any] = {}
+    if "lr" in run.metrics("values"):
+        rates = run.series("lr")[1]
+        found["lr"] = float(f"{np.nanmax(rates):.6g}") if np.isfinite(rates).any() else None
+    sizes = run.batch_sizes("loss")[1] if "loss" in run.metrics("values") else np.empty(0)
+    found["batch_size"] = float(sizes[-1]) if sizes.size and np.isfinite(sizes[-1]) else None
+    found["parameters"] = sum(info.numel for info in run.tensors)
+    found["ranks"] = num_ranks(meta)
+    found |= _flat("", meta.get("facts")) | _flat("extra.", meta.get("extra")) | _flat("config.", meta.get("config"))
+    found["torch"] = meta.get("torch")
+    return found
+
+
+def _flat(prefix: str, content: Any) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        nested = _flat(f"{prefix}{name}.", value)
+        found |= nested or {f"{prefix}{name}": value}
+    return found
+
+
+def _describe(part: Part) -> Iterator[str]:
+    if part.layer is not None:
+        yield f"The first layer to part is {cut(part.layer)}, at step {part.step:,}: {_pair(part.a, part.b)}."
+        return
+    name = METRICS[part.metric]
+    if part.first_difference is None:
+        yield f"The {name} is the same at every step."
+        return
+    if part.step is None:
+        yield f"The {name} differs from step {part.first_difference:,} on, by no more than its noise."
+    elif part.step == part.first_difference:
+        yield f"The {name} parts at step {part.step:,} and stays apart: {_pair(part.a, part.b)}."
+    else:
+        before = f"first differs at step {part.first_difference:,}, and"
+        yield f"The {name} {before} stays apart from step {part.step:,} on: {_pair(part.a, part.b)}."
+    if part.metric == "loss":
+        yield f"Final loss: {_pair(part.final_a, part.final_b)}{_change(part.final_a, part.final_b)}."
+
+
+def _pair(a: float, b: float) -> str:
+    return f"{number(a)} in A, {number(b)} in B"
+
+
+def _change(a: float, b: float) -> str:
+    if not (np.isfinite(a) and np.isfinite(b)) or a <= 0 or abs(b - a) <= SAME * a:
+        return ""
+    if b > 2 * a:
+        return f" ({number(b / a)} times as high)"
+    return f" ({percent(abs(b - a) / a, 2)} {'lower' if b < a else 'higher'})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_value, value))})"
+    return "none" if value is None else cut(number(value), 60)
+
+
+def _counted(ids: Sequence[str]) -> str:
+    counts = Counter(ids)
+    names = (
+        f"{in_sentence(name_of(name))} [{name}]" + (f" ×{count}" if count > 1 else "") for name, count in counts.items()
+    )
+    return ", ".join(names)
