@@ -203,6 +203,8 @@ class LossLevel:
     highest: float = -math.inf
     """The highest level of the run."""
     count: int = 0
+    signed: bool = False
+    """Whether a loss was below 0, as those of policy gradients are: then its level says little about the model."""
     episode: tuple[int, float, float] | None = None
     """If the loss is above anything the run has shown: since which step, the level before, and the highest in it."""
     hurt: int | None = None
@@ -218,13 +220,15 @@ class LossLevel:
         self.hurt = None
         if math.isnan(loss):
             return
+        self.signed = self.signed or loss < 0
         self.losses = [*self.losses[1 - LEVEL_STEPS :], loss]
         if len(self.losses) < LEVEL_STEPS:
             return
         level = statistics.median(self.losses)
         self.levels = [*self.levels[1 - LEVEL_HISTORY - LEVEL_STEPS :], level]
         self.count += 1
-        if self.episode is None and self.count > self.FIRST and level > self.highest + 0.05 * abs(self.highest):
+        high = level > self.highest + 0.05 * abs(self.highest) and self.count > self.FIRST and not self.signed
+        if self.episode is None and high:
             self.episode = step - LEVEL_STEPS, max(self.levels[:-LEVEL_STEPS]), level
         if self.episode is None:
             self.highest = max(self.highest, level)
