@@ -9,8 +9,33 @@ from typing import Any, Literal, get_args
 
 ModelName = Literal["transformer", "cnn", "mlp"]
 FaultName = Literal[
-    "clean", "corrupted", "poisoned", "nan_gradients", "lr_spike", "state_bit_flips", "weight_bit_flip", "killed"
+    "clean",
+    "corrupted",
+    "poisoned",
+    "nan_gradients",
+    "lr_spike",
+    "state_bit_flips",
+    "weight_bit_flip",
+    "nan_weights_0",
+    "nan_weights_1",
+    "nan_weights_5",
+    "nan_weights_30",
+    "scaled_tensor_40",
+    "scaled_tensor",
+    "label_noise",
+    "scheduler_bug",
+    "bad_optimizer_state",
+    "nan_micro_batch",
+    "killed",
 ]
+STRANGE: tuple[FaultName, ...] = (
+    "scaled_tensor",
+    "label_noise",
+    "scheduler_bug",
+    "bad_optimizer_state",
+    "nan_micro_batch",
+)
+"""Faults that no response of the Guard was written for."""
 ArmName = Literal["guard", "none", "clip", "olmo", "zclip"]
 
 MODELS: tuple[ModelName, ...] = get_args(ModelName)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ POISON = 1e4
 NUM_NAN = 3
 SPIKE, SPIKE_STEPS = 30.0, 5
 """Factor of the learning rate, and for how many batches."""
+TENSOR_SCALE = 1e4
+NOISE_STEPS = BUG_STEPS = 20
+NUM_PARTS = 8
 NUM_STATE_FLIPS = 64
 STATE_BITS = range(26, 31)
 """Bits of the exponent of a float32 that change a number by a factor of 256 or more."""
@@ -41,7 +45,7 @@ class Fault:
     description = "nothing"
 
     def __init__(self, name: FaultName, seed: int, steps: int) -> None:
-        self.random = random.Random(f"{name} {seed}")
+        self.name, self.random = name, random.Random(f"{name} {seed}")
         self.first, self.last = round(QUIET_SHARE * steps), round(LAST_SHARE * steps)
         self.steps = steps
         self.batches: frozenset[int] = self.choose()
@@ -66,9 +70,18 @@ class Fault:
         """The batch as the model gets it."""
         return batch
 
+    def install(self, training: Training) -> None:
+        """Called before the first step."""
+
     def loss_factor(self, index: int) -> float:
         """What the loss is multiplied by on its way to the gradient; it is shown without."""
         return 1.0
+
+    def backward(self, training: Training, batch: Batch, index: int) -> Tensor:
+        """Compute the gradient of a batch; returns its loss."""
+        loss: Tensor = training.model(*batch)
+        (loss * self.loss_factor(index)).backward()
+        return loss.detach()
 
     def after_backward(self, training: Training, index: int) -> None:
         """Called when the gradient is complete, before anybody has looked at it."""
@@ -201,6 +214,116 @@ class WeightBitFlip(Fault):
             flip_bit(tensor, element, WEIGHT_BIT)
 
 
+class NaNWeights(Fault):
+    """A weight is NaN, from the very start or soon after it."""
+
+    description = "one weight is NaN before the step of that number"
+
+    def choose(self) -> frozenset[int]:
+        """The number in the name."""
+        return frozenset({int(self.name.rsplit("_", 1)[1])})
+
+    def before(self, training: Training, index: int) -> None:
+        """Break it."""
+        if index in self.batches:
+            tensor, element = _random_element(list(training.model.parameters()), self.generator(index))
+            with torch.no_grad():
+                tensor[torch.unravel_index(torch.tensor(element), tensor.shape)] = torch.nan
+
+
+class ScaledTensor(Fault):
+    """One tensor on another scale, as after a conversion that went wrong."""
+
+    description = f"one random weight matrix times {TENSOR_SCALE:g}, in the middle of the run or before step 40"
+
+    def choose(self) -> frozenset[int]:
+        """One moment, early if the name says so."""
+        return frozenset({40}) if self.name == "scaled_tensor_40" else self.once()
+
+    def before(self, training: Training, index: int) -> None:
+        """Scale it."""
+        if index in self.batches:
+            matrices = [parameter for parameter in training.model.parameters() if parameter.dim() >= 2]
+            place = int(torch.randint(len(matrices), (1,), generator=self.generator(index)))
+            with torch.no_grad():
+                matrices[place].mul_(TENSOR_SCALE)
+
+
+class LabelNoise(Fault):
+    """A file with its labels in another order."""
+
+    description = f"random targets for {NOISE_STEPS} steps"
+
+    def choose(self) -> frozenset[int]:
+        """So many batches in a row."""
+        start = min(self.once())
+        return frozenset(range(start, start + NOISE_STEPS))
+
+    def change(self, training: Training, batch: Batch, index: int) -> Batch:
+        """Targets that belong to nothing."""
+        if index not in self.batches:
+            return batch
+        inputs, targets = batch
+        return inputs, torch.randint(training.num_classes, targets.shape, generator=self.generator(index))
+
+
+class SchedulerBug(Fault):
+    """A schedule that is wrong at some of its own steps: it is met again after a rollback."""
+
+    description = f"the schedule's own rate is {SPIKE:g} times too high for {BUG_STEPS} of its steps"
+
+    def choose(self) -> frozenset[int]:
+        """Ticks of the schedule."""
+        start = min(self.once())
+        return frozenset(range(start, start + BUG_STEPS))
+
+    def install(self, training: Training) -> None:
+        """Change the schedule."""
+        right = training.scheduler.lr_lambdas[0]
+        wrong: list[Any] = [lambda tick: right(tick) * (SPIKE if tick in self.batches else 1.0)]
+        training.scheduler.lr_lambdas = wrong * len(training.scheduler.lr_lambdas)
+
+
+class BadOptimizerState(Fault):
+    """Optimizer state that does not belong to the weights, as after a resume from a damaged checkpoint."""
+
+    description = "second moments a million times too small, or momentum a thousand times too large"
+
+    def choose(self) -> frozenset[int]:
+        """One moment."""
+        return self.once()
+
+    def before(self, training: Training, index: int) -> None:
+        """Scale the state."""
+        if index in self.batches:
+            for state in training.optimizer.state.values():
+                if "exp_avg_sq" in state:
+                    state["exp_avg_sq"].mul_(1e-6)
+                elif "momentum_buffer" in state:
+                    state["momentum_buffer"].mul_(1e3)
+
+
+class NaNMicroBatch(Fault):
+    """Gradient accumulation with one bad part."""
+
+    description = f"at one step the batch comes as {NUM_PARTS} micro-batches, and the loss of one of them is NaN"
+
+    def choose(self) -> frozenset[int]:
+        """One batch."""
+        return self.once()
+
+    def backward(self, training: Training, batch: Batch, index: int) -> Tensor:
+        """Accumulate the gradient at that step."""
+        if index not in self.batches:
+            return super().backward(training, batch, index)
+        losses = []
+        for number, part in enumerate(zip(*(one.chunk(NUM_PARTS) for one in batch), strict=True)):
+            loss = training.model(*part) * (torch.nan if number == NUM_PARTS // 2 else 1.0)
+            (loss / NUM_PARTS).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+
 class Killed(Fault):
     """The process dies; see `killed`. The run itself is clean."""
 
@@ -219,6 +342,12 @@ KINDS: dict[FaultName, type[Fault]] = {
     "lr_spike": LearningRateSpike,
     "state_bit_flips": StateBitFlips,
     "weight_bit_flip": WeightBitFlip,
+    **dict.fromkeys(("nan_weights_0", "nan_weights_1", "nan_weights_5", "nan_weights_30"), NaNWeights),
+    **dict.fromkeys(("scaled_tensor_40", "scaled_tensor"), ScaledTensor),
+    "label_noise": LabelNoise,
+    "scheduler_bug": SchedulerBug,
+    "bad_optimizer_state": BadOptimizerState,
+    "nan_micro_batch": NaNMicroBatch,
     KILLED: Killed,
 }
 

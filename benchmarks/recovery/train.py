@@ -262,6 +262,7 @@ def _train(cell: Cell, folder: Path, watcher: Watcher | None, kill_at: int | Non
     started = time.perf_counter()
     training = prepare(cell.model, cell.seed, cell.steps)
     fault = plant(cell.fault, cell.seed, cell.steps)
+    fault.install(training)
     untrained = training.validation_loss()
     arm = _arm(cell, training, folder)
     try:
@@ -300,13 +301,12 @@ def _one_batch(
     index, step = training.data.index, arm.steps
     batch = fault.change(training, training.data.take(), index)
     fault.before(training, index)
-    loss = training.model(*batch)
-    (loss * fault.loss_factor(index)).backward()
+    loss = fault.backward(training, batch, index)
     fault.after_backward(training, index)
     if index == kill_at:
         _die(folder, batches=index + 1)
     seen = _look(training, index, step, loss.item()) if watcher is not None else None
-    arm.step(loss.detach())
+    arm.step(loss)
     fault.after(training, index)
     training.optimizer.zero_grad()
     if watcher is not None and seen is not None:

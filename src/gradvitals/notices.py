@@ -277,16 +277,16 @@ def snapshot_error(problem: str, step: int) -> Finding:
     )
 
 
-def guard_blind(seconds: float, step: int) -> Finding:
-    """Findings no longer reach the Guard."""
+def guard_gave_up(skipped: int, step: int) -> Finding:
+    """The Guard cannot save the run."""
     return Finding(
         id="guard_error",
-        severity="warning",
-        title=f"The Guard continues without findings: the diagnosis was over {seconds:g} s behind",
-        first_step=step,
+        severity="critical",
+        title=f"The Guard gave up: {skipped} steps in a row are not finite, and no snapshot helps",
+        first_step=step - skipped + 1,
         last_step=step,
-        causes=("The writer has stopped, or the disk is very slow",),
-        fixes=("Look for a store_error; norms and losses are still guarded",),
+        causes=("The weights were broken before the first step, or every batch makes the loss NaN",),
+        fixes=("Stop the run, and look at the data and the loss of its first step",),
     )
 
 

@@ -116,7 +116,7 @@ def test_exactly_one_bit_flips() -> None:
             assert tensor.flatten().tolist() == before
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name in FAULTS if not name[-1].isdigit()])  # those name their step
 def test_where_a_fault_strikes_depends_on_its_seed_alone(name: str) -> None:
     chosen = [plant(name, seed, 300).batches for seed in range(20)]
     assert chosen == [plant(name, seed, 300).batches for seed in range(20)]

@@ -86,7 +86,7 @@ def run(
         "rate": repr(optimizer.param_groups[0]["lr"]),
         "ticks": scheduler.last_epoch if scheduler is not None else 0,
         "learned": repr(guard.state_dict()["wrappers"][0]["baseline"]),
-        "policy": json.dumps(guard.state_dict()["policy"]),
+        "spikes": json.dumps(guard.state_dict()["spikes"]),
         "actions": [(a.kind, a.step, a.taken) for a in guard.actions],
         "kept": [(a.kind, a.step, a.taken) for a in gv.open_run(monitor.run_path).actions],
     }

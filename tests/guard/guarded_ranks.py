@@ -13,22 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-STEPS, BAD, FOUND = 24, 15, 9
-"""Steps to make, the one with something that must not be trusted, and one with a finding."""
+STEPS, BAD = 24, 15
+"""Steps to make, and the one with something that must not be trusted."""
 
 
 def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     from guarded_runs import Net, batch
 
     import gradvitals as gv
-    from gradvitals.types import Finding
 
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     config = gv.Config(quiet=True)
     monitor = gv.watch(model, optimizer, run=folder / scenario, config=config)
-    back = gv.guard.RollBack(every=8, settle=4, on=("loss_rising",))
+    back = gv.guard.RollBack(every=8, settle=4)
     scaler = torch.amp.GradScaler("cpu", enabled=scenario.startswith("scaler"))
     guard = gv.Guard(
         monitor,
@@ -40,6 +39,9 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
     )
     for index in range(STEPS):
         inputs, targets = batch(2 * index + rank)
+        if scenario == "nan_weight_on_one" and index == BAD and rank == 1:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = float("nan")
         loss = (model(inputs) - targets).square().mean()
         if scenario in ("nan_gradient", "scaler") and index == BAD and rank == 1:
             loss = loss * float("nan")
@@ -48,15 +50,10 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
         if scenario == "scaler_on_one" and index == BAD and rank == 1:
             next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
         told = loss.detach()
-        if scenario == "loss_on_one" and rank == 0 and index == BAD:
-            told = told * 1e6
         if scenario == "nan_loss" and rank == 1 and index == BAD:
             told = told * float("nan")
-        if scenario != "told_by_one" or rank == 0:
-            monitor.observe(told * (1e6 if scenario == "told_by_one" and index == BAD else 1))
-        if scenario == "finding_on_one" and rank == 0 and index == FOUND:
-            found = Finding(id="loss_rising", severity="critical", title="made up", first_step=FOUND)
-            monitor._opened.append((FOUND, found))
+        if scenario != "observed_on_one" or rank == 0:
+            monitor.observe(told)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
@@ -73,10 +70,9 @@ def train(folder: Path, rank: int, scenario: str) -> dict[str, Any]:
 SCENARIOS = (
     "clean",
     "nan_gradient",
-    "loss_on_one",
-    "told_by_one",
+    "observed_on_one",
     "nan_loss",
-    "finding_on_one",
+    "nan_weight_on_one",
     "scaler",
     "scaler_on_one",
 )

@@ -132,10 +132,10 @@ def train(
     config = gv.Config(quiet=True, pipeline_stage=run.rank // 2 if kind == "pipeline" else None)
     monitor = gv.watch(run.net, optimizer, run=folder / kind.replace(", ", "_"), config=config)
     clip = gv.guard.Clip(
-        method="outlier" if "whole" in kind else "tensor", first_steps=6, ratio=1.2, z=1, tensor_ratio=1.7
+        method="quantile" if "whole" in kind else "tensor", first_steps=6, quantile=0.99, tensor_ratio=1.7
     )
     back = gv.guard.RollBack(every=5, settle=2)
-    skip = gv.guard.Skip(z=3, first_steps=12)
+    skip = gv.guard.Skip(first_steps=4, ratio=3.0)
     guard = gv.Guard(monitor, mode="act", clip=clip, skip=skip, rollback=back, folder=snapshots)
     begun = guard.resume() if snapshots is not None else 0
     guard_module.step_numbers, dist.all_reduce = step_numbers, counted

@@ -69,23 +69,23 @@ def test_losses_of_any_size_are_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "loss", "limits", "expected"),
+    ("norm", "surprise", "limit", "expected"),
     [
-        (1.0, 1.0, (2.0, 2.0), 0),
-        (2.0, 2.0, (2.0, 2.0), 0),
-        (2.1, 1.0, (2.0, 2.0), 1),
-        (1.0, 2.1, (2.0, 2.0), 1),
-        (1.0, NAN, (2.0, 2.0), 0),
-        (1e30, 1e30, (INF, INF), 0),
-        (NAN, 1.0, (INF, INF), 1),
-        (INF, 1.0, (INF, INF), 1),
-        (INF, NAN, (2.0, 2.0), 1),
+        (1.0, 1.0, 2.0, 0),
+        (2.0, 2.0, 2.0, 0),
+        (2.1, 1.0, 2.0, 1),
+        (1.0, 2.1, 2.0, 1),
+        (1.0, NAN, 2.0, 1),
+        (1e30, 1e30, INF, 0),
+        (NAN, 1.0, INF, 1),
+        (INF, 1.0, INF, 1),
     ],
 )
 def test_what_is_over_a_limit_or_not_finite_is_skipped(
-    norm: float, loss: float, limits: tuple[float, float], expected: int
+    norm: float, surprise: float, limit: float, expected: int
 ) -> None:
-    assert float(DeviceCheck(3).skips(seen(norm, loss), *limits)) == expected
+    numbers = StepNumbers(torch.tensor(norm), torch.tensor(NAN), [], torch.tensor(surprise))
+    assert float(DeviceCheck(3).skips(numbers, limit, limit)) == expected
 
 
 def test_a_streak_is_over_at_its_maximum_but_not_for_what_is_not_finite() -> None:
@@ -95,8 +95,8 @@ def test_a_streak_is_over_at_its_maximum_but_not_for_what_is_not_finite() -> Non
 
 
 def send(check: DeviceCheck, step: int, **numbers: float) -> None:
-    names = ("norm", "loss", "skipped", "scaler", "factor", "streak")
-    check.send(step, (5.0, 6.0), False, *(torch.tensor(numbers.get(name, 0.0)) for name in names))
+    names = ("norm", "loss", "skipped", "scaler", "factor", "streak", "surprise")
+    check.send(step, 5.0, False, *(torch.tensor(numbers.get(name, 0.0)) for name in names))
 
 
 def test_results_are_read_a_fixed_number_of_steps_later_and_as_they_were_sent() -> None:
@@ -106,7 +106,5 @@ def test_results_are_read_a_fixed_number_of_steps_later_and_as_they_were_sent() 
         send(check, now, norm=float(now), loss=2.5, skipped=1.0, factor=0.25)
     rest = check.results()
     assert [(one.step, one.norm, one.loss) for one in rest] == [(now, float(now), 2.5) for now in range(3, LAG + 3)]
-    assert {(one.limits, one.skipped, one.scaler_skipped, one.factor) for one in rest} == {
-        ((5.0, 6.0), True, False, 0.25)
-    }
+    assert {(one.limit, one.skipped, one.scaler_skipped, one.factor) for one in rest} == {(5.0, True, False, 0.25)}
     assert check.results() == []

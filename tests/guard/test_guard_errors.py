@@ -25,7 +25,7 @@ from gradvitals.errors import ConfigError, GradvitalsError
         ({"decide": "gpu"}, "decide is 'gpu'; expected 'auto', 'host' or 'device'"),
         ({"skip": "maybe"}, "mode of Skip is 'maybe'; expected one of 'on', 'off', 'dry_run'"),
         ({"clip": 1.0}, "clip is 1.0; expected 'on', 'off', 'dry_run' or a gradvitals.guard.Clip"),
-        ({"reset": gv.guard.CutLR()}, "reset is CutLR"),
+        ({"skip": gv.guard.RollBack()}, "skip is RollBack"),
         ({"rollback": True}, "rollback is True; expected"),
     ],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,7 +17,7 @@ from guarded_runs import Run, adamw, batch, without
 import gradvitals as gv
 
 QUICK = gv.guard.Skip(mode="on", first_steps=10)
-OFF = {"clip": "off", "skip": "off", "reset": "off", "lr": "off", "rollback": "off"}
+OFF = {"clip": "off", "skip": "off", "rollback": "off"}
 BAD = {3: "nan", 25: "huge", 26: "huge", 30: "nan"}
 ALL_BAD = {index: "huge" for index in range(25, 60)}
 
@@ -49,7 +48,7 @@ def test_a_dry_run_is_the_run_without_a_guard_bit_for_bit(name: str, bad: dict[i
     alone = Run(bad=bad, **prepared(name)).train(range(40))
     assert dry.all_bits() == alone.all_bits()
     assert not any(action.taken for action in dry.guard.actions)
-    assert bool(dry.guard.actions) == bool(bad) or name == "scaler"
+    assert bool(dry.guard.actions) == bool(bad) or name in ("scaler", "clipped")  # which skip and clip by themselves
 
 
 def test_the_default_observes_and_says_what_it_would_have_done(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_the_default_observes_and_says_what_it_would_have_done(tmp_path: Path) -
     action = run.guard.actions[0]
     assert (action.kind, action.step, action.finding, action.taken) == ("skip", 3, "nonfinite", False)
     assert action.reason == "dry run; the gradient norm is nan"
-    assert [response.mode for response in run.guard.responses.values()] == ["dry_run"] * 5
+    assert [response.mode for response in run.guard.responses.values()] == ["off", "dry_run", "dry_run"]
     assert run.guard.step == 6
 
 
@@ -157,74 +156,14 @@ def moves(
     return moved, rates, watching, monitor
 
 
-SPIKES = [1.0] * 30 + [1000.0] * 4 + [1.0] * 20
-
-
-@pytest.mark.parametrize("tensor", [False, True])
-def test_the_rate_is_cut_in_the_step_and_comes_back_later(tensor: bool, tmp_path: Path) -> None:
-    rate = torch.tensor(0.1) if tensor else 0.1
-    cut = gv.guard.CutLR(mode="on", factor=0.5, hold=4, restore=4)
-    moved, rates, guard, monitor = moves(
-        tmp_path / "run", SPIKES, make=lambda parameters: torch.optim.SGD(parameters, lr=rate), lr=cut
-    )
-    assert rates == pytest.approx([0.1] * len(SPIKES))
-    factors = [move / (0.1 * value) for move, value in zip(moved, SPIKES, strict=True)]
-    expected = [1.0] * 33 + [0.5] * 5 + [0.625, 0.75, 0.875] + [1.0] * 13
-    assert factors == pytest.approx(expected, rel=1e-2)
-    assert [(action.kind, action.step, action.taken) for action in guard.actions] == [
-        ("cut_lr", 33, True),
-        ("restore_lr", 41, True),
-    ]
-    assert guard.actions[0].before["lr_factor"] == 1.0
-    assert guard.actions[0].after["lr_factor"] == 0.5
-    steps, read = gv.open_run(monitor.run_path).series("lr")
-    assert steps.tolist() == list(range(len(SPIKES)))
-    assert read.tolist() == pytest.approx([0.1 * factor for factor in expected], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda one: lr_scheduler.MultiplicativeLR(one, lambda count: 0.95),
-        lambda one: lr_scheduler.CosineAnnealingLR(one, 60),
-        lambda one: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(one, 0.97)]),
-    ],
-    ids=["multiplicative", "cosine", "chained"],
-)
-def test_the_users_schedule_never_sees_the_cut(schedule: Any, tmp_path: Path) -> None:
-    _, plain, _, _ = moves(tmp_path / "plain", SPIKES, schedule=schedule)
-    cut = gv.guard.CutLR(mode="on", factor=0.5, hold=4, restore=4)
-    moved, rates, guard, _ = moves(tmp_path / "cut", SPIKES, schedule=schedule, lr=cut)
-    assert rates == plain
-    assert moved[34] == pytest.approx(0.5 * plain[33], rel=1e-3)
-    assert [action.kind for action in guard.actions] == ["cut_lr", "restore_lr"]
-
-
-def test_after_a_reset_adam_is_a_new_adam_with_a_warm_up(tmp_path: Path) -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.1)
-
-    reset = gv.guard.ResetMomentum(mode="on")
-    moved, rates, guard, _ = moves(tmp_path / "run", SPIKES, make=adam, reset=reset)
-    (action,) = guard.actions
-    assert (action.kind, action.step, action.taken) == ("reset_momentum", 33, True)
-    assert action.after == {"tensors": 1, "lr_factor": pytest.approx(0.01)}
-    fresh, _, _, _ = moves(tmp_path / "fresh", SPIKES[33:], make=adam)
-    spam = [1 - 0.99 * (1 + math.cos(math.pi * passed / 150)) / 2 for passed in range(len(fresh))]
-    expected = [factor * move for factor, move in zip(spam, fresh, strict=True)]
-    assert moved[33:] == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert rates == [0.1] * len(SPIKES)
-
-
 # -- errors of our own ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["step_numbers", "classify"])
 def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    real = getattr(gv.guard.guard, part)
+    real = gv.guard.guard.step_numbers
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -232,7 +171,7 @@ def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
             raise ValueError("made up")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(gv.guard.guard, part, broken)
+    monkeypatch.setattr(gv.guard.guard, "step_numbers", broken)
     schedule: dict[str, Any] = {"schedulers": lambda optimizers: [lr_scheduler.CosineAnnealingLR(optimizers[0], 40)]}
     run = Run(tmp_path / "run", {"mode": "act"}, bad={3: "nan"}, **schedule).train(range(20)).close()
     assert len(calls) == 8
@@ -242,22 +181,6 @@ def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
     assert finding.first_step == 7
     assert "ValueError: made up" in finding.evidence["traceback"]
     assert [kept.id for kept in gv.open_run(run.monitor.run_path).findings].count("guard_error") == 1
-
-
-def test_an_error_while_the_rate_is_cut_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = gv.guard.guard.step_numbers, []
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 40:
-            raise ValueError("made up")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(gv.guard.guard, "step_numbers", broken)
-    moved, rates, _, _ = moves(tmp_path / "run", SPIKES, lr=gv.guard.CutLR(mode="on", hold=100))
-    assert moved[38] == pytest.approx(0.05, rel=1e-2)
-    assert moved[39:] == pytest.approx([0.1] * 15, rel=1e-2)
-    assert rates == [0.1] * len(SPIKES)
 
 
 def test_an_error_of_the_optimizer_is_the_users_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -281,17 +204,3 @@ def test_a_loss_that_the_loop_never_tells_is_no_trouble(tmp_path: Path) -> None:
     moved, _, guard, _ = moves(tmp_path / "run", [1.0] * 60, skip="on", clip="on", rollback="on")
     assert moved == pytest.approx([0.1] * 60, rel=1e-3)
     assert guard.actions == []
-
-
-def test_a_loss_that_is_far_too_large_is_skipped_though_the_gradient_is_small(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", {"mode": "act", "skip": QUICK})
-    for index in range(30):
-        run.backward(index)
-        if index == 25:
-            run.monitor.observe(Tensor([1e9]).sum())
-        before = run.parameters()
-        run.optimizers[0].step()
-        assert (run.parameters() == before) == (index == 25)
-    run.close()
-    (action,) = run.guard.actions
-    assert (action.kind, action.finding) == ("skip", "loss_spike")

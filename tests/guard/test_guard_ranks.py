@@ -27,10 +27,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("clean", []),
         ("nan_gradient", SKIPPED),
-        ("loss_on_one", SKIPPED),
-        ("told_by_one", SKIPPED),
-        ("nan_loss", SKIPPED),
-        ("finding_on_one", [["roll_back", 20, True]]),
+        ("observed_on_one", []),
+        ("nan_loss", []),
+        ("nan_weight_on_one", [*SKIPPED, ["roll_back", BAD, True]]),
         ("scaler", []),
         ("scaler_on_one", []),
     ],
@@ -43,5 +42,6 @@ def test_both_decide_the_same(ranks: list[dict[str, Any]], scenario: str, action
         assert first["weights"] == second["weights"]
     assert not first["errors"]
     assert not second["errors"]
-    back_at_8 = 8 + STEPS - 20 - 1  # the last snapshot before the finding; the batch of step 20 is skipped
-    assert first["step"] == {"clean": STEPS, "finding_on_one": back_at_8}.get(scenario, STEPS - 1)
+    back_at_8 = 8 + STEPS - BAD - 1  # the last healthy snapshot; the batch itself is skipped
+    lost = {"nan_weight_on_one": STEPS - back_at_8, "clean": 0, "observed_on_one": 0, "nan_loss": 0}
+    assert first["step"] == STEPS - lost.get(scenario, 1)

@@ -42,10 +42,9 @@ def both(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> tuple
 
 def test_the_single_process_meets_with_everything(alone: dict[str, Any]) -> None:
     """Or the comparison would show little."""
-    assert alone["alone, whole"]["actions"] == [["skip", SPIKE, True], ["clip", BUMP, True], ["skip", BROKEN, True]]
-    kinds = {step: kind for kind, step, _ in alone["alone"]["actions"]}
-    assert (kinds[SPIKE], kinds[BUMP], kinds[BROKEN]) == ("skip", "clip", "skip")
-    assert len(kinds) > 6  # by their own past tensors are clipped often
+    for name in ("alone", "alone, whole"):
+        kinds = {step: kind for kind, step, _ in alone[name]["actions"]}
+        assert (kinds[SPIKE], kinds[BUMP], kinds[BROKEN]) == ("skip", "clip", "skip")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -145,17 +145,14 @@ def test_an_error_while_closing_keeps_neither_the_monitor_open_nor_the_users_err
 
 
 def test_a_guards_state_continues_under_a_monitor_that_counts_from_zero(tmp_path: Path) -> None:
-    reset = gv.guard.ResetMomentum(warmup=20, cooldown=5)
-    bad = {index: "huge" for index in range(30, 36)}
-    settings: dict[str, Any] = {"mode": "act", "reset": reset, "lr": "off", "rollback": "off"}
-    first = Run(tmp_path / "first", settings, bad=bad).train(range(38))
-    assert ("reset_momentum", 33) in first.kinds(taken=True)
-    second = Run(tmp_path / "second", settings)
+    settings: dict[str, Any] = {"mode": "act", "skip": gv.guard.Skip(first_steps=10, max_recent=2), "rollback": "off"}
+    first = Run(tmp_path / "first", settings, bad={30: "huge", 34: "huge"}).train(range(38))
+    assert first.kinds(taken=True) == [("skip", 30), ("skip", 34)]
+    second = Run(tmp_path / "second", settings, bad={5: "huge", 180: "huge"})
     second.net.load_state_dict(first.net.state_dict())
     second.guard.load_state_dict(first.guard.state_dict())
-    before, after = first.guard.state_dict(), second.guard.state_dict()
-    assert after["lr_cuts"]["reset_momentum"]["start"] == before["lr_cuts"]["reset_momentum"]["start"] - 38
-    assert after["policy"]["spent"]["reset_momentum"] == [33 - 38]
+    second.train([5])
+    assert second.kinds(taken=True) == []  # a third spike within 200 steps is normal
     first.close()
     second.close()
 

@@ -69,7 +69,7 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
     assert kept_steps(tmp_path) == {8: "healthy", 12: "healthy"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["snapshot-00000002", "snapshot-00000004"]
     meta = json.loads((tmp_path / "snapshot-00000004" / "meta.json").read_text())
-    assert meta["format"] == 2
+    assert meta["format"] == 3
     assert meta["torch"] == torch.__version__
 
 
@@ -398,7 +398,7 @@ def test_a_damaged_file_is_an_error_that_names_it(written: Path) -> None:
 
 @pytest.mark.parametrize(
     ("meta", "words"),
-    [("{", "is not a snapshot of gradvitals"), ('{"format": 1, "step": 1}', "has format 1; this gradvitals reads 2")],
+    [("{", "is not a snapshot of gradvitals"), ('{"format": 1, "step": 1}', "has format 1; this gradvitals reads 3")],
 )
 def test_snapshots_of_another_kind_are_refused(written: Path, meta: str, words: str) -> None:
     (path,) = written.glob("snapshot-*/meta.json")

@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
 """Findings whose steps show gradients as they should not be; told as a warning or worse, they are left out."""
 
-MENDED = ("clip", "skip", "reset_momentum", "roll_back")
+MENDED = ("clip", "skip", "roll_back")
 """Kinds of actions that answer a gradient which should not have been."""
 
 BLOCK = 50

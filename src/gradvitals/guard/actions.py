@@ -1,4 +1,4 @@
-"""What a Guard does to training: wraps `optimizer.step`, checks it on the host or the device, clips, skips, resets."""
+"""What a Guard does to training: wraps `optimizer.step`, checks it on the host or the device, clips, skips."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import math
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradvitals.collect.moments import stepping
 from gradvitals.collect.recorder import StepInputs
 from gradvitals.distributed.shards import local
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
 from gradvitals.guard.monitor_link import Ranks
-from gradvitals.guard.policy import LARGEST_NORM, Clip, Skip, StepBaseline
+from gradvitals.guard.policy import LARGEST_NORM, Clip, Peak, Skip, StepBaseline
 from gradvitals.schedules import lr_factors
 
 LAG = 8
@@ -40,20 +39,28 @@ class StepNumbers:
     """NaN if the loop observed none."""
     tensor_norms: Sequence[tuple[Sequence[int], Tensor]] = ()
     """Rows, and the norms of their gradients; row -1 for one that only other ranks hold."""
+    surprise: Tensor | None = None
+    """The largest change of a buffer in this step's forward pass, over that buffer's largest change so far."""
     scaler_skips: Tensor | None = None
     """Nonzero if the GradScaler of any rank skips the step; None in a single process, which knows its own."""
 
 
 @torch.no_grad()
 def step_numbers(
-    inputs: StepInputs | None, *, per_tensor: bool, ranks: Ranks | None = None, scaler_skips: Tensor | float = 0.0
+    inputs: StepInputs | None,
+    *,
+    per_tensor: bool,
+    ranks: Ranks | None = None,
+    surprise: Tensor | None = None,
+    scaler_skips: Tensor | float = 0.0,
 ) -> StepNumbers | None:
-    """The norm of the whole gradient and the loss; None if nothing was read.
+    """The norm that the optimizer steps with, of the whole gradient, and the loss; None if nothing was read.
 
     Args:
         inputs: What the Monitor read.
         per_tensor: Whether the norms of single tensors are needed too.
         ranks: The ranks of the run. If there are several, all of them must call this.
+        surprise: Of the buffers; see `BufferBackup`.
         scaler_skips: Nonzero if a GradScaler skips the step.
     """
     several = ranks is not None and ranks.several
@@ -64,7 +71,7 @@ def step_numbers(
             norms = norms / inputs.scale.to(norms.device)
         parts.append((rows, norms))
     if ranks is not None and several:
-        return _reduced(inputs, parts, per_tensor, ranks, scaler_skips)
+        return _reduced(inputs, parts, per_tensor, ranks, surprise, scaler_skips)
     if not parts or inputs is None:
         return None
     device = parts[0][1].device
@@ -75,7 +82,14 @@ def step_numbers(
     norm = norm.float()
     if inputs.scale is not None and not per_tensor:
         norm = norm / inputs.scale.to(device)
-    return StepNumbers(_recheck(inputs, parts, norm), _mean(inputs.losses, device), parts if per_tensor else [])
+    norm = _clipped(inputs, _recheck(inputs, parts, norm))
+    return StepNumbers(norm, _mean(inputs.losses, device), parts if per_tensor else [], surprise)
+
+
+def _clipped(inputs: StepInputs | None, norm: Tensor) -> Tensor:
+    """The norm after the loop's own clipping."""
+    limit = None if inputs is None else inputs.max_norm
+    return norm if limit is None else torch.where(norm <= LARGEST_NORM, norm.clamp(max=limit), norm)
 
 
 def _reduced(
@@ -83,6 +97,7 @@ def _reduced(
     parts: Sequence[tuple[Sequence[int], Tensor]],
     per_tensor: bool,
     ranks: Ranks,
+    surprise: Tensor | None,
     scaler_skips: Tensor | float,
 ) -> StepNumbers:
     """The same over ranks, in one all-reduce: a NaN on one rank is a NaN on all.
@@ -107,10 +122,12 @@ def _reduced(
         skips = scaler_skips.to(device, torch.float64).reshape(())
     else:
         skips = torch.full_like(square, scaler_skips)
-    total = ranks.sum(torch.cat([torch.stack([square, loss, observed, skips]), per_row]))
+    largest = torch.zeros_like(square) if surprise is None else surprise.to(square)
+    total = ranks.sum(torch.cat([torch.stack([square, loss, observed, skips, largest]), per_row]))
     loss = torch.where(total[2] > 0, (total[1] / total[2]).nan_to_num(math.inf, math.inf, math.inf), math.nan)
-    tensor_norms = [(ranks.local_rows(), total[4:].sqrt().float())] if per_tensor else []
-    return StepNumbers(total[0].sqrt().float(), loss.float(), tensor_norms, scaler_skips=total[3])
+    tensor_norms = [(ranks.local_rows(), total[5:].sqrt().float())] if per_tensor else []
+    norm = _clipped(inputs, total[0].sqrt().float())
+    return StepNumbers(norm, loss.float(), tensor_norms, total[4].float(), scaler_skips=total[3])
 
 
 def _recheck(inputs: StepInputs, parts: Sequence[tuple[Sequence[int], Tensor]], number: Tensor) -> Tensor:
@@ -143,8 +160,8 @@ class DeviceResult:
     """A step that was decided on the device, as the host reads it later."""
 
     step: int
-    limits: tuple[float, float]
-    """Limits of the norm and the loss at that step."""
+    limit: float
+    """Limit of the norm at that step."""
     clipping: bool
     """Whether gradients were multiplied by `factor`; not in a dry run or with a spent budget."""
     norm: float
@@ -154,36 +171,38 @@ class DeviceResult:
     factor: float
     """What clipping left of the gradient."""
     streak: float
-    """Bad steps in a row, this one included."""
+    """Spikes in a row, this one included."""
+    surprise: float
+    """Of the buffers."""
 
 
 class DeviceCheck:
-    """Compares a step with its limits on the device, so that the host need not wait.
+    """Compares a step with its limit on the device, so that the host need not wait.
 
-    Skips bad steps, at most `max_streak` in a row, and all that are not finite. The host reads the result `LAG` steps
+    Skips spikes, at most `max_streak` in a row, and all that is not finite. The host reads the result `LAG` steps
     later.
     """
 
     def __init__(self, max_streak: int) -> None:
         self._max_streak = max_streak
         self.streak: Tensor | float = 0.0
-        """Bad steps in a row, a number on the device."""
-        self._pending: deque[tuple[int, tuple[float, float], bool, Tensor, torch.cuda.Event | None]] = deque()
+        """Spikes in a row, a number on the device."""
+        self._pending: deque[tuple[int, float, bool, Tensor, torch.cuda.Event | None]] = deque()
 
     @torch.no_grad()
-    def skips(self, numbers: StepNumbers, norm_limit: float, loss_limit: float) -> Tensor:
+    def skips(self, numbers: StepNumbers, limit: float, most_surprise: float) -> Tensor:
         """1 if the step is to be skipped, else 0, as optimizers expect ``found_inf``. A limit may be inf."""
         finite = numbers.norm <= LARGEST_NORM  # False for NaN
-        bad = numbers.norm > min(norm_limit, LARGEST_NORM)
-        if loss_limit < math.inf:
-            bad = bad | (numbers.loss > loss_limit)
+        bad = numbers.norm > min(limit, LARGEST_NORM)
+        if numbers.surprise is not None and most_surprise < math.inf:
+            bad = bad | ~(numbers.surprise.to(bad.device) <= most_surprise)
         self.streak = torch.where(bad | ~finite, self.streak + 1, 0.0)
         skips = ~finite | (bad & (self.streak <= self._max_streak))
         return (skips if numbers.scaler_skips is None else skips | (numbers.scaler_skips > 0)).float()
 
-    def send(self, step: int, limits: tuple[float, float], clipping: bool, *numbers: Tensor) -> None:
-        """Start copying a step's norm, loss, skipped, scaler_skipped, factor and streak to the host."""
-        here = torch.stack([number.float().reshape(()) for number in numbers])
+    def send(self, step: int, limit: float, clipping: bool, *numbers: Tensor) -> None:
+        """Start copying a step's norm, loss, skipped, scaler_skipped, factor, streak and surprise to the host."""
+        here = torch.stack([number.float().reshape(()).to(numbers[0].device) for number in numbers])
         event = None
         if here.device.type == "cuda":
             host = torch.empty(len(numbers), pin_memory=True)
@@ -191,7 +210,7 @@ class DeviceCheck:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(here.device))
             here = host
-        self._pending.append((step, limits, clipping, here, event))
+        self._pending.append((step, limit, clipping, here, event))
 
     def results(self, now: int | None = None) -> list[DeviceResult]:
         """The results to read before step `now`; all of them for None."""
@@ -209,19 +228,21 @@ class DeviceCheck:
         """Continue with saved pending results."""
         self._pending.clear()
         for one in saved:
-            numbers = [one[name] for name in ("norm", "loss", "skipped", "scaler_skipped", "factor", "streak")]
-            values = torch.tensor(numbers, dtype=torch.float32)
-            self._pending.append((one["step"], tuple(one["limits"]), one["clipping"], values, None))
+            values = torch.tensor([one[name] for name in SENT], dtype=torch.float32)
+            self._pending.append((one["step"], one["limit"], one["clipping"], values, None))
         self.streak = saved[-1]["streak"] if saved else 0.0
 
 
-def _result(
-    step: int, limits: tuple[float, float], clipping: bool, values: Tensor, event: torch.cuda.Event | None
-) -> DeviceResult:
+SENT = ("norm", "loss", "skipped", "scaler_skipped", "factor", "streak", "surprise")
+
+
+def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torch.cuda.Event | None) -> DeviceResult:
     if event is not None:
         event.synchronize()
-    norm, loss, skipped, scaler_skipped, factor, streak = values.tolist()
-    return DeviceResult(step, limits, clipping, norm, loss, skipped > 0, scaler_skipped > 0, factor, streak)
+    sent = dict(zip(SENT, values.tolist(), strict=True))
+    for name in ("skipped", "scaler_skipped"):
+        sent[name] = sent[name] > 0
+    return DeviceResult(step, limit, clipping, **sent)
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------
@@ -235,6 +256,8 @@ class Clipper:
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
+        self._norms: deque[float] = deque(maxlen=clip.window)
+        """The last norms, as they were after clipping for ``method="zscore"``."""
         self._averages: list[Tensor] = []
         """Of each tensor's norm, for ``method="tensor"``."""
         self._count = 0
@@ -245,23 +268,27 @@ class Clipper:
         return self.clip.method == "tensor" and self.clip.mode != "off"
 
     @torch.no_grad()
-    def factors(self, numbers: StepNumbers, inputs: StepInputs, baseline: StepBaseline) -> list[Tensor] | None:
+    def factors(self, numbers: StepNumbers, inputs: StepInputs) -> list[Tensor] | None:
         """One factor for all gradients, or one per tensor for each part of `tensor_norms`; None for no clipping."""
         clip = self.clip
         if clip.mode == "off" or (inputs.clipped and (inputs.max_norm is None or self.per_tensor)):
             return None  # off, or the loop has clipped them to an unknown norm
         if self.per_tensor:
             return self._tensor_factors(numbers)
-        if baseline.norm.count < clip.first_steps:
+        if len(self._norms) < clip.first_steps:
             return None
-        norm = numbers.norm if inputs.max_norm is None else numbers.norm.clamp(max=inputs.max_norm)
         if clip.method == "zscore":
-            mean, std = baseline.moments()
-            return [clip_factor(norm, zclip_norm(norm, mean, max(std, 1e-6 * mean), clip.z_threshold))]
-        if clip.method == "quantile":
-            return [clip_factor(norm, baseline.quantile(clip.quantile))]
-        limit = baseline.norm_limit(clip.ratio, clip.z, clip.first_steps)
-        return [clip_factor(norm, limit)] if limit < math.inf else None
+            mean = sum(self._norms) / len(self._norms)
+            std = math.sqrt(sum((norm - mean) ** 2 for norm in self._norms) / len(self._norms))
+            return [clip_factor(numbers.norm, zclip_norm(numbers.norm, mean, max(std, 1e-6 * mean), clip.z_threshold))]
+        ordered = sorted(self._norms)
+        place = min(len(ordered) - 1, math.ceil(clip.quantile * len(ordered)) - 1)
+        return [clip_factor(numbers.norm, ordered[place])]
+
+    def learn(self, norm: float, factor: float) -> None:
+        """Add the norm of a step that was made, and what clipping left of it."""
+        if self.clip.mode != "off" and 0 < norm <= LARGEST_NORM:
+            self._norms.append(norm * factor if self.clip.method == "zscore" else norm)
 
     def _tensor_factors(self, numbers: StepNumbers) -> list[Tensor] | None:
         norms = [values for _, values in numbers.tensor_norms]
@@ -307,10 +334,12 @@ class Clipper:
     def state_dict(self) -> dict[str, Any]:
         """The moving averages, as a function that waits for the device."""
         averages = [values.clone() for values in self._averages]
-        return {"averages": lambda: [values.tolist() for values in averages], "count": self._count}
+        own = {"norms": list(self._norms), "count": self._count}
+        return {**own, "averages": lambda: [values.tolist() for values in averages]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved averages."""
+        self._norms = deque(state["norms"], maxlen=self.clip.window)
         self._averages = [torch.tensor(values) for values in state["averages"]]
         self._count = int(state["count"])
 
@@ -349,9 +378,10 @@ class StepWrapper:
     def __init__(self, optimizer: torch.optim.Optimizer, *, on_device: bool, clip: Clip, skip: Skip) -> None:
         self.optimizer = optimizer
         self.on_device = on_device
-        self.baseline = StepBaseline(window=clip.window)
+        self.baseline = StepBaseline()
         self.clipper = Clipper(clip)
         self.check = DeviceCheck(skip.max_streak)
+        self.hold = LRHold()
         self.is_new = True
         """Whether the optimizer has no state yet: some create it in a skipped step, and do not fill it."""
         self._scaler_found_inf: Tensor | None = None
@@ -441,11 +471,12 @@ class StepWrapper:
     def state_dict(self) -> dict[str, Any]:
         """What it has learned; values that are not on the host yet are functions that wait for them."""
         learned = {"baseline": self.baseline.state_dict(), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
-        return {**learned, "pending": self.check.state_later()}
+        return {**learned, "lr_limit": self.hold.limit, "pending": self.check.state_later()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.baseline.load_state_dict(state["baseline"])
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+        """Continue from a saved state; `shift` is added to its step numbers."""
+        self.baseline.load_state_dict(state["baseline"], shift)
+        self.hold.limit = state["lr_limit"]
         self.clipper.load_state_dict(state["clipper"])
         self.is_new = bool(state["is_new"])
         self.check.load(state["pending"])
@@ -462,96 +493,30 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return in_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-# -- resetting momentum, cutting the learning rate ---------------------------------------------------------------
+# -- holding the learning rate --------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def reset_momentum(optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter] | None = None) -> int:
-    """Clear the optimizer state of some parameters, or of all for None; returns how many had any.
+class LRHold:
+    """Keeps an optimizer's learning rate at or below a limit, once a higher one has damaged the model."""
 
-    The optimizer then creates the state anew and corrects its bias as at the start of a run. With ``capturable=True``
-    the tensors stay, filled with zeros, as a CUDA graph may know them by address.
-    """
-    chosen = None if parameters is None else set(map(id, parameters))
-    optimizer = stepping(optimizer)
-    count = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not state or (chosen is not None and id(parameter) not in chosen):
-                continue
-            count += 1
-            if group.get("capturable"):
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        local(value).zero_()
-            else:
-                del optimizer.state[parameter]
-    return count
+    def __init__(self) -> None:
+        self.limit: float | None = None
 
-
-@dataclass(frozen=True)
-class LRCut:
-    """One reason for a lower rate: `share` of it from step `start`, held, then back to all of it."""
-
-    start: int
-    share: float
-    hold: int
-    rise: int
-    cosine: bool = False
-
-    def factor(self, step: int) -> float:
-        """The factor on the learning rate at a step."""
-        passed = step - self.start - self.hold
-        if passed < 0:
-            return self.share
-        if passed >= self.rise:
-            return 1.0
-        done = passed / self.rise
-        if self.cosine:
-            done = (1 - math.cos(math.pi * done)) / 2
-        return self.share + (1 - self.share) * done
-
-
-@dataclass
-class LRCuts:
-    """The cuts in force, and the factor that follows from them."""
-
-    cuts: dict[str, LRCut] = field(default_factory=dict)
-    """By the kind of action that made it; a new one replaces the old."""
-    _applied: dict[int, float] = field(default_factory=dict)
-    _owner: object = field(default_factory=object)
-
-    def factor(self, step: int) -> float:
-        """The factor on the learning rate at a step."""
-        return math.prod(cut.factor(step) for cut in self.cuts.values())
-
-    def remove_expired(self, step: int) -> list[str]:
-        """Remove cuts that have ended; returns their kinds."""
-        ended = [kind for kind, cut in self.cuts.items() if step >= cut.start + cut.hold + cut.rise]
-        for kind in ended:
-            del self.cuts[kind]
-        return ended
-
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Multiply the rates of the optimizer's next step; see `gradvitals.schedules.LRFactors`."""
-        factor = self.factor(step) if self.cuts else 1.0
-        if factor != self._applied.get(id(optimizer), 1.0):
-            self._applied[id(optimizer)] = factor
-            lr_factors(optimizer).set(self._owner, factor)
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lower the rates of the optimizer's next step if need be; see `gradvitals.schedules.LRFactors`."""
+        if self.limit is not None:
+            lr_factors(optimizer).set(self, min(1.0, self.limit / max(largest_lr(optimizer), 1e-300)))
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop multiplying."""
-        if self._applied.pop(id(optimizer), None) is not None:
-            lr_factors(optimizer).drop(self._owner)
+        """Stop holding."""
+        if self.limit is not None:
+            lr_factors(optimizer).drop(self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The cuts in force."""
-        return {kind: asdict(cut) for kind, cut in self.cuts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
-        """Continue with saved cuts; `shift` is added to their start steps."""
-        self.cuts = {kind: LRCut(**{**values, "start": values["start"] + shift}) for kind, values in state.items()}
+def largest_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The largest learning rate of its groups; 0 if the rates are on a GPU, where reading them would wait."""
+    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+    return max((float(lr) for lr in rates if not (isinstance(lr, Tensor) and lr.is_cuda)), default=0.0)
 
 
 # -- undoing the side effects of a skipped step -------------------------------------------------------------------
@@ -570,6 +535,12 @@ class BufferBackup:
         """Module, name, and whether to copy the buffer at every step."""
         self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
         """By place: the buffer, its copy, and its version when copied."""
+        self._changing: tuple[int, ...] = ()
+        """Places of the floating-point buffers that forward passes change."""
+        self._peaks = self._changes = torch.zeros(0)
+        """Of each of them: the largest change in one step, and the change in this one."""
+        self.count = 0
+        """Steps whose changes it has learned."""
         self.save()
         reference = weakref.WeakMethod(self.save)  # a checkpoint that is loaded later must not be undone
         self._hook = model.register_load_state_dict_post_hook(lambda *_: (reference() or int)())
@@ -600,6 +571,37 @@ class BufferBackup:
         copy_all(changed)
 
     @torch.no_grad()
+    def surprise(self, least: float) -> Tensor | None:
+        """The largest change of a buffer in this step, over its largest change so far; 0 if that is not over `least`.
+
+        A batch on another scale shows here, and nowhere else if batch norm hides it from the gradient. None if forward
+        passes change no buffer.
+        """
+        found: list[tuple[int, Tensor, Tensor]] = []
+        for place, (live, kept, version) in self._kept.items():
+            module, name, always = self._places[place]
+            if kept.is_floating_point() and module._buffers.get(name) is live and (always or _version(live) != version):
+                found.append((place, local(live), kept))
+        if not found:
+            self._changing = ()
+            return None
+        changes = torch._foreach_norm(torch._foreach_sub([live for _, live, _ in found], [kept for *_, kept in found]))
+        self._changes = torch.stack([change.to(changes[0].device, torch.float32) for change in changes])
+        places = tuple(place for place, *_ in found)
+        if places != self._changing:
+            self._changing, self._peaks = places, torch.zeros_like(self._changes)
+        ratios = torch.where(self._peaks > 0, self._changes / self._peaks, 0.0).nan_to_num(math.inf)
+        return torch.where(ratios.max() > least, ratios.max(), 0.0)
+
+    @torch.no_grad()
+    def learn(self, skips: Tensor | None = None) -> None:
+        """The step was made, unless `skips` is 1 on the device: its changes are normal."""
+        self.count += 1
+        if self._changing:
+            changes = self._changes if skips is None else torch.where(skips.to(self._changes) > 0, 0.0, self._changes)
+            self._peaks = torch.maximum(changes.nan_to_num(0.0, 0.0), Peak.FADE * self._peaks)
+
+    @torch.no_grad()
     def restore(self, where: Tensor | None = None) -> None:
         """Undo what the last forward pass did; on the device, only where `where` is not 0."""
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -612,6 +614,55 @@ class BufferBackup:
                 here = local(now)
                 pairs.append((here, kept if where is None else torch.where(where.to(here.device) != 0, kept, here)))
         copy_all(pairs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned; the peaks as a function that waits for the device."""
+        peaks = self._peaks.clone()
+        return {"count": self.count, "changing": list(self._changing), "peaks": lambda: peaks.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state, with the buffers as they are now."""
+        self.save()
+        self.count, self._changing = int(state["count"]), tuple(state["changing"])
+        device = self._kept[self._changing[0]][1].device if self._changing else "cpu"
+        self._peaks = torch.tensor(state["peaks"], device=device)
+
+
+class WeightCheck:
+    """The norm of every parameter now and then, read by the host at the next look: it waits for no GPU."""
+
+    EVERY = 10
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if local(parameter).is_floating_point()]
+        self._before: list[float] = []
+        self._pending: Tensor | None = None
+        self.lags = any(local(parameter).is_cuda for parameter in self._parameters)
+        """Whether a look shows the norms of the look before."""
+
+    def reset(self) -> None:
+        """Forget the last norms, as after a rollback."""
+        self._before, self._pending = [], None
+
+    @torch.no_grad()
+    def growth(self, *, wait: bool) -> float:
+        """The largest growth of a parameter's norm between the last two looks; 1 if there are no two.
+
+        Args:
+            wait: Whether to wait for this look's own norms; else those of the last look are the newest.
+        """
+        norms = torch._foreach_norm([local(parameter).detach() for parameter in self._parameters])
+        now = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
+        if wait or not self.lags:
+            newest: Tensor | None = now
+        else:
+            newest, self._pending = self._pending, torch.empty(len(norms), pin_memory=True)
+            self._pending.copy_(now, non_blocking=True)
+        if newest is None:
+            return 1.0
+        before, self._before = self._before, newest.tolist()
+        pairs = zip(self._before, before, strict=False)
+        return max((after / then if after < math.inf else math.inf for after, then in pairs if then > 0), default=1.0)
 
 
 def _version(buffer: Tensor) -> int:

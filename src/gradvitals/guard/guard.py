@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,78 +14,68 @@ import torch
 
 from gradvitals import notices
 from gradvitals.collect.recorder import StepInputs
+from gradvitals.distributed.shards import local
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
     BufferBackup,
     DeviceResult,
-    LRCut,
-    LRCuts,
     SkippedTicks,
     StepNumbers,
     StepWrapper,
+    WeightCheck,
+    copy_all,
     is_guarded,
-    reset_momentum,
+    largest_lr,
     smallest,
     step_numbers,
     supports_found_inf,
 )
 from gradvitals.guard.monitor_link import MonitorLink
 from gradvitals.guard.policy import (
-    FINDING_OF,
+    BUDGET_WINDOW,
     LARGEST_NORM,
+    LEVEL_HISTORY,
+    LEVEL_STEPS,
     RESPONSES,
-    ActionBudget,
     Clip,
-    CutLR,
-    Decision,
-    EscalationPolicy,
-    Evidence,
+    LossLevel,
     Mode,
-    ResetMomentum,
     Response,
     RollBack,
     Skip,
-    classify,
+    SpikeMemory,
+    Trial,
     response_from,
 )
-from gradvitals.guard.snapshot import SnapshotManager, resolve
-from gradvitals.guard.training_state import TrainingState
+from gradvitals.guard.snapshot import HostCopy, Snapshot, SnapshotManager, resolve
+from gradvitals.guard.training_state import TrainingState, dense
 from gradvitals.monitor import Monitor
 from gradvitals.report.describe import GUARD_KINDS, summarize_actions
 from gradvitals.schedules import lr_factors
 from gradvitals.store.reader import open_run
-from gradvitals.types import Action, Finding
+from gradvitals.types import Action
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
-FINDINGS_EVERY = 10
-"""Steps between two looks at the findings. A look sees the steps before the last look, so that what is seen does not
-depend on how fast they are diagnosed."""
-
-FINDINGS_TIMEOUT = 5.0
-"""Seconds to wait for a diagnosis that is further behind than that."""
+LR_ROSE = 1.5
+"""A learning rate that rose by this factor since the snapshot, within what the run has used, explains a higher loss."""
 
 QUIET_STEPS = 50
 """Steps without clipping, or without a skip, after which the next one is printed again."""
 
-SCALER_SKIPS = 20
-"""Steps in a row that a GradScaler skips before that is trouble: it also skips some to find its scale."""
-
 
 class Guard:
-    """Keeps a run alive: clips, skips steps, resets momentum, cuts the learning rate, rolls back.
+    """Keeps a run alive: skips steps that would ruin it, and rolls back a model that has become worse.
 
     Everything it does, would do in a dry run, or is not allowed to do, is an `Action` in the run's record.
 
     Args:
         monitor: The Monitor of the run; None if the Guard is passed to `gradvitals.watch`.
         mode: The mode of responses that are not given: ``observe`` makes each a dry run, ``act`` turns each on.
-        clip: Clipping: ``on``, ``off``, ``dry_run`` or settings, a `Clip`; None to follow `mode`.
-        skip: Skipping a step; a `Skip`.
-        reset: Resetting momentum; a `ResetMomentum`.
-        lr: Cutting the learning rate for a while; a `CutLR`.
+        skip: Skipping a step: ``on``, ``off``, ``dry_run`` or settings, a `Skip`; None to follow `mode`.
         rollback: Restoring the last healthy snapshot; a `RollBack`.
+        clip: Clipping gradients by the run's own norms; a `Clip`. Off unless given.
         scheduler: The learning rate scheduler, or several. Those that tick at every step do not count a skipped one,
             and are rolled back with the rest.
         scaler: The GradScaler, if there is one.
@@ -116,11 +107,9 @@ class Guard:
         monitor: Monitor | None = None,
         *,
         mode: Literal["observe", "act"] = "observe",
-        clip: Mode | Clip | None = None,
         skip: Mode | Skip | None = None,
-        reset: Mode | ResetMomentum | None = None,
-        lr: Mode | CutLR | None = None,
         rollback: Mode | RollBack | None = None,
+        clip: Mode | Clip | None = None,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         data: Any = None,
@@ -131,10 +120,10 @@ class Guard:
             raise ConfigError(f"mode is {mode!r}; expected 'observe' or 'act'")
         if decide not in ("auto", "host", "device"):
             raise ConfigError(f"decide is {decide!r}; expected 'auto', 'host' or 'device'")
-        given = {"clip": clip, "skip": skip, "reset": reset, "lr": lr, "rollback": rollback}
+        given = {"clip": clip, "skip": skip, "rollback": rollback}
         default: Mode = "on" if mode == "act" else "dry_run"
         self.responses: dict[str, Response] = {name: response_from(name, given[name], default) for name in RESPONSES}
-        """The settings in force, in the order of escalation."""
+        """The settings in force."""
         self._schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler] if scheduler else []
         self._scaler, self._data, self._decide = scaler, data, decide
         self._folder = Path(folder) if folder is not None else None
@@ -207,13 +196,13 @@ class Guard:
         self._closed = True
         loop = self._loop
         if self._active:
-            self._attempt(loop.read_last_results, None)
+            self._attempt(loop.finish, None)
         self._active = False
         loop.link.on_scaler_skip(None)
         loop.buffers.close()
         for wrapper in loop.wrappers:
             wrapper.unwrap()
-            loop.lr_cuts.release(wrapper.optimizer)
+            wrapper.hold.release(wrapper.optimizer)
         if loop.snapshots is not None:
             loop.snapshots.close()
         if self.actions:
@@ -257,10 +246,11 @@ class Guard:
         except Exception as error:
             self._active = False
             loop = self._the_loop
+            loop.end_trial()
             if loop.link.ranks.several:
                 raise
             for wrapper in loop.wrappers:
-                loop.lr_cuts.release(wrapper.optimizer)
+                wrapper.hold.release(wrapper.optimizer)
             loop.link.report(notices.guard_error(error, loop.link.step))
             return otherwise
 
@@ -287,7 +277,7 @@ class Guard:
 
     @property
     def actions(self) -> list[Action]:
-        """What was done so far, would have been in a dry run, or was refused; after `resume`, also from before it."""
+        """What was done so far, would have been in a dry run, or was withheld; after `resume`, also from before it."""
         done = self._loop.link.actions if self._loop is not None else ()
         return [*self._earlier, *(action for action in done if action.kind in GUARD_KINDS)]
 
@@ -334,7 +324,11 @@ class Guard:
 
 
 class GuardLoop:
-    """A Guard at work on one run: at every step it looks, asks the policy, acts and records.
+    """A Guard at work on one run: at every step it looks, decides, acts and records.
+
+    A step that is not finite is skipped, and so is one far beyond everything the run has shown. The run is rolled back
+    if its weights are not finite; or if its loss rises above all recent levels, something has happened to the weights
+    that explains it, and a `Trial` shows that the snapshot is better.
 
     Args:
         link: The Monitor.
@@ -355,60 +349,72 @@ class GuardLoop:
         on_device: bool,
         to_disk: bool,
     ) -> None:
-        clip, skip, reset, cut, rollback = responses.values()
+        clip, skip, rollback = responses.values()
         assert isinstance(clip, Clip)
         assert isinstance(skip, Skip)
-        assert isinstance(reset, ResetMomentum)
-        assert isinstance(cut, CutLR)
         assert isinstance(rollback, RollBack)
-        self.clip, self.skip, self.reset, self.cut, self.rollback = clip, skip, reset, cut, rollback
+        self.clip, self.skip, self.rollback = clip, skip, rollback
         self.link, self.snapshots, self.ticks, self.to_disk = link, snapshots, ticks, to_disk
         self.on_device = on_device
         self.wrappers = [StepWrapper(one, on_device=on_device, clip=clip, skip=skip) for one in link.optimizers]
-        self.policy = EscalationPolicy(skip, [reset, cut, rollback])
-        self.clip_budget = ActionBudget(clip)
-        self.lr_cuts = LRCuts()
         self.buffers = BufferBackup(link.model)
+        self.weights = WeightCheck(link.parameters)
         self.step = 0
         """Steps of training that count."""
         self.num_snapshots = 0
-        self.started = False
-        """Whether there is a snapshot of where the run started."""
+        self.started = self.stopped = False
+        """Whether the first step has started, and whether the Guard has given up."""
+        self._start_fine = False
+        """Whether a step was finite: what the weights were then is a start to go back to."""
         self._now = -1
         """The Monitor's number of the step in progress."""
-        self._skipped = self._dropped = self._scaler_skipped = False
-        """Whether some of the step in progress was skipped, dropped by a rollback, or skipped by a GradScaler."""
+        self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
+        """Whether some of the step in progress was skipped, dropped by a rollback or a trial, skipped by a GradScaler,
+        or was a spike that was not skipped."""
         self._ended = True
         self._uncounted = -1
         """The last step that turned out not to count."""
-        self._scaler_streak = 0
-        """Steps in a row that a GradScaler skipped."""
+        self._spikes = SpikeMemory()
+        self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
+        """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
+        self._rollbacks: list[int] = []
+        """Steps of the rollbacks within the budget's window."""
+        self._trial: tuple[Trial, StepWrapper, RunningTrial] | None = None
+        self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
+        """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
+        self._losses: dict[int, float] = {}
+        """This step's loss by optimizer. If they differ, the optimizers play a game, and no loss can rise."""
+        self._game = False
+        self._lr_sum = 0.0
+        """Of all steps made: how far the weights may have moved."""
         self._last_of_kind: dict[str, int] = {}
         """The last step of each kind of action."""
-        self._wanted = {name for one in (reset, cut, rollback) if one.mode != "off" for name in one.on}
-        """Findings that trigger a response."""
-        self._findings: dict[str, Finding] = {}
-        self._blind = False
-        """Whether the diagnosis is too far behind to wait for."""
-        self._rolled_back = -2
-        """The last step at which the run was rolled back."""
-        if self._wanted:
-            link.use_findings()
+        if snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
+            self.num_snapshots += snapshots.take(link.step, self._extra(), to_disk=False, healthy=True)
 
     # -- before and after an optimizer's step -------------------------------------------------------------------------
 
     def before(self, wrapper: StepWrapper) -> bool:
         """Whether this optimizer is to make its step."""
+        if self.stopped:
+            self._now = self.link.step
+            return True
         inputs = self.link.before_step(wrapper.optimizer)
         self._start_step(self.link.step)
         self.ticks.step_starts(wrapper.optimizer)
         make = not self._dropped and (inputs is None or self._may_step(wrapper, inputs))
         if make:
-            self.lr_cuts.apply(wrapper.optimizer, self._now)
+            wrapper.hold.apply(wrapper.optimizer)
+            lr = largest_lr(wrapper.optimizer)
+            wrapper.baseline.lr.learn(self._now, lr, self.rollback.lr_jump)
+            self._lr_sum += lr if wrapper is self.wrappers[0] else 0.0
         return make
 
     def after(self, wrapper: StepWrapper, made: bool) -> None:
         """The optimizer has made its step, or the Guard has skipped it."""
+        if self.stopped and made:
+            self.step += self.link.step != self._now
+            return
         if made:
             wrapper.is_new = False
             if self._scaler_skipped and self.skip.mode == "on":
@@ -433,6 +439,8 @@ class GuardLoop:
 
     def scaler_skipped(self) -> None:
         """A GradScaler has found Inf and skips a step without calling the optimizer."""
+        if self.stopped:
+            return
         self._start_step(self.link.step)
         if self.link.ranks.several:  # other ranks may be about to step: they must know
             per_tensor = self.wrappers[0].clipper.per_tensor
@@ -443,91 +451,60 @@ class GuardLoop:
         self._judge_scaler_skip(self._now)
 
     def _start_step(self, now: int) -> None:
-        """If a new step has started, finish the last one, and respond to findings."""
+        """If a new step has started, finish the last one."""
         if now == self._now:
             return
         if not self._ended:  # an optimizer steps again before others have: its data is drawn already
             self._end_step(late=True)
         self._now, self._ended = now, False
-        self._skipped = self._dropped = self._scaler_skipped = False
-        if CutLR.kind in self.lr_cuts.remove_expired(now):
-            self._record("restore_lr", now, "", True, "the cut has expired")
+        self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
+        self._losses.clear()
         if self.snapshots is not None:
             self.snapshots.complete()
-            if not self.started:  # a rollback must be possible from the first step; its batch is drawn already
-                self.started = True
-                self.num_snapshots += self.snapshots.take(now, self._extra(), to_disk=False)
-                self.snapshots.complete()
             # Results from the device are known some steps later, and so is whether there was trouble.
             self.snapshots.settle(now - LAG if self.on_device else now)
-        findings = self._new_findings(now)
-        if findings:
-            if self.snapshots is not None:
-                self.snapshots.spoil()
-            words = "; ".join(finding.title for finding in findings.values())
-            self._respond(Evidence(step=now, words=words, findings=tuple(findings), can_roll_back=self._can_roll_back))
+        self.started = True
+        if now % WeightCheck.EVERY == 0 and self._trial is None:
+            self._check_weights(now)
 
     def _end_step(self, *, late: bool = False) -> None:
         """All optimizers have had their turn."""
         self._ended = True
-        if self._dropped:
-            self.link.restart_baselines()
         if self._skipped or self._scaler_skipped:
             return
         self.step += 1
-        if not self.on_device:
-            self._scaler_streak = 0
-        if self.snapshots is not None and self.snapshots.due(self.link.step) and not (self.policy.bad or late):
+        troubled = self._spiked or late or any(one.baseline.loss.episode is not None for one in self.wrappers)
+        if self.snapshots is not None and self.snapshots.due(self.link.step) and not troubled:
             self.num_snapshots += self.snapshots.take(self.link.step, self._extra())
 
-    def read_last_results(self) -> None:
-        """Training has ended: record what the device decided in the last steps."""
+    def finish(self) -> None:
+        """Training has ended: record what the device decided in the last steps, and end a trial."""
+        self.end_trial()
         for wrapper in self.wrappers:
             for result in wrapper.check.results():
                 self._judge_result(wrapper, result, ended=True)
         self.ticks.step_starts()
 
-    # -- findings -----------------------------------------------------------------------------------------------------
-
-    def _new_findings(self, now: int) -> dict[str, Finding]:
-        """Findings that trigger a response, by id; only at every tenth step. The same on all ranks."""
-        if now % FINDINGS_EVERY or not self._wanted:
-            return {}
-        new = [] if self._blind else self.link.new_findings(now - FINDINGS_EVERY - 1, FINDINGS_TIMEOUT)
-        if new is None:
-            self._blind = True
-            self.link.report(notices.guard_blind(FINDINGS_TIMEOUT, now))
-        # What started before a rollback did not happen; and the rollback itself looks like a huge update.
-        found = {one.id: one for one in new or () if one.id in self._wanted and one.first_step > self._rolled_back + 1}
-        self.link.request_findings()  # for the next look; on all ranks, as they exchange numbers
-        ranks = self.link.ranks
-        if ranks.several:  # what one rank has found counts for all
-            count = ranks.sum(torch.full((1,), float(len(found)), dtype=torch.float64, device=ranks.device))
-            theirs = ranks.gather([one.to_json() for one in found.values()]) if float(count) else []
-            found = {}
-            for finding in (Finding.from_json(one) for each in theirs for one in each):
-                found.setdefault(finding.id, finding)
-            found = dict(sorted(found.items()))
-        self._findings |= found
-        return found
-
-    def _known(self, ids: Iterable[str]) -> list[Finding]:
-        return [self._findings[name] for name in ids if name in self._findings]
-
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _may_step(self, wrapper: StepWrapper, inputs: StepInputs) -> bool:
-        found_inf = getattr(wrapper.optimizer, "found_inf", 0.0)
-        per_tensor = wrapper.clipper.per_tensor
-        numbers = step_numbers(inputs, per_tensor=per_tensor, ranks=self.link.ranks, scaler_skips=found_inf)
+        numbers = step_numbers(
+            inputs,
+            per_tensor=wrapper.clipper.per_tensor,
+            ranks=self.link.ranks,
+            surprise=self.buffers.surprise(self.skip.ratio) if wrapper is self.wrappers[0] else None,
+            scaler_skips=getattr(wrapper.optimizer, "found_inf", 0.0),
+        )
         if numbers is None:
             return True
+        if self._trial is not None:
+            return self._continue_trial(wrapper, numbers)
         if self.on_device:
             # A new optimizer is decided on the host; results that are pending come first.
             for result in wrapper.check.results(None if wrapper.is_new else self._now):
                 self._judge_result(wrapper, result)
-                if self._dropped:
-                    return False
+                if self._dropped or self.stopped:
+                    return not self._dropped
             if not wrapper.is_new:
                 self._decide_on_device(wrapper, inputs, numbers)
                 return True
@@ -540,33 +517,39 @@ class GuardLoop:
             self._judge_scaler_skip(self._now)
             return ours and not self._dropped  # the step will do nothing, as the scaler tells it to
         norm, loss = float(numbers.norm), float(numbers.loss)
-        factors = wrapper.clipper.factors(numbers, inputs, wrapper.baseline)
-        decisions = self._judge(wrapper, self._now, norm, loss, wrapper.baseline.limits(self.skip))
-        make = not self._dropped and not any(one.kind == Skip.kind and one.taken for one in decisions)
-        if make and factors is not None and norm <= LARGEST_NORM:
-            factor = float(smallest(factors, numbers.norm))
-            if factor < 1 and self._note_clip(self._now, norm, factor):
-                wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
-        return make
+        surprise = float(numbers.surprise) if numbers.surprise is not None else 0.0
+        factors = wrapper.clipper.factors(numbers, inputs)
+        factor = 1.0 if factors is None or not norm <= LARGEST_NORM else float(smallest(factors, numbers.norm))
+        limit = wrapper.baseline.norm.limit(self.skip.ratio, self.skip.first_steps)
+        if self._judge(wrapper, self._now, norm, loss, surprise, limit, factor):
+            return False
+        if factors is not None and factor < 1 and self._note_clip(self._now, norm, factor):
+            wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
+        self.buffers.learn()
+        return True
 
     def _decide_on_device(self, wrapper: StepWrapper, inputs: StepInputs, numbers: StepNumbers) -> None:
         """Let the device decide; the host reads the result later."""
-        limits = wrapper.baseline.limits(self.skip)
-        allowed = not self.policy.budgets[Skip.kind].refusal(self._now)
-        skips = wrapper.check.skips(numbers, *(limits if allowed else (math.inf, math.inf)))
+        limit = wrapper.baseline.norm.limit(self.skip.ratio, self.skip.first_steps)
+        allowed = not self._spikes.refusal(self._now, self.skip)
+        most = self.skip.ratio if allowed and self.buffers.count >= self.skip.first_steps else math.inf
+        skips = wrapper.check.skips(numbers, limit if allowed else math.inf, most)
         if self.skip.mode != "on":
             skips = torch.zeros_like(skips)
         scaler_skips = wrapper.mark(skips, numbers.scaler_skips)
-        factors = wrapper.clipper.factors(numbers, inputs, wrapper.baseline)
-        clipping = factors is not None and self.clip.mode == "on" and not self.clip_budget.refusal(self._now)
+        factors = wrapper.clipper.factors(numbers, inputs)
+        clipping = factors is not None and self.clip.mode == "on"
         if factors is not None and clipping:
             wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
+        self.buffers.learn(skips)
         if self.skip.mode == "on":
             self.buffers.restore(skips)
             if wrapper is self.wrappers[0]:
                 self.ticks.discount_scaler(skips * (1 - scaler_skips.to(skips)))
         factor, streak = smallest(factors, numbers.norm), torch.as_tensor(wrapper.check.streak)
-        wrapper.check.send(self._now, limits, clipping, numbers.norm, numbers.loss, skips, scaler_skips, factor, streak)
+        surprise = torch.zeros_like(numbers.norm) if numbers.surprise is None else numbers.surprise
+        sent = (numbers.norm, numbers.loss, skips, scaler_skips, factor, streak, surprise)
+        wrapper.check.send(self._now, limit, clipping, *sent)
 
     def _judge_result(self, wrapper: StepWrapper, result: DeviceResult, *, ended: bool = False) -> None:
         """A step that was decided on the device some steps ago. After the training `ended` it is only recorded."""
@@ -575,32 +558,15 @@ class GuardLoop:
             if not ended:
                 self._judge_scaler_skip(result.step)
             return
-        self._scaler_streak = 0
         if result.skipped:
             self._uncount(result.step)
             self.ticks.step_skipped(wrapper.optimizer)  # its own tick is long past: the next one is taken back
-        decisions: list[Decision] = []
-        if not ended:
-            decisions = self._judge(
-                wrapper, result.step, result.norm, result.loss, result.limits, skipped=result.skipped
-            )
-        if result.skipped and not self._dropped and not any(one.kind == Skip.kind for one in decisions):
-            trouble, words = classify(result.norm, result.loss, result.limits)
-            cost = {"steps": 1, "seconds": 0.0}
-            self._record(Skip.kind, result.step, FINDING_OF.get(trouble, ""), True, words, cost=cost)
+        self._judge(
+            wrapper, result.step, result.norm, result.loss, result.surprise, result.limit, result.factor,
+            skipped=result.skipped, ended=ended,
+        )  # fmt: skip
         if result.factor < 1 and not result.skipped:
             self._note_clip(result.step, result.norm, result.factor, done=result.clipping)
-
-    def _judge_scaler_skip(self, step: int) -> None:
-        """A GradScaler skipped this step. It does so now and then; if it continues, lowering the scale did not help."""
-        self._scaler_streak += 1
-        if self.snapshots is not None:
-            self.snapshots.spoil()
-        if self._scaler_streak >= SCALER_SKIPS:
-            words = f"the GradScaler has skipped {self._scaler_streak} steps in a row"
-            evidence = Evidence(step=step, now=self._now, trouble="nonfinite", words=words, persistent=True,
-                                can_roll_back=self._can_roll_back)  # fmt: skip
-            self._respond(evidence)
 
     def _uncount(self, step: int) -> None:
         """This step does not count; several optimizers may report the same one."""
@@ -614,84 +580,238 @@ class GuardLoop:
         step: int,
         norm: float,
         loss: float,
-        limits: tuple[float, float],
+        surprise: float,
+        limit: float,
+        factor: float,
+        *,
         skipped: bool | None = None,
-    ) -> list[Decision]:
-        trouble, words = classify(norm, loss, limits)
-        far = self.rollback.ratio is not None and norm > self.rollback.ratio * wrapper.baseline.typical_norm
-        able = self._can_roll_back
-        evidence = Evidence(step=step, now=self._now, trouble=trouble, words=words, far=far, can_roll_back=able)
-        decisions = self._respond(evidence, skipped=skipped)
-        wrapper.baseline.learn(norm, loss)
-        harmless = any(one.kind == Skip.kind and one.taken for one in decisions) and self.policy.streak < 2
-        if self.snapshots is not None and trouble and not harmless:
-            self.snapshots.spoil()
-        return decisions
+        ended: bool = False,
+    ) -> bool:
+        """Respond to a step; returns whether it is not to be made. `skipped`: what the device has done already."""
+        if not norm <= LARGEST_NORM:
+            skips = self.skip.mode == "on" if skipped is None else skipped
+            self._record_skip(step, "nonfinite", f"the gradient norm is {norm}", skips)
+            if not ended:
+                self._judge_nonfinite(step)
+            return skips or self._dropped
+        if step > self._last_nonfinite:
+            self._nonfinite, self._tried = 0, False
+        if not self._start_fine:
+            self._start_fine = True
+            if self.snapshots is not None and not ended and self.step == 0:  # a checkpoint may have been loaded since
+                self.snapshots.forget()
+                self.snapshots.take(self._now, self._extra(), to_disk=False, healthy=True)
+                self.snapshots.complete()
+        known = self.buffers.count >= self.skip.first_steps
+        words = f"the gradient norm is {norm:.3g}, over the limit of {limit:.3g}" if norm > limit else ""
+        if not words and known and surprise > self.skip.ratio:
+            words = f"the batch changes a buffer (batch norm) {surprise:.3g} times as much as any before"
+        if words:
+            return self._judge_spike(wrapper, step, norm, words, skipped)
+        wrapper.clipper.learn(norm, factor)
+        if factor == 1 or self.clip.mode != "on":
+            wrapper.baseline.learn(step, norm, loss)
+            if self.rollback.mode != "off" and not ended:
+                self._judge_loss(wrapper, step, loss)
+        return self._dropped
 
-    @property
-    def _can_roll_back(self) -> bool:
-        return self.snapshots is not None and self.snapshots.healthy_step is not None
+    def _judge_spike(self, wrapper: StepWrapper, step: int, norm: float, words: str, skipped: bool | None) -> bool:
+        if self.skip.mode == "off":
+            wrapper.baseline.norm.learn(norm)
+            return False
+        self._spikes.see(step)
+        refusal = self._spikes.refusal(step, self.skip)
+        skips = self.skip.mode == "on" and not refusal if skipped is None else skipped
+        if skips:
+            self._spikes.skipped.append(step)
+            self._record_skip(step, "explosion", words, True)
+            return True
+        if self._spikes.streak > self.skip.max_streak and self._check_weights(step, wait=True):
+            return True
+        self._spiked = True
+        wrapper.baseline.norm.learn(norm)  # it was made, and is part of the run
+        if self.snapshots is not None:
+            self.snapshots.spoil()
+        self._record_skip(step, "explosion", refusal if refusal and self.skip.mode == "on" else words, False)
+        return False
+
+    def _judge_scaler_skip(self, step: int) -> None:
+        """A GradScaler skipped this step. It does so now and then; if it continues, lowering the scale did not help."""
+        if self.snapshots is not None:
+            self.snapshots.spoil()
+        self._judge_nonfinite(step, by_scaler=True)
+
+    def _judge_nonfinite(self, step: int, *, by_scaler: bool = False) -> None:
+        """A step is not finite: roll back if the weights are not either, or if it goes on; in the end, give up."""
+        if step == self._last_nonfinite:
+            return
+        self._nonfinite, self._last_nonfinite = self._nonfinite + 1, step
+        if self._nonfinite > 1 and self.snapshots is not None:
+            self.snapshots.spoil()
+        rounds = self._nonfinite // self.skip.give_up if self._nonfinite % self.skip.give_up == 0 else 0
+        words = f"{self._nonfinite} steps in a row are not finite"
+        if self._nonfinite <= 3 and not by_scaler and not self._weights_finite():
+            words = "weights are not finite"
+        elif self._nonfinite == 3 and not by_scaler and (moved := self._moved_far()):
+            words += f", and {moved}"
+        elif not rounds:
+            return
+        if not self._tried and self._roll_back(step, "nonfinite", words):
+            self._tried = True
+        elif rounds and (rounds > 1 or not self._tried) and self.skip.mode == "on":
+            self.stopped = True
+            self.link.report(notices.guard_gave_up(self._nonfinite, step))
+
+    def _check_weights(self, step: int, *, wait: bool = False) -> bool:
+        """Roll back if a parameter has grown as no training makes it grow; returns whether it was done."""
+        if self.rollback.mode == "off":
+            return False
+        growth = self.weights.growth(wait=wait)
+        if not self._anywhere(growth > self.rollback.grown):
+            return False
+        words = f"the norm of a parameter grew by a factor of {growth:.3g} within {WeightCheck.EVERY} steps"
+        looks = 2 if self.weights.lags and not wait else 1  # on a GPU the norms are those of the look before
+        finding = "update_spike" if growth < math.inf else "nonfinite"
+        return self._roll_back(step, finding, words, step - looks * WeightCheck.EVERY)
+
+    def _weights_finite(self) -> bool:
+        broken = [~torch.isfinite(local(parameter)).all() for parameter in self.link.parameters]
+        return not self._anywhere(any(map(bool, broken)))
+
+    def _anywhere(self, here: bool) -> bool:
+        """Whether this holds on any rank."""
+        ranks = self.link.ranks
+        if not ranks.several:
+            return here
+        return float(ranks.sum(torch.full((1,), float(here), dtype=torch.float64, device=ranks.device))) > 0
+
+    # -- has the model become worse? ----------------------------------------------------------------------------------
+
+    def _judge_loss(self, wrapper: StepWrapper, step: int, loss: float) -> None:
+        """If the loss rose above all recent levels, and the weights show why, compare them with a snapshot."""
+        self._losses[id(wrapper)] = loss
+        self._game = self._game or len({value for value in self._losses.values() if not math.isnan(value)}) > 1
+        level = wrapper.baseline.loss
+        if level.episode is not None and self.snapshots is not None:
+            self.snapshots.spoil()
+        rise, hurt = level.rise, level.hurt
+        if (rise is None and hurt is None) or step < self._next_look or self._game or self._dropped:
+            return
+        self._next_look = step + LEVEL_STEPS
+        jumped = wrapper.baseline.lr.jumped
+        cause = "" if jumped is None else f"the learning rate jumped at step {jumped}"
+        cause = cause or (f"it was above anything seen since step {hurt}" if hurt is not None else self._moved_far())
+        if not cause:
+            return  # nothing happened to the weights: the data is harder
+        jumped = hurt if jumped is None else jumped
+        words = f"the loss rose to {level.levels[-1]:.4g}, and {cause}"
+        if self.rollback.mode == "dry_run":
+            self._withhold("roll_back", step, "loss_rising", f"dry run; {words}")
+            self._next_look = step + self._patience
+        elif self.snapshots is not None and (snapshot := self.snapshots.newest(jumped)) is not None:
+            lr = largest_lr(self.wrappers[0].optimizer)
+            if wrapper.baseline.lr.jumped is None and lr > LR_ROSE * snapshot.plain["extra"]["guard"]["lr"]:
+                return  # a schedule that raises the rate, as in a warm restart, costs some loss at first
+            if refusal := self._refusal(step):
+                self._withhold("roll_back", step, "loss_rising", refusal)
+                self._next_look = step + self._patience
+                return
+            self.snapshots.spoil()
+            running = RunningTrial(self.snapshots.state, snapshot, jumped, words)
+            self._trial = Trial(), wrapper, running
+            self._dropped = True
+
+    def _moved_far(self) -> str:
+        """Whether parameters have moved far more than usual since the last healthy snapshot, in words; or nothing.
+
+        Half of them must have, or one by 25 times as much: a small one moves far by chance.
+        """
+        moves = self.snapshots.moves(self._lr_sum) if self.snapshots is not None else {}
+        typical = statistics.median(moves.values()) if moves else 0.0
+        name = max(moves, key=lambda one: moves[one], default="")
+        alone = moves.get(name, 0.0) > 25 * self.rollback.moved
+        if not self._anywhere(alone or typical > self.rollback.moved):
+            return ""
+        if alone:
+            return f"{name} has moved {moves[name]:.3g} times as far as usual"
+        return f"parameters have moved {typical:.3g} times as far as usual"
+
+    def _continue_trial(self, wrapper: StepWrapper, numbers: StepNumbers) -> bool:
+        assert self._trial is not None
+        trial, owner, running = self._trial
+        self._dropped = True
+        if wrapper is not owner:
+            return False
+        norm, loss = float(numbers.norm), float(numbers.loss)
+        trial.add(loss if norm <= LARGEST_NORM else math.inf)
+        if trial.verdict is None:
+            running.install(trial.arm)
+            return False
+        self.end_trial()
+        words, cost = f"{running.words}; {trial}", {"steps": trial.count + 1}
+        held = owner.baseline.lr.peak if owner.baseline.lr.jumped is not None else None
+        if trial.verdict and self._roll_back(self._now, "loss_rising", words, running.jumped, cost["steps"]):
+            if held is not None:
+                self._hold_lr(owner, held)
+            return False
+        self._record("trial", self._now, "loss_rising", True, f"{words}: not rolled back", cost=cost)
+        owner.baseline.loss = LossLevel()
+        self._next_look, self._patience = self._now + self._patience, 2 * self._patience
+        return False
+
+    def end_trial(self) -> None:
+        """Put the run's own weights back."""
+        if self._trial is not None:
+            self._trial[2].install("current")
+            self._trial = None
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
-    def _respond(self, evidence: Evidence, skipped: bool | None = None) -> list[Decision]:
-        """Ask the policy, act and record. `skipped`: what the device has done already."""
-        decisions = self.policy.judge(evidence)
-        for decision in decisions:
-            kind, taken, reason = decision.kind, decision.taken, decision.reason
-            if kind == Skip.kind and skipped is not None:
-                taken = skipped
-            before = {"step": self.step, "lr_factor": self.lr_cuts.factor(self._now)}
-            started, steps, after = time.perf_counter(), 0, dict[str, Any]()
-            if taken and kind == Skip.kind:
-                after, steps = {"step": self.step}, 1
-            elif taken and kind == ResetMomentum.kind:
-                after = self._reset_momentum(evidence)
-            elif taken and kind == CutLR.kind:
-                cut = self.cut
-                self.lr_cuts.cuts[kind] = LRCut(self._now, cut.factor, cut.hold, cut.restore)
-                after = {"lr_factor": self.lr_cuts.factor(self._now)}
-            elif taken and kind == RollBack.kind:
-                after = self._roll_back(evidence)
-                if after:
-                    steps, self.step, self._dropped = self.step - after["step"], after["step"], True
-                    self._rolled_back, self._scaler_streak = self._now, 0
-                else:
-                    taken, reason = False, "no snapshot fits the model as it is now"
-            cost = {"steps": steps, "seconds": time.perf_counter() - started} if taken else {}
-            self._record(kind, evidence.step, decision.finding, taken, reason, before, after, cost)
-        return decisions
+    def _refusal(self, step: int) -> str:
+        """Why the run may not be rolled back; empty if it may."""
+        self._rollbacks = [then for then in self._rollbacks if step - then < BUDGET_WINDOW]
+        if len(self._rollbacks) >= self.rollback.budget:
+            return f"its budget of {self.rollback.budget} in {BUDGET_WINDOW:,} steps is spent"
+        return ""
 
-    def _reset_momentum(self, evidence: Evidence) -> dict[str, Any]:
-        reset = self.reset
-        names = set() if reset.whole else {name for one in self._known(evidence.findings) for name in one.tensors}
-        chosen = [parameter for name, parameter in self.link.model.named_parameters() if name in names] or None
-        count = 0
-        for wrapper in self.wrappers:
-            count += reset_momentum(wrapper.optimizer, chosen)
-            wrapper.is_new = True
-        if reset.warmup:
-            self.lr_cuts.cuts[reset.kind] = LRCut(self._now, reset.warmup_from, 0, reset.warmup, cosine=True)
-        return {"tensors": count, "lr_factor": self.lr_cuts.factor(self._now)}
-
-    def _roll_back(self, evidence: Evidence) -> dict[str, Any]:
-        """Restore a snapshot; returns nothing if none fits any more, as after a change of the model."""
-        assert self.snapshots is not None
-        restored = self.snapshots.restore(min((one.first_step for one in self._known(evidence.findings)), default=None))
+    def _roll_back(self, step: int, finding: str, words: str, before: int | None = None, lost: int = 0) -> bool:
+        """Restore a snapshot, from before a step if that is known; returns whether it was done."""
+        if self.rollback.mode == "off":
+            return False
+        started, refusal = time.perf_counter(), self._refusal(step)
+        if self.rollback.mode == "dry_run":
+            refusal = f"dry run; {words}"
+        restored = None if refusal or self.snapshots is None else self.snapshots.restore(before)
         if restored is None:
-            return {}
+            self._withhold("roll_back", step, finding, refusal or "no snapshot fits the model as it is now")
+            return False
         state = resolve({**restored.extra["guard"]})
-        self.lr_cuts.load_state_dict(state["lr_cuts"], shift=self._now - restored.step)
         uncounted = set[int]()
         for wrapper, saved in zip(self.wrappers, state["wrappers"], strict=True):
             # What was pending then has long been read: some of those steps did not count.
             uncounted |= {one["step"] for one in saved["pending"] if one["skipped"] or one["scaler_skipped"]}
+            hold = wrapper.hold.limit
             wrapper.load_state_dict({**saved, "pending": []})
+            wrapper.hold.limit = hold if hold is not None else wrapper.hold.limit
             for one in saved["pending"]:
-                wrapper.baseline.learn(one["norm"], one["loss"])
-        self.buffers.save()
+                if not one["skipped"]:
+                    wrapper.baseline.learn(one["step"], one["norm"], one["loss"])
+        self._lr_sum = state["lr_sum"]
+        self.weights.reset()
+        self.buffers.load_state_dict(state["buffers"])
         self.ticks.step_skipped()
-        return {"step": int(state["step"]) - len(uncounted)}
+        self._rollbacks.append(step)
+        before_step, self.step, self._dropped = self.step, int(state["step"]) - len(uncounted), True
+        cost = {"steps": before_step - self.step + lost, "seconds": time.perf_counter() - started}
+        self._record("roll_back", step, finding, True, words, {"step": before_step}, {"step": self.step}, cost)
+        self.link.restart_baselines()
+        return True
+
+    def _hold_lr(self, wrapper: StepWrapper, peak: float) -> None:
+        """The learning rate jumped and the model became worse: hold it at what the run had used before."""
+        wrapper.hold.limit = peak
+        words = f"a learning rate above {peak:.3g} made the model worse: it is held at {peak:.3g} from here on"
+        self._record("hold_lr", self._now, "loss_rising", True, words, after={"lr": peak})
 
     def _note_clip(self, step: int, norm: float, factor: float, *, done: bool | None = None) -> bool:
         """Record that a gradient was clipped, or would have been; returns whether it is to be.
@@ -702,18 +822,26 @@ class GuardLoop:
             factor: What is left of it.
             done: What the device has done already; None if that is decided here.
         """
-        refusal = self.clip_budget.refusal(step)
-        taken = self.clip.mode == "on" and not refusal if done is None else done
-        if taken or not refusal:
-            self.clip_budget.spent.append(step)
-        if taken:
-            words = f"the gradient norm is {norm:.3g}; it was clipped to {norm * factor:.3g} ({self.clip.method})"
-        elif refusal and self.clip.mode == "on":
-            words = refusal
-        else:
-            words = f"dry run; the gradient norm is {norm:.3g}; it would be clipped to {norm * factor:.3g}"
-        self._record("clip", step, "explosion", taken, words, {"norm": norm}, {"norm": norm * factor} if taken else {})
+        taken = self.clip.mode == "on" if done is None else done
+        was = "it was" if taken else "it would be"
+        words = f"the gradient norm is {norm:.3g}; {was} clipped to {norm * factor:.3g} ({self.clip.method})"
+        after = {"norm": norm * factor} if taken else {}
+        self._record("clip", step, "explosion", taken, words if taken else f"dry run; {words}", {"norm": norm}, after)
         return taken
+
+    def _record_skip(self, step: int, finding: str, words: str, taken: bool) -> None:
+        if taken:
+            where, cost = {"step": self.step}, {"steps": 1, "seconds": 0.0}
+            self._record("skip", step, finding, True, words, where, where, cost)
+        elif self.skip.mode != "off":
+            self._withhold("skip", step, finding, f"dry run; {words}" if self.skip.mode == "dry_run" else words)
+
+    def _withhold(self, kind: str, step: int, finding: str, reason: str) -> None:
+        """Record what a dry run would have done, or what may not be done; once in a while is enough."""
+        known = f"{kind} withheld"
+        if step - self._last_of_kind.get(known, -QUIET_STEPS) >= QUIET_STEPS:
+            self._last_of_kind[known] = step
+            self._record(kind, step, finding, False, reason)
 
     def _record(
         self,
@@ -732,7 +860,7 @@ class GuardLoop:
         # Clips, skips and dry runs may come often: only the first in a while is printed.
         news = step - self._last_of_kind.get(kind, -QUIET_STEPS) >= QUIET_STEPS
         self._last_of_kind[kind] = step
-        if news or (taken and kind not in (Clip.kind, Skip.kind)):
+        if news or (taken and kind not in ("clip", "skip")):
             self.link.print(f"Guard, {action}")
 
     # -- its state ----------------------------------------------------------------------------------------------------
@@ -747,24 +875,44 @@ class GuardLoop:
         return {
             "step": self.step,
             "now": self.link.step,
-            "policy": self.policy.state_dict(),
-            "clipped": list(self.clip_budget.spent),
-            "lr_cuts": self.lr_cuts.state_dict(),
+            "spikes": self._spikes.state_dict(),
+            "nonfinite": [self._nonfinite, self._last_nonfinite, self._tried],
+            "rollbacks": list(self._rollbacks),
+            "look": [self._next_look, self._patience, self._game],
+            "lr_sum": self._lr_sum,
+            "lr": largest_lr(self.wrappers[0].optimizer),
+            "buffers": self.buffers.state_dict(),
             "ticks": self.ticks.state_dict(),
-            "rolled_back": self._rolled_back,
             "wrappers": [wrapper.state_dict() for wrapper in self.wrappers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the Monitor counts its steps anew, remembered steps are shifted."""
         shift = self.link.step - int(state["now"])
-        self.step = int(state["step"])
-        self.policy.load_state_dict(state["policy"], shift)
-        self.clip_budget.spent = [step + shift for step in state["clipped"]]
-        self.lr_cuts.load_state_dict(state["lr_cuts"], shift)
+        self.step, self._lr_sum, self._start_fine = int(state["step"]), float(state["lr_sum"]), True
+        self._spikes.load_state_dict(state["spikes"], shift)
+        count, last, tried = state["nonfinite"]
+        self._nonfinite, self._last_nonfinite, self._tried = int(count), int(last) + shift, bool(tried)
+        self._rollbacks = [step + shift for step in state["rollbacks"]]
+        look, self._patience, self._game = state["look"]
+        self._next_look = int(look) + shift
         self.ticks.load_state_dict(state["ticks"])
-        self._rolled_back = int(state["rolled_back"]) + shift
         for wrapper, saved in zip(self.wrappers, state["wrappers"], strict=True):
             pending = [{**one, "step": one["step"] + shift} for one in saved["pending"]]
-            wrapper.load_state_dict({**saved, "pending": pending})
-        self.buffers.save()
+            wrapper.load_state_dict({**saved, "pending": pending}, shift)
+        self.buffers.load_state_dict(state["buffers"])
+
+
+class RunningTrial:
+    """The two sets of weights of a `Trial`, and why it is made."""
+
+    def __init__(self, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str) -> None:
+        self.jumped, self.words = jumped, words
+        self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
+        ours = HostCopy(self._live)
+        ours.hold_back()
+        self._weights = {"current": ours.wait(), "snapshot": snapshot.tensors()}
+
+    def install(self, arm: str) -> None:
+        """Put the weights of one side into the model."""
+        copy_all([(dense(tensor), self._weights[arm][name]) for name, tensor in self._live.items()])

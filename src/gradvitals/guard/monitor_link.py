@@ -69,28 +69,6 @@ class MonitorLink:
         """Call back when a GradScaler skips a step without calling `optimizer.step`; None to stop."""
         self._monitor.recorder.on_scaler_skip = callback
 
-    # -- findings -----------------------------------------------------------------------------------------------------
-
-    def use_findings(self) -> None:
-        """The Guard will ask for findings. Several ranks must then exchange their numbers at every step."""
-        if self.ranks.several:
-            self._monitor.read_every_step()
-
-    def new_findings(self, until: int, timeout: float) -> list[Finding] | None:
-        """Findings that opened or got worse in the steps up to `until` and were not returned before.
-
-        Waits until those steps are diagnosed. Returns None if `timeout` seconds were not enough. Of several ranks only
-        the first has findings; the others get an empty list.
-        """
-        if not self._monitor.diagnoses:
-            return []
-        opened = self._monitor.opened_findings(until, timeout)
-        return None if opened is None else [finding for _, finding in opened]
-
-    def request_findings(self) -> None:
-        """Start diagnosing the steps so far, without waiting."""
-        self._monitor.hurry()
-
     def restart_baselines(self) -> None:
         """Forget what was normal before a rollback, once the steps so far are diagnosed."""
         self._monitor.start_diagnosis_over()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import queue
 import shutil
@@ -40,7 +41,10 @@ from gradvitals.guard.training_state import SnapshotError, TrainingState, dense,
 MAX_PENDING = 2
 """Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
 
-FORMAT = 2
+FIRST_STEPS = 10
+"""A young run has its first snapshot after so many steps, and each next one when the run is twice as long."""
+
+FORMAT = 3
 PREFIX, WRITING, REMOVING = "snapshot-", ".writing-", ".removing-"
 
 HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
@@ -639,14 +643,42 @@ class SnapshotManager:
         return [one.step for one in self._ring]
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot should be taken after `step` steps."""
-        return step - self._last_step >= self._every and len(self._pending) < MAX_PENDING
+        """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
+        wait = min(self._every, max(FIRST_STEPS, self._last_step))
+        return step - self._last_step >= wait and len(self._pending) < MAX_PENDING
 
     @property
     def _pending(self) -> list[Snapshot]:
         return [one for one in self._ring if not one.healthy]
 
-    def take(self, step: int, extra: Mapping[str, Any] | None = None, *, to_disk: bool = True) -> bool:
+    def newest(self, before: int | None = None) -> Snapshot | None:
+        """The newest healthy snapshot in memory, if possible from before a step; None if there is none."""
+        healthy = [one for one in self._ring if one.healthy and one.copies is not None]
+        return next((one for one in reversed(healthy) if before is None or one.step <= before), None)
+
+    def moves(self, lr_sum: float) -> dict[str, float]:
+        """How far each parameter has moved since the newest healthy snapshot, over how far it moved before that.
+
+        Both in relation to the sum of learning rates. Empty if there are no two snapshots to compare.
+        """
+        healthy = [one for one in self._ring if one.healthy and one.copies is not None][-2:]
+        rates = [*(one.plain["extra"]["guard"]["lr_sum"] for one in healthy), lr_sum]
+        if len(healthy) < 2 or not rates[0] < rates[1] < rates[2]:
+            return {}
+        older, newer = (one.tensors() for one in healthy)
+        found = {}
+        for name, parameter in self.state.parameters().items():
+            first, last = (copies.get(f"parameter/{name}") for copies in (older, newer))
+            if first is None or last is None or not (before := float(torch.dist(last.float(), first.float()))):
+                continue
+            moved = float(torch.dist(dense(parameter).detach().float(), last.to(parameter.device).float()))
+            ratio = moved / before * (rates[1] - rates[0]) / (rates[2] - rates[1])
+            found[name] = math.inf if math.isnan(ratio) else ratio
+        return found
+
+    def take(
+        self, step: int, extra: Mapping[str, Any] | None = None, *, to_disk: bool = True, healthy: bool = False
+    ) -> bool:
         """Start a snapshot, pending for now. Call it when `step` steps are done and nothing of the next has started.
 
         On a GPU the host does not wait. Random generators and the data position are read here; what schedulers and
@@ -657,6 +689,7 @@ class SnapshotManager:
             extra: Plain values to get back with it. Functions among them are called when it is written.
             to_disk: False keeps this one in memory alone. One that is taken within a step, when its data is drawn
                 already, serves a rollback but no other process.
+            healthy: Whether it counts as healthy at once, as that of the start does.
 
         Returns:
             False if there are too many pending ones: it stays due.
@@ -665,7 +698,7 @@ class SnapshotManager:
         if len(self._pending) >= MAX_PENDING:
             return False
         plain, tensors = self.state.read()
-        snapshot = Snapshot(self._next_serial, step, to_disk=to_disk and self._store is not None)
+        snapshot = Snapshot(self._next_serial, step, healthy, to_disk=to_disk and self._store is not None)
         snapshot.add({**plain, "extra": deepcopy(dict(extra or {}))}, tensors, fragile=_is_buffer)
         self._open, self._last_step, self._next_serial = snapshot, step, self._next_serial + 1
         self._ring.append(snapshot)
@@ -686,7 +719,9 @@ class SnapshotManager:
 
         Healthy ones beyond `keep` go, the oldest first.
         """
-        settled = [one for one in self._pending if one.step <= step - self._settle]
+        settled = [
+            one for one in self._pending if one.step <= step - min(self._settle, max(FIRST_STEPS, one.step // 2))
+        ]
         for one in settled:
             one.healthy = True
             if self._store is not None:
@@ -694,6 +729,11 @@ class SnapshotManager:
         for one in [one for one in self._ring if one.healthy][: -self._keep]:
             self._remove(one)
         return [one.step for one in settled]
+
+    def forget(self) -> None:
+        """Drop every snapshot in memory."""
+        for one in list(self._ring):
+            self._remove(one)
 
     def spoil(self) -> list[int]:
         """Trouble: pending snapshots may hold it, and go from memory and disk. Returns their steps."""

@@ -25,15 +25,14 @@ MADE_NAN = ("loss", "norm")
 LOSS_SPREAD = "spread of observed losses over their mean"
 NORM_SPREAD = "spread of the norm's logarithm"
 
-GUARD_KINDS = frozenset({"clip", "skip", "reset_momentum", "cut_lr", "restore_lr", "roll_back"})
+GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
 DONE = {
     "clip": "clipped {} gradient{}",
     "skip": "skipped {} step{}",
-    "reset_momentum": "reset momentum {} time{}",
-    "cut_lr": "lowered the learning rate {} time{}",
+    "trial": "compared with a snapshot {} time{}, in vain",
     "roll_back": "rolled back {} time{}",
-    "restore_lr": "restored the learning rate {} time{}",
+    "hold_lr": "held the learning rate {} time{}",
     "warmup_extended": "extended warmup {} time{}",
     "decay": "decayed the learning rate {} time{}",
 }
