@@ -643,8 +643,8 @@ def log_of_zero_in_the_loss(bug: bool, k: Knobs) -> float:
         p = p if bug else p.clamp(1e-6, 1 - 1e-6)
         return -(y * p.log() + (1 - y) * (1 - p).log()).mean()
 
-    fit(model, adam(model, k, 0.05), loss, (20 * train[0], train[1]), k, steps=400)
-    return wrong_binary(model, (20 * test[0], test[1]))
+    fit(model, adam(model, k, 0.05), loss, (3 * train[0], train[1]), k, steps=800)
+    return wrong_binary(model, (3 * test[0], test[1]))
 
 
 @case("nan_in_data", "zero_std")
@@ -684,7 +684,7 @@ def bfloat16_updates_round_to_nothing(bug: bool, k: Knobs) -> float:
     (x, y), (test_x, test_y) = tabular(4)
     kind = torch.bfloat16 if bug else torch.float32
     model = mlp(8, 64, 64, 4).to(kind)
-    fit(model, adam(model, k, 1e-4), cross_entropy, (x.to(kind), y), k, steps=900)
+    fit(model, adam(model, k, 2e-4), cross_entropy, (x.to(kind), y), k, steps=1500)
     return wrong(model, (test_x.to(kind), test_y))
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradvitals import functional
 from gradvitals.config import Config
-from gradvitals.types import Layout, Reading, Stage
+from gradvitals.types import INSPECTED, Layout, Reading, Stage
 from gradvitals.worker.record import STAGES, Context, Flags, Floats, StepRecord, pack, unpack
 
 NUM_BLOCKS = 10
@@ -519,6 +519,11 @@ class _Aggregation:
                 by_row = name.startswith(("check", "state"))
                 section = self.sections[name]
                 step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
+        if (look := self.sections.get("look")) is not None:
+            step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
+        for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
+            if name in self.sections:
+                step.tensors[metric] = self.sections[name].by_row(self.num_rows)
         for row, block_steps in record.windows.items():
             square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None
