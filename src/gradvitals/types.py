@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -76,9 +76,76 @@ METRICS: dict[str, str] = {
     "ranks/nonfinite": "1 if the rank's own loss or gradient, before the reduction, held NaN or Inf; only if one did",
     "ranks/errors": "errors of gradvitals itself on that rank, so far",
     "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
+    "activation/dead_fraction": "share of a layer's units that its ReLU turns off for every sample of the batch",
+    "activation/saturated_fraction": "share of a layer's outputs at the flat ends of its sigmoid or tanh",
+    "loss/val": "loss on validation data, as observed",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals estimates it",
 }
 """Every metric id and what it means: the same strings in the store, the commands and the docs."""
+
+LOSSES = ("", "cross_entropy", "nll", "bce", "bce_logits", "mse", "l1", "smooth_l1", "kl", "log")
+"""Losses that are recognized; ``head/loss`` is the place in this list. ``log`` is a log-likelihood written by hand."""
+
+ACTIVATIONS = ("", "softmax", "sigmoid", "relu", "tanh", "log_softmax", "log_sigmoid")
+"""What a model's output may go through; ``head/activation`` is the place in this list."""
+
+_INSPECTED = {
+    "input/mean": "mean of what the first layer is fed",
+    "input/std": "its standard deviation",
+    "input/max": "its largest absolute value",
+    "input/min": "its smallest value",
+    "input/offset": "largest absolute mean of a column or channel",
+    "input/spread_high": "largest standard deviation of a column or channel",
+    "input/spread_low": "smallest standard deviation of a column or channel that is not constant",
+    "input/constant": "columns or channels that are constant in the batch",
+    "input/columns": "columns or channels",
+    "input/integer": "share of values that are whole numbers",
+    "input/nonfinite": "values that are NaN or Inf",
+    "input/nonfinite_columns": "columns or channels that are NaN or Inf in every sample",
+    "input/checksum": "a number that differs if the batch does",
+    "input/part": "1 if the batch is a view of a larger tensor",
+    "input/normalized": "1 if the first layer normalizes it",
+    "input/lookup": "1 if the first layer looks up ids",
+    "target/min": "smallest target",
+    "target/max": "largest target",
+    "target/mean": "mean of the targets of the batches inspected so far",
+    "target/std": "their standard deviation",
+    "target/integer": "share of targets that are whole numbers",
+    "target/row_sum": "mean sum of the targets of a sample",
+    "target/columns": "targets per sample",
+    "target/nonfinite": "targets that are NaN or Inf",
+    "target/one_hot": "share of samples whose targets are a single 1 and zeros",
+    "target/purity": "share of the most frequent class in the batch",
+    "target/dominant": "the most frequent class in the batch",
+    "target/classes": "classes in the batches inspected so far",
+    "loss/trivial": "loss of predicting the mean, or the frequency of each class, whatever the input",
+    "head/loss": "the loss function, as its place in LOSSES",
+    "head/activation": "what the outputs go through, as its place in ACTIVATIONS",
+    "head/units": "outputs of the last layer",
+    "head/samples": "samples in the batch",
+    "head/softmax_units": "outputs that a softmax is taken over",
+    "head/broadcast": "1 if outputs and targets of different shapes were combined into a square",
+    "head/reached": "1 if the loss depends on a parameter that is watched",
+    "head/logs": "logarithms that the loss takes",
+    "head/log": "1 if the loss takes the log of a probability that can be 0",
+    "head/raw_log": "1 if the loss takes the log of outputs that are not probabilities",
+    "head/foreign": "1 if the loss reaches the model through another one",
+    "head/products": "1 if the loss compares outputs with each other, as a contrastive one does",
+    "head/chosen": "1 if the loss picks some of the outputs, such as those of chosen actions",
+    "head/signed_weights": "1 if the loss weights outputs by numbers of both signs, such as advantages",
+    "head/terms": "layers that the loss reaches first",
+    "body/layers": "matrices and convolutions that the loss goes through",
+    "body/nonlinear": "nonlinear operations between them",
+    "mode/eval": "batch norms and dropouts in evaluation mode while the model trains",
+    "mode/dropout": "largest dropout probability",
+    "mode/frozen_random": "frozen matrices that still hold torch's random initialization",
+    "mode/norm_samples": "values that a batch norm averages over, per channel, at least",
+}
+
+METRICS |= _INSPECTED
+
+INSPECTED = tuple(_INSPECTED)
+"""What is known about an inspected batch, by its place in the journal."""
 
 
 def json_ready(value: Any) -> Any:
@@ -271,6 +338,32 @@ class Reading:
         return cls(**{**data, **arrays, "values": values})
 
 
+class Fix(str):
+    """What to do about a finding: a sentence, and the same for a program.
+
+    Args:
+        text: The sentence.
+        change: Settings to change, such as ``{"lr": 0.03}``; empty if a program cannot apply it.
+        snippet: Lines to paste, with this run's numbers; empty if there are none.
+    """
+
+    change: Mapping[str, Any]
+    snippet: str
+
+    def __new__(cls, text: str, change: Mapping[str, Any] | None = None, snippet: str = "") -> Fix:
+        fix = super().__new__(cls, text)
+        fix.change, fix.snippet = dict(change or {}), snippet
+        return fix
+
+    def __getnewargs__(self) -> tuple[str, Mapping[str, Any], str]:
+        return str(self), self.change, self.snippet
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return str(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What readings mean: one pattern, where it is, since when, on what evidence."""
@@ -287,7 +380,7 @@ class Finding:
     causes: tuple[str, ...] = ()
     """Likely causes, the likeliest first."""
     fixes: tuple[str, ...] = ()
-    """What to do, the first thing to try first."""
+    """What to do, the first thing to try first: a `Fix` if a program can apply it."""
     rank: int | None = None
     found_step: int | None = None
     """The step that reported it, which may be later than the first step it concerns."""
@@ -307,13 +400,29 @@ class Finding:
         return f"[{self.severity}] step {self.first_step}: {self.title}{where}{more}{on_rank} ({self.id})"
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
-        return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
+        """The record as plain JSON values; `changes` has what a program needs of each fix, if there is anything."""
+        data = {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
+        data["fixes"] = [str(fix) for fix in self.fixes]
+        changes = [_change_of(fix) for fix in self.fixes]
+        return {**data, "changes": changes} if any(changes) else data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Finding:
         """The inverse of `to_json`; raises TypeError if a field has the wrong type."""
-        return cast(Finding, _from_json(cls, _upgraded(data)))
+        given = dict(_upgraded(data))
+        changes = given.pop("changes", None)
+        finding = cast(Finding, _from_json(cls, given))
+        if not isinstance(changes, list) or len(changes) != len(finding.fixes):
+            return finding
+        known = [one if isinstance(one, Mapping) else {} for one in changes]
+        fixes = (Fix(text, one.get("change"), str(one.get("snippet", ""))) for text, one in zip(finding.fixes, known))
+        return replace(finding, fixes=tuple(fixes))
+
+
+def _change_of(fix: str) -> dict[str, Any]:
+    if not isinstance(fix, Fix) or not (fix.change or fix.snippet):
+        return {}
+    return {"change": json_ready(fix.change), "snippet": fix.snippet}
 
 
 def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gradvitals.collect import hooks, reductions
 from gradvitals.collect.backward import AlternatingOptimizers, BackwardCounter
+from gradvitals.collect.inspection import FIRST_STEPS, Inspection
 from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
 from gradvitals.collect.observed import Observed
@@ -643,6 +644,7 @@ class StepRecorder:
         """The thread that last observed, clipped or stepped: until it is known, norms are left to `on_clip`."""
         self._clip_order: list[int] = []
         self._first_gradient: _FirstLayerGradient | None = None
+        self._inspection: Inspection | None = None
         self._may_grow = topology is None  # ranks have agreed on what they hold
         self._last_end = time.perf_counter()
         self._context = Context()
@@ -660,6 +662,8 @@ class StepRecorder:
         if topology is not None:
             self._first_gradient = _FirstLayerGradient(table, lambda: self.draft.buffer)
         self._alternating = AlternatingOptimizers(optimizers)
+        self._inspection = Inspection(table, lambda: self.draft.buffer) if topology is None else None
+        self._arm_inspection(0)
         hooks.attach(self)
 
     def _assign_rows(self) -> None:
@@ -685,6 +689,19 @@ class StepRecorder:
                 self.safe("microbatch", state.micro.disarm)
         if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
+        if self._inspection is not None and state is self.optimizers[-1]:
+            self.safe("inspection", self._arm_inspection, step)
+
+    def _arm_inspection(self, step: int) -> None:
+        """Look at the batch of the step to come if it is one of the first, due for a reading, or after a NaN."""
+        inspection = self._inspection
+        if inspection is None:
+            return
+        first = step < self.first + FIRST_STEPS
+        if first or self._due_at(step).full or self.count_nonfinite:
+            inspection.arm(first=first)
+        elif inspection.is_armed:
+            inspection.disarm()
 
     def _due_at(self, step: int) -> Due:
         if self._due[0] != step:
@@ -1100,6 +1117,8 @@ class StepRecorder:
             state.close()
         if self._audit is not None:
             self._audit.disarm()
+        if self._inspection is not None:
+            self._inspection.disarm()
         if self._first_gradient is not None:
             self._first_gradient.stop()
 

@@ -87,6 +87,7 @@ class Diagnosis:
         """All so far; those without a `last_step` are open."""
         self._open: dict[str, _Open] = {}
         self._last = -1
+        self._last_step: Step | None = None
         self._on_error = on_error
         self._set_rules(list(rules) if rules is not None else build_rules(settings or {}))
 
@@ -134,14 +135,14 @@ class Diagnosis:
             self._last = step.number
             return []
         changed: list[Finding] = []
-        seen, alternating = self.history.steps_seen, step.alternating
+        seen, falls = self.history.steps_seen, step.loss_should_fall
         kind = "full" if step.is_full else "tensors" if step.general.tensors else "values"
         with np.errstate(all="ignore"):  # 0 / 0 is an answer in a rule's arithmetic
             for rule in self._rules_for[kind]:
                 if seen < rule.min_steps:
                     continue
                 try:
-                    observation = None if rule.expects_fall and alternating else rule.check(step)
+                    observation = None if rule.expects_fall and not falls else rule.check(step)
                     if observation is not None or rule.id in self._open:
                         changed += self._note(rule, observation, step)
                 except Exception as error:
@@ -152,7 +153,10 @@ class Diagnosis:
                     if rule.reads == "tensors" and rule.id in self._open and seen >= rule.min_steps:
                         changed += self._note(rule, None, step)
             step.remember()
-        self._last = step.number
+        self._last, self._last_step = step.number, step
+        return self._linked(changed)
+
+    def _linked(self, changed: list[Finding]) -> list[Finding]:
         if not changed:
             return changed
         return link_to_roots(self.findings, changed, {name: entry.last_seen for name, entry in self._open.items()})
@@ -171,13 +175,23 @@ class Diagnosis:
         return highest < CALM_RATIO and not values.get("grad/nonfinite") and history.loss_is_calm(values, CALM_MOVE)
 
     def finish(self) -> list[Finding]:
-        """Close the findings that the last steps of the run did not show. Returns what has closed."""
+        """Judge the run as a whole, and close findings that its last steps did not show. Returns what has changed."""
         silent = {name: self._last - entry.last_seen for name, entry in self._open.items()}
-        return [
+        changed = [
             self._close(rule.id)
             for rule in self.rules
             if rule.reads != "full" and silent.get(rule.id, 0) > max(QUIET_STEPS, rule.closes_after // 2)
         ]
+        last = self._last_step
+        if last is not None:
+            with np.errstate(all="ignore"):
+                for rule in list(self.rules):
+                    try:
+                        concluded = None if rule.expects_fall and not last.loss_should_fall else rule.conclude(last)
+                        changed += self._note(rule, concluded, last) if concluded is not None else []
+                    except Exception as error:
+                        changed += self._remove(rule, error)
+        return self._linked(changed)
 
     def _remove(self, rule: Rule, error: Exception) -> list[Finding]:
         self._set_rules([other for other in self.rules if other is not rule])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradvitals.format import number, percent
-from gradvitals.types import Severity
+from gradvitals.types import Fix, Severity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,10 @@ class Message:
     """By key, the most common first."""
     fixes: Mapping[str, str]
     """By key, the first thing to try first."""
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By key of a fix: what a program can change, besides the numbers that the fix proposes (`PROPOSED`)."""
+    snippets: Mapping[str, str] = field(default_factory=dict)
+    """By key of a fix: lines to paste, filled in like every text."""
     only_if_chosen: tuple[str, ...] = ()
     """Keys of causes and fixes that are offered only if the rule chose them: the others may follow by themselves."""
     passed: str = ""
@@ -73,8 +77,29 @@ class Texts:
 
     title: str
     causes: tuple[str, ...] = ()
-    fixes: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
 
+
+PROPOSED = {
+    "lr_proposed": "lr",
+    "lr_lower": "lr",
+    "lr_tenth": "lr",
+    "lr_before": "lr",
+    "max_norm": "max_norm",
+    "decay_proposed": "weight_decay",
+    "momentum_proposed": "momentum",
+    "dropout_proposed": "dropout",
+    "steps_proposed": "steps",
+    "batch_proposed": "batch_size",
+}
+"""Numbers that a fix proposes, and the setting that each is for."""
+
+SNIPPETS = {
+    "lr": 'for group in optimizer.param_groups:\n    group["lr"] = {}',
+    "max_norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm={})  # between backward and step",
+    "weight_decay": 'for group in optimizer.param_groups:\n    group["weight_decay"] = {}',
+    "momentum": 'for group in optimizer.param_groups:\n    group["momentum"] = {}',
+}
 
 NAMED_NUMBER = re.compile(r" (?:to a (?:batch|norm) of|instead of|back from|of|from|to about|to) \{(\w+)\}")
 """A phrase that only names a number: left out if the number is unknown."""
@@ -94,13 +119,32 @@ def explain(message: Message | None, observation: Observation, step: int, unread
     blanks |= {"first": tensors[0] if tensors else "the model", "where": where(tensors)}
     return Texts(
         title=message.title.format_map(blanks),
-        causes=tuple(_filled(message, message.causes, observation.causes, blanks)),
-        fixes=tuple(_filled(message, message.fixes, observation.fixes, blanks)),
+        causes=tuple(text for _, text in _filled(message, message.causes, observation.causes, blanks)),
+        fixes=tuple(
+            _fix(message, key, text, blanks)
+            for key, text in _filled(message, message.fixes, observation.fixes, blanks)
+        ),
     )
 
 
-def _filled(message: Message, texts: Mapping[str, str], chosen: tuple[str, ...], blanks: _Blanks) -> Iterator[str]:
-    """The chosen texts, then the others if they claim nothing about this run.
+def _fix(message: Message, key: str, text: str, blanks: _Blanks) -> Fix:
+    """Returns a fix with what a program can do of it."""
+    change: dict[str, Any] = dict(message.changes.get(key, {}))
+    lines = [message.snippets[key].format_map(blanks)] if key in message.snippets else []
+    for name in re.findall(r"\{(\w+)\}", message.fixes[key]):
+        value = blanks.get(name)
+        if name in PROPOSED and isinstance(value, (int, float)) and math.isfinite(value) and PROPOSED[name] not in change:
+            value = float(f"{value:.2g}") if isinstance(value, float) else value
+            change[PROPOSED[name]] = value
+            if key not in message.snippets and PROPOSED[name] in SNIPPETS:
+                lines.append(SNIPPETS[PROPOSED[name]].format(f"{value:g}"))
+    return Fix(text, change, "\n".join(lines))
+
+
+def _filled(
+    message: Message, texts: Mapping[str, str], chosen: tuple[str, ...], blanks: _Blanks
+) -> Iterator[tuple[str, str]]:
+    """The chosen texts with their keys, then the others if they claim nothing about this run.
 
     A rule that chose has looked: a text that it did not choose and that names numbers of this run may be false.
     """
@@ -115,7 +159,7 @@ def _filled(message: Message, texts: Mapping[str, str], chosen: tuple[str, ...],
         text.format_map(blanks)
         numbers = blanks.used - {"first", "where", "step"}
         if text and (key in chosen or not (numbers if chosen else blanks.used - blanks.keys())):
-            yield known
+            yield key, known
 
 
 def where(tensors: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ from gradvitals.diagnose.step import Step
 from gradvitals.errors import ConfigError
 
 FAMILIES = (
+    "setup",
     "training loop",
     "loss",
     "gradients",
@@ -84,7 +85,8 @@ class Rule:
     closes_after: ClassVar[int] = 50
     """Steps without an observation after which its finding is resolved."""
     expects_fall: ClassVar[bool] = False
-    """Whether it assumes that training lowers one loss. It does not check a model that alternates with another one."""
+    """Whether it assumes that training lowers one loss. It does not check a model that alternates with another one, nor
+    reinforcement learning, whose losses mean nothing by their level."""
     default: ClassVar[bool] = True
     """Whether every Diagnosis has it, or only one whose settings name it."""
 
@@ -92,6 +94,10 @@ class Rule:
     """Ids of findings that it is a consequence of, if found while they last: the deepest root first."""
     follows_if_later: ClassVar[bool] = False
     """Whether it must also have started after the root: a layer that never had a gradient has another reason."""
+    is_setup: ClassVar[bool] = False
+    """Whether it is about the data, the model or the loss, as they were from the start: symptoms follow from it."""
+    is_symptom: ClassVar[bool] = False
+    """Whether it is a consequence of any such finding. A note on the setup becomes as serious as its symptoms."""
     masks: ClassVar[tuple[str, ...]] = ()
     """Rules that are not reported as passed beside this finding: "no loss stood out" is not true of a loss that rose
     a thousandfold, even if its own rule did not fire."""
@@ -103,6 +109,10 @@ class Rule:
     def check(self, step: Step) -> Observation | None:
         """Returns what this step shows of the pattern; None if it shows nothing."""
         raise NotImplementedError
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Returns what the whole run shows, given its last step; called once, when the run is closed."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what it remembers, as plain values."""

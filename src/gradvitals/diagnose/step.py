@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.history import FIRST, HUGE, Average, Averages, Floats, History, forgotten_at, median
-from gradvitals.types import SOURCES, FloatArray, Layout, Reading, Source, json_ready
+from gradvitals.types import LOSSES, SOURCES, FloatArray, Layout, Reading, Source, json_ready
 
 NEGLIGIBLE = 1e-6
 """A tensor's gradient below this share of the largest tensor's is rounding error."""
@@ -108,6 +108,37 @@ class Step:
         """Whether the model alternates with another one, as in a GAN, so that its loss need not fall."""
         return self.values.get("step/in_turn") == 1
 
+    def fact(self, metric: str) -> float:
+        """Returns what an inspected batch showed last; NaN if none did."""
+        value = self.values.get(metric)
+        known = self.history.series.get(metric)
+        return value if value is not None else known.values[-1] if known else math.nan
+
+    @cached_property
+    def loss_function(self) -> str:
+        """The loss, as one of `types.LOSSES`; empty if it is unknown."""
+        place = self.fact("head/loss")
+        return LOSSES[int(place)] if 0 <= place < len(LOSSES) else ""
+
+    @cached_property
+    def is_reinforced(self) -> bool:
+        """Whether the loss is that of a policy or of action values, as in reinforcement learning."""
+        weighted = self.fact("head/signed_weights") == 1 and self.loss_function in ("", "log", "mse", "l1", "smooth_l1")
+        chosen = self.fact("head/chosen") == 1 and self.loss_function in ("mse", "l1", "smooth_l1")
+        return weighted or chosen
+
+    @cached_property
+    def loss_should_fall(self) -> bool:
+        """Whether training is to lower this loss: not in a GAN, nor in reinforcement learning."""
+        return not (self.alternating or self.is_reinforced or self.fact("head/foreign") == 1)
+
+    @cached_property
+    def loss_left(self) -> float:
+        """The recent loss over that of the trivial prediction, or over the first losses if that is unknown."""
+        recent, trivial = self.history["loss"].last(50), self.fact("loss/trivial")
+        level = trivial if 0 < trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
+        return float(np.median(recent)) / level if len(recent) and level > 0 else math.nan
+
     def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:
         """Returns the names of tensors by their indices."""
         return tuple(self.layout.tensors[int(index)].name for index in chosen)
@@ -177,6 +208,14 @@ class Step:
         """Returns the learning rate over its median before the last `back` steps; NaN if unknown."""
         rates = self.history["lr"].last(back + 50)[:-back]
         return self.value("lr") / float(np.median(rates)) if len(rates) and np.median(rates) > 0 else math.nan
+
+    @cached_property
+    def lower_lr(self) -> float:
+        """A learning rate whose first steps change the weights by 0.3% of their norm; at most a third of the present."""
+        rates, ratios = self.history["lr"].values[:5] or [self.value("lr")], self.history["update/ratio"].values[:5]
+        lr, ratio = max(rates), max(ratios, default=math.nan)
+        proposed = lr * min(0.003 / ratio, 1 / 3) if ratio > 0 else lr / 10
+        return max(proposed, lr / 1000)
 
     # -- against the baselines ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, plural
 from gradvitals.store.process import is_gone
 from gradvitals.store.reader import Run, Segment, open_run
-from gradvitals.types import SEVERITIES, Finding, Severity
+from gradvitals.types import SEVERITIES, Finding, Fix, Severity
 
 Level = Literal["healthy", "attention", "unhealthy"]
 State = Literal["running", "finished", "stopped"]
@@ -139,9 +139,10 @@ class Verdict:
         return self._first("causes")
 
     @property
-    def fix(self) -> str | None:
+    def fix(self) -> Fix | None:
         """The first thing to do about it; None if the run is healthy."""
-        return self._first("fixes")
+        fix = self._first("fixes")
+        return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
 
     @property
     def num_open(self) -> int:
@@ -163,7 +164,9 @@ class Verdict:
             "level": self.level,
             "headline": self.headline,
             "cause": self.cause,
-            "fix": self.fix,
+            "fix": None if self.fix is None else self.fix.text,
+            "change": None if self.fix is None else dict(self.fix.change),
+            "snippet": None if self.fix is None else self.fix.snippet,
             "steps": self.steps,
             "open": self.num_open,
             "resolved": len(self.ranked) - self.num_open,
@@ -226,7 +229,23 @@ def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[Ra
     by_id: dict[str, list[Finding]] = {}
     for finding in ours:
         by_id.setdefault(finding.id, []).append(finding)
-    return tuple(sorted((_ranked(finding, by_id[finding.id], last_step, steps) for finding in ours), key=_order))
+    ranked = [_ranked(finding, by_id[finding.id], last_step, steps) for finding in ours]
+    return tuple(sorted(_with_consequences(ranked), key=_order))
+
+
+def _with_consequences(ranked: Sequence[RankedFinding]) -> list[RankedFinding]:
+    """Returns the findings with roots that weigh as much as what they caused, so that the root comes first."""
+    caused: dict[str, Severity] = {}
+    for item in ranked:
+        if item.finding.follows is not None:
+            known = caused.get(item.finding.follows, "info")
+            caused[item.finding.follows] = max(known, item.weight, key=_rank)
+    return [
+        replace(item, weight=max(item.weight, caused.get(item.finding.id, "info"), key=_rank))
+        if item.is_open or item.weight != "info"
+        else item
+        for item in ranked
+    ]
 
 
 def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:

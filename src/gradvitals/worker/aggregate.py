@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradvitals import functional
 from gradvitals.config import Config
-from gradvitals.types import Layout, Reading, Stage
+from gradvitals.types import INSPECTED, Layout, Reading, Stage
 from gradvitals.worker.record import STAGES, Context, Flags, Floats, StepRecord, pack, unpack
 
 NUM_BLOCKS = 10
@@ -523,6 +523,11 @@ class _Aggregation:
         count = max((one.micro_batches for one in record.optimizers), default=0)
         if count and ("micro0" in self.sections or "micro_heads0" in self.sections):
             self._take_parts(step, count)
+        if (look := self.sections.get("look")) is not None:
+            step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
+        for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
+            if name in self.sections:
+                step.tensors[metric] = self.sections[name].by_row(self.num_rows)
         for row, block_steps in record.windows.items():
             square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None

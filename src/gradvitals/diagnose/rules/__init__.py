@@ -10,6 +10,7 @@ from gradvitals.diagnose.rules import (
     ranks,
     scale,
     schedule,
+    setup,
     signal,
     updates,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ranks",
     "scale",
     "schedule",
+    "setup",
     "signal",
     "updates",
 ]

@@ -115,6 +115,7 @@ class BatchTooSmall(Rule):
 
     id = "batch_too_small"
     family = "batch"
+    is_symptom = True
     needs = ("noise_scale",)
     needs_known = "noise_scale"
     expects_fall = True
@@ -151,6 +152,7 @@ class BatchTooSmall(Rule):
     READINGS = 10  # readings in the average, at least
     TINY = 4  # a batch of so few samples is reported without a noise scale if its loss swings
     LEAST = 2  # the same for a warning
+    LEARNED = 0.7  # loss over that of the trivial prediction, under which a run learns in spite of a tiny batch
     SWING = 0.05  # standard deviation of the loss from step to step over its mean, for that
 
     factor: float = 10.0
@@ -194,7 +196,7 @@ class BatchTooSmall(Rule):
         if len(losses) < 50:
             return None
         swing = float(np.sqrt(np.mean(np.diff(losses) ** 2) / 2) / abs(np.mean(losses)))
-        if not swing > self.SWING:
+        if not swing > self.SWING or step.loss_left < self.LEARNED:
             return None
         return Observation(
             severity="warning" if size <= self.LEAST else "info",

@@ -73,6 +73,7 @@ class ClipSaturated(_Clipping):
     """Nearly every step is clipped."""
 
     id = "clip_saturated"
+    is_symptom = True
     judges_after = 200
     follows = ("stale_gradients", "lr_too_high")
     message = Message(

@@ -28,6 +28,7 @@ class Nonfinite(Rule):
 
     id = "nonfinite"
     family = "gradients"
+    is_symptom = True
     needs = ("grad/nonfinite",)
     follows = ("loss_nonfinite",)
     masks = ("explosion", "unstable_norm")
@@ -161,6 +162,7 @@ class Explosion(Rule):
 
     id = "explosion"
     family = "gradients"
+    is_symptom = True
     follows = ("stale_gradients", "lr_too_high")
     taints_steps = True
     message = Message(
@@ -469,10 +471,10 @@ class Vanishing(Rule):
 
     id = "vanishing"
     family = "gradients"
+    is_symptom = True
     needs = ("tensors:grad/norm",)
     judges_after = 30
-    follows = ("stale_gradients", "lr_too_high")
-    follows_if_later = True
+    follows = ("stale_gradients", "lr_too_high", "dead_units")
     masks = ("dead_tensor",)
     message = Message(
         name="Vanishing gradient",
@@ -595,7 +597,9 @@ class Vanishing(Rule):
         total = np.bincount(self._depths, np.where(known, norms, 0.0) ** 2, minlength=count)
         size = np.bincount(self._depths, np.where(known, self._sizes, 0.0), minlength=count)
         rms = np.sqrt(total / np.maximum(size, 1.0))
-        return rms / rms.max() + self._nothing if rms.max() > 0 else None
+        # A layer that no gradient was computed for is detached, or not used: see `dead_tensor`.
+        nothing = np.where(size > 0, self._nothing, math.nan)
+        return rms / rms.max() + nothing if rms.max() > 0 else None
 
 
 @register
@@ -605,6 +609,7 @@ class Oscillation(Rule):
 
     id = "oscillation"
     family = "gradients"
+    is_symptom = True
     needs = ("grad/norm", "loss")
     judges_after = 60
     follows = ("stale_gradients", "lr_too_high")
@@ -634,6 +639,7 @@ class Oscillation(Rule):
     WINDOW = 40  # steps looked back on
     EVERY = 10  # steps between checks
     TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
+    STILL = 1e-5  # update over weight norm
     SWING = 0.8  # spread of the norm from one step to the next, in units of log
     LOSS_SWING = 0.12  # the same of the loss, as a share of itself
     HIGH = 0.6  # swings count while the loss is above this share of its start: a small loss swings by nature
@@ -657,7 +663,9 @@ class Oscillation(Rule):
         is_high = level > self.HIGH * float(np.mean(step.first_losses)) > 0
         swing = step_spread(np.log(norms[norms > 0]))
         loss_swing = step_spread(losses) / level
-        turning = cosine < expected - self.TURN
+        # At a minimum that was reached, updates turn around it and are next to nothing.
+        moves = step.history["update/ratio"].last(1)
+        turning = cosine < expected - self.TURN and not (len(moves) and moves[0] < self.STILL)
         carried = step.value("grad/carried") == 1  # then sums that were never zeroed swing, not the batch
         swinging = is_high and not carried and (swing > self.SWING or loss_swing > self.LOSS_SWING)
         self.lasted = self.lasted + self.EVERY if turning or swinging else 0
@@ -725,6 +733,7 @@ class UnstableNorm(Rule):
 
     id = "unstable_norm"
     family = "gradients"
+    is_symptom = True
     needs = ("tensors:grad/norm",)
     reads = "tensors"
     judges_after = 60

@@ -198,10 +198,25 @@ class FrozenWeights(Rule):
     masks = ("dead_tensor", "unchanged_weights")
     message = Message(
         name="Frozen weights",
-        pattern="Tensors that the optimizer holds do not require a gradient, and do not change (a note).",
+        pattern=(
+            "Tensors that the optimizer holds do not require a gradient, and do not change: a note, or a warning if "
+            "they still hold torch's random initialization."
+        ),
         title="{frozen} of {tensors} tensors are frozen and do not change: {where}",
-        causes={"frozen": "requires_grad is False for {first}: frozen on purpose, as for fine-tuning, or by mistake"},
-        fixes={"intended": "Nothing, if {first} is meant to be frozen; else call requires_grad_(True) before training"},
+        causes={
+            "random": (
+                "requires_grad is False for {first}, which is frozen at its random initialization: it was never "
+                "trained, nor loaded from a checkpoint"
+            ),
+            "frozen": "requires_grad is False for {first}: frozen on purpose, as for fine-tuning, or by mistake",
+        },
+        fixes={
+            "thaw": "Call requires_grad_(True) on {first} before training, or load pretrained weights",
+            "intended": "Nothing, if {first} is meant to be frozen; else call requires_grad_(True) before training",
+        },
+        changes={"thaw": {"requires_grad": True}},
+        snippets={"thaw": "model.requires_grad_(True)"},
+        only_if_chosen=("random", "thaw"),
         passed="no tensor is frozen",
     )
 
@@ -211,4 +226,12 @@ class FrozenWeights(Rule):
             return None
         seen = {"frozen": len(step.frozen), "tensors": len(step.layout.tensors)}
         names = step.names(step.frozen[:MAX_NAMED])
-        return Observation(severity="info", seen=seen, expected={"frozen": 0}, tensors=names)
+        random = step.fact("mode/frozen_random") > 0
+        return Observation(
+            severity="warning" if random else "info",
+            seen=seen,
+            expected={"frozen": 0},
+            tensors=names,
+            causes=("random",) if random else ("frozen",),
+            fixes=("thaw",) if random else ("intended",),
+        )

@@ -23,6 +23,7 @@ class LossNonfinite(Rule):
 
     id = "loss_nonfinite"
     family = "loss"
+    is_symptom = True
     needs = ("loss",)
     follows = ("nonfinite",)
     follows_if_later = True  # the loss is computed before its gradient
@@ -36,6 +37,8 @@ class LossNonfinite(Rule):
             "weights": "The weights are not finite since step {broken}, so every forward pass fails from then on",
             "earlier": "{unread} not read and may have left weights that are not finite",
             "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
+            "float16": "The model computes in float16, which ends at 65,504 and rounds Adam's eps of 1e-8 to zero",
+            "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
             "forward": (
                 "The forward pass overflows: a division by zero, the log of zero, or a sum too large for its type"
             ),
@@ -49,12 +52,19 @@ class LossNonfinite(Rule):
             "diverged": (
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
+            "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
+            "log": "Clamp the probability before the log, or use the loss of torch that takes logits",
             "check_batch": (
                 "Check the batch of step {at} with torch.isfinite, then continue from a checkpoint before it"
             ),
             "skipped": "Check the batch of step {at} with torch.isfinite; its step was skipped and training continues",
             "anomaly": "Run the step again under torch.autograd.detect_anomaly() to find the operation",
         },
+        snippets={
+            "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
+            "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
+        },
+        only_if_chosen=("float16", "log"),
         passed="the loss was finite at every step",
     )
 
@@ -87,6 +97,11 @@ class LossNonfinite(Rule):
 
     def _observe(self, step: Step, loss: float) -> Observation:
         cause = "weights" if self.broken >= 0 else "diverged" if self.largest > self.DIVERGED else "forward"
+        half = [info for info in step.layout.tensors if info.dtype == "float16"]
+        if step.fact("head/log") == 1:
+            cause = "log"
+        elif half and len(half) == len(step.layout.tensors):
+            cause = "float16"
         lr = step.value("lr")
         seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
@@ -104,6 +119,7 @@ class LossSpike(Rule):
 
     id = "loss_spike"
     family = "loss"
+    is_symptom = True
     needs = ("loss",)
     expects_fall = True
     follows = ("stale_gradients", "lr_too_high")
@@ -179,7 +195,9 @@ class LossRising(Rule):
 
     id = "loss_rising"
     family = "loss"
+    is_symptom = True
     needs = ("loss",)
+    expects_fall = True
     judges_after = 40
     follows = ("stale_gradients", "lr_too_high")
     masks = ("loss_spike", "loss_plateau", "decay_due", "high_effort_low_progress")
@@ -231,8 +249,6 @@ class LossRising(Rule):
     cause: str = field(default="", init=False)
     known: dict[str, Any] = field(default_factory=dict, init=False)
     """What was known when it started."""
-    alternating: int = field(default=0, init=False)
-    """Steps that the model has alternated with another one."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires while the mean of the last losses is far above the lowest such mean."""
@@ -259,15 +275,13 @@ class LossRising(Rule):
 
     def _observe(self, step: Step, risen: bool, now: float, best: float, best_step: int) -> Observation | None:
         self.high = self.high + 1 if risen else 0
-        self.alternating = self.alternating + 1 if step.alternating else 0
-        # A finding from before the model was known to alternate must close first: none becomes less severe.
-        if self.high < self.PATIENCE or 0 < self.alternating <= 2 * self.closes_after:
+        if self.high < self.PATIENCE:
             return None
         if self.high == self.PATIENCE or not self.known:
             self._explain(step, best_step)
         severity: Severity = "critical" if now > self.start and self.high >= self.WINDOW else "warning"
         return Observation(
-            severity="info" if step.alternating else severity,  # neither loss of a GAN has to fall
+            severity=severity,
             seen={"loss": now, "best_step": best_step, **self.known},
             expected={"loss": best},
             since=int(self.known["at"]),
@@ -304,6 +318,7 @@ class LossPlateau(Rule):
 
     id = "loss_plateau"
     family = "loss"
+    is_symptom = True
     needs = ("loss",)
     expects_fall = True
     judges_after = 100
@@ -320,7 +335,8 @@ class LossPlateau(Rule):
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
             "small_lr": (
-                "The learning rate of {lr} is so small that a step changes the weights by {ratio:%} of their norm"
+                "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and all "
+                "steps so far point the same way or lead nowhere"
             ),
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
             "decay": (
@@ -403,7 +419,7 @@ class LossPlateau(Rule):
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4:
+        if ratio < 1e-4 or self._is_aligned(step):
             cause = "small_lr"
         elif seen["taken"] > 0.01 or seen["left"] < 0.5:
             cause = "decay"
@@ -416,6 +432,12 @@ class LossPlateau(Rule):
             causes=(cause,),
             fixes=(cause,),
         )
+
+    def _is_aligned(self, step: Step) -> bool:
+        """Whether updates point in one direction, step after step: longer ones would get there sooner."""
+        cosines, info = step.history["update/cosine"].last(40), step.info
+        expected = info.betas[0] if info.betas else info.momentum or 0.0
+        return len(cosines) >= 10 and float(np.median(cosines)) > 1 - 0.3 * (1 - expected)
 
     def _stopped(self, step: Step) -> Observation | None:
         losses = step.history["loss"].last(self.LATE_WINDOW)
@@ -442,3 +464,139 @@ class LossPlateau(Rule):
         seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
         left = self.last_weight / self.first_weight if self.first_weight else math.nan
         return seen | {"weight_decay": decay, "taken": lr * decay, "left": left, "steps": step.number}
+
+
+@register
+@dataclass
+class StillFalling(Rule):
+    """The run ended while its loss was still falling."""
+
+    id = "still_falling"
+    family = "loss"
+    needs = ("loss",)
+    expects_fall = True
+    is_symptom = True
+    judges_after = 80
+    follows = ("stale_gradients", "lr_too_high", "loss_plateau", "unchanged_weights", "dead_tensor", "dead_units")
+    message = Message(
+        name="Stopped while learning",
+        pattern=(
+            "When the run ended, the last half of its steps had brought more than 28% of all that the loss fell, at a "
+            "learning rate that had not been lowered."
+        ),
+        title="The loss was still falling when the run ended: by {fell} over the last {steps} steps, to {loss}",
+        causes={
+            "low_lr": (
+                "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
+                "their norm, and the loss is still falling"
+            ),
+            "short": "The run stopped too early: after {total} steps the loss was still falling",
+        },
+        fixes={
+            "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
+            "short": "Train for {steps_proposed} steps or more, or raise the learning rate from {lr}",
+        },
+        snippets={"short": "num_steps = {steps_proposed}"},
+        passed="the loss had leveled out when the run ended, or its learning rate had been lowered",
+    )
+
+    FEWEST = 80  # losses
+    LEFT = 0.05  # share of the first loss below which there is little left to learn
+    LATELY = 0.08  # share of the whole fall from the third quarter to the last
+    DECAYED = 0.5  # a learning rate under this share of its highest was lowered on purpose
+    LOW = 2e-3  # update over weight norm, under which the learning rate is to blame rather than the number of steps
+
+    share: float = 0.28
+    """Share of the whole fall that the last half of the steps must have brought."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Nothing can be said before the end."""
+        return None
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if the last losses still fall as those before."""
+        losses = step.losses_since(0)
+        rates, count = step.history["lr"].values, len(losses) // 2
+        if len(losses) < self.FEWEST or step.number + 1 > 4 * len(losses) or not rates:
+            return None
+        start, (fell, error) = float(np.mean(step.first_losses)), fall(losses[-count:])
+        end, before = float(np.mean(losses[-count // 4 :])), float(np.mean(losses[-count : -count // 2]))
+        gained, lately = start - end, before - float(np.mean(losses[-count // 2 :]))
+        falls = fell > max(4 * error, self.share * gained) and lately > self.LATELY * gained > 0
+        if not falls or end < self.LEFT * start:
+            return None
+        lr, ratios = step.value("lr"), step.history["update/ratio"].values
+        if not lr > self.DECAYED * max(rates):
+            return None
+        ratio = float(np.median(ratios)) if ratios else math.nan
+        cause = "low_lr" if ratio < self.LOW else "short"
+        seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
+        seen |= {"lr_proposed": lr * min(max(self.LOW / ratio, 3.0), 30.0), "steps_proposed": 5 * (step.number + 1)}
+        return Observation(
+            severity="warning",
+            seen=seen,
+            expected={"fell": f"under {self.share * gained:.3g}"},
+            since=max(step.number - count, 0),
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+
+@register
+@dataclass
+class Memorizing(Rule):
+    """The validation loss rises while the training loss falls."""
+
+    id = "memorizing"
+    family = "loss"
+    needs = ("loss/val",)
+    judges_after = 0
+    closes_after = 10**9
+    expects_fall = True
+    message = Message(
+        name="Memorizing",
+        pattern="The validation loss has risen by 20% or more from its lowest, while the training loss kept falling.",
+        title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
+        causes={
+            "memorizes": (
+                "The model memorizes the training data: validation was best at step {at}, and what was learned since "
+                "does not carry over"
+            )
+        },
+        fixes={
+            "stop": "Stop at about step {steps_proposed} and keep the weights with the lowest validation loss",
+            "regularize": "Add dropout, weight decay or data augmentation, use a smaller model, or more data",
+        },
+        snippets={"stop": "if val_loss < best:\n    best = val_loss\n    torch.save(model.state_dict(), 'best.pt')"},
+        passed="the validation loss did not rise while the training loss fell",
+    )
+
+    RISE = 1.2  # validation loss over its lowest
+    FEWEST = 4  # validations
+    GAP = 1.5  # validation loss over training loss
+
+    best: float = field(default=math.inf, init=False)
+    best_step: int = field(default=0, init=False)
+    train_then: float = field(default=math.nan, init=False)
+    count: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at a validation."""
+        val = step.values.get("loss/val")
+        losses = step.history["loss"].last(20)
+        if val is None or not math.isfinite(val) or not len(losses):
+            return None
+        self.count += 1
+        train = float(np.median(losses))
+        if val < self.best:
+            self.best, self.best_step, self.train_then = val, step.number, train
+        rose = val > self.RISE * self.best and self.count >= self.FEWEST
+        if not (rose and train < 0.9 * self.train_then and val > self.GAP * train):
+            return None
+        seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
+        return Observation(
+            severity="warning",
+            seen=seen | {"steps_proposed": self.best_step + 1},
+            expected={"val": self.best},
+            since=self.best_step,
+        )

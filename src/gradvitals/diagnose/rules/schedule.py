@@ -23,6 +23,7 @@ class WarmupNeeded(Rule):
 
     id = "warmup_needed"
     family = "schedule"
+    is_symptom = True
     needs = ("lr", "loss", "grad/norm")
     expects_fall = True
     judges_after = 30
@@ -132,6 +133,7 @@ class LrTooHigh(Rule):
 
     id = "lr_too_high"
     family = "schedule"
+    is_symptom = True
     needs = ("lr", "loss", "grad/norm", "update/ratio")
     expects_fall = True
     judges_after = 60
@@ -164,7 +166,7 @@ class LrTooHigh(Rule):
     RISE = 10.0  # loss over the first one, at two steps in a row
     NORM_RISE = 5.0  # largest gradient norm over the first one
     MOVED = 0.05  # largest update, as a share of the weight norm
-    BACK = 0.9  # the run has recovered if the median of its last losses is under this share of the first
+    BACK = 0.5  # the run has recovered if the median of its last losses is under this share of the first
     SETTLED = 50  # steps from the start within which the weights must have grown
     GROWTH = 2.5  # weight norm over its start, median over matrices; runs that learn stay below 2 or lower the loss
     THROWN = 1.1  # highest of the first losses over the first: a run that was not thrown may be at its lowest
@@ -327,6 +329,7 @@ class DecayDue(Rule):
 
     id = "decay_due"
     family = "schedule"
+    is_symptom = True
     needs = ("lr", "loss", "gsnr")
     needs_known = "gsnr"
     reads = "full"

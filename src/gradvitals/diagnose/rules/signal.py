@@ -32,6 +32,7 @@ class NearZeroInitialGsnr(Rule):
 
     id = "near_zero_initial_gsnr"
     family = "signal"
+    is_symptom = True
     needs = ("microbatch:gsnr", "loss")
     reads = "full"
     expects_fall = True
@@ -115,6 +116,7 @@ class DeepLayerCollapse(Rule):
 
     id = "deep_layer_collapse"
     family = "signal"
+    is_symptom = True
     needs = ("microbatch:gsnr",)
     reads = "full"
     judges_after = 60
@@ -220,6 +222,7 @@ class SuddenGsnrDrop(Rule):
 
     id = "sudden_gsnr_drop"
     family = "signal"
+    is_symptom = True
     needs = ("gsnr",)
     needs_known = "gsnr"
     reads = "full"
@@ -382,6 +385,7 @@ class HighEffortLowProgress(Rule):
 
     id = "high_effort_low_progress"
     family = "signal"
+    is_symptom = True
     needs = ("gsnr", "loss", "grad/norm")
     needs_known = "gsnr"
     reads = "full"
@@ -414,6 +418,7 @@ class HighEffortLowProgress(Rule):
     RATIO = 1.5  # norm over the median of the run so far
     MOST = 0.5  # GSNR of one step that the upper end of the interval must be below
     WORSE = 0.05  # share by which the loss exceeds its best
+    LEFT = 0.05  # share of the first loss below which there is little left to learn, and losses swing by nature
     SPAN = 30  # steps whose mean loss and median norm are compared
     IN_A_ROW = 3  # readings
 
@@ -434,7 +439,8 @@ class HighEffortLowProgress(Rule):
         usual, now = median(norms.last(1024)), median(norms.last(self.SPAN))
         high = average.high * average.per_step
         low_signal = average.low <= 0 and high < self.MOST
-        worse = loss - self.best > max(self.WORSE * abs(self.best), 3 * error)
+        little_left = loss < self.LEFT * float(np.mean(step.first_losses))
+        worse = not little_left and loss - self.best > max(self.WORSE * abs(self.best), 3 * error)
         self.streak.add(now > self.RATIO * usual and low_signal and worse, step.number, step.history.averages.begins)
         if self.streak.count < self.IN_A_ROW:
             return None
@@ -463,6 +469,7 @@ class NoisyGradients(Rule):
     closes_after = 500
     follows = ("stale_gradients", "lr_too_high")
     ordinary = True
+    default = False
     message = Message(
         name="Noisy gradients",
         pattern="The median GSNR is under 1 at the batch size in use; the finding reports the share of coordinates.",

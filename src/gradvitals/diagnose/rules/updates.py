@@ -38,7 +38,7 @@ class DeadTensor(Rule):
     family = "updates"
     needs = ("tensors:grad/norm",)
     reads = "tensors"
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
     message = Message(
@@ -114,6 +114,85 @@ class DeadTensor(Rule):
             return ("unused",)
         # A mask or a gate silences one layer; units that are off silence all layers in front of them.
         return ("died", "zero") if len({infos[int(index)].layer for index in dead}) > 1 else ("zero",)
+
+
+@register
+@dataclass
+class DeadUnits(Rule):
+    """Most units of a layer are off for every sample: they pass nothing on, and nothing back."""
+
+    id = "dead_units"
+    family = "updates"
+    is_symptom = True
+    needs = ("tensors:activation/dead_fraction",)
+    reads = "tensors"
+    judges_after = 30
+    closes_after = 100
+    follows = ("stale_gradients", "lr_too_high")
+    masks = ("dead_tensor", "vanishing")
+    message = Message(
+        name="Dead units",
+        pattern="Over several readings, a ReLU turns off 75% or more of a layer's units for every sample of the batch.",
+        title="{dead:%} of the units behind {first} are dead: their ReLU is off for every sample",
+        causes={
+            "start": (
+                "They were off from the first step: the initialization puts them there, with biases that are too "
+                "negative or weights that are too large"
+            ),
+            "lr": (
+                "They died in training, from {alive:%} alive at first: a learning rate of {lr} is too high and threw "
+                "the weights where no input reaches them"
+            ),
+        },
+        fixes={
+            "start": "Start with biases of 0 and nn.init.kaiming_normal_ weights in {first}, or use LeakyReLU or GELU",
+            "lr": "Start again and lower the learning rate from {lr} to about {lr_proposed}: dead units do not recover",
+        },
+        changes={"start": {"initialization": "kaiming"}},
+        snippets={"start": "nn.init.kaiming_normal_(layer.weight)\nnn.init.zeros_(layer.bias)"},
+        passed="most units of every layer are alive",
+    )
+
+    PATIENCE = 3  # readings in a row
+    FEWEST = 8  # samples in a batch, and units in a layer unless all of them are dead
+    EARLY = 2  # steps from the start at which units that are dead were so from the start
+
+    share: float = 0.75
+    """Share of a layer's units."""
+
+    first: Floats = field(default_factory=empty, init=False)
+    """Share at the first reading, plus one; 0 before it."""
+    dead_for: Floats = field(default_factory=empty, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at a reading of activations."""
+        shares = step.tensors("activation/dead_fraction")
+        if shares is None or step.fact("head/samples") < self.FEWEST:
+            return None
+        self.first, self.dead_for = resized(self.first, len(shares)), resized(self.dead_for, len(shares))
+        known = np.isfinite(shares)
+        if step.number <= self.EARLY:
+            self.first = np.where(known & (self.first == 0), 1 + np.where(known, shares, 0.0), self.first)
+        units = np.array([info.shape[0] if info.shape else 1 for info in step.layout.tensors])
+        dead = known & (shares >= np.where(units >= self.FEWEST, self.share, 1.0))
+        self.dead_for = np.where(dead, self.dead_for + 1, np.where(known, 0.0, self.dead_for))
+        chosen = np.flatnonzero(dead & (self.dead_for >= self.PATIENCE))
+        if not len(chosen):
+            return None
+        chosen = chosen[np.argsort(-np.asarray(shares)[chosen], kind="stable")]
+        worst = int(chosen[0])
+        at_first = self.first[worst] - 1
+        seen = {"dead": float(shares[worst]), "alive": float(1 - max(at_first, 0.0)), "lr": step.value("lr")}
+        cause = "start" if at_first >= self.share else "lr"
+        return Observation(
+            severity="critical" if shares[worst] == 1 else "warning",
+            seen=seen | {"lr_proposed": step.lower_lr, "layers": len(chosen)},
+            expected={"dead": f"under {self.share:g}"},
+            tensors=step.names(chosen[:MAX_NAMED]),
+            since=0 if cause == "start" else None,
+            causes=(cause,),
+            fixes=(cause,),
+        )
 
 
 @register
@@ -215,6 +294,7 @@ class UpdateRatio(Rule):
 
     id = "update_ratio"
     family = "updates"
+    is_symptom = True
     needs = ("update/ratio",)
     judges_after = 30
     closes_after = 110
@@ -429,6 +509,7 @@ class UpdateSpike(Rule):
 
     id = "update_spike"
     family = "updates"
+    is_symptom = True
     needs = ("update/rms",)
     follows = ("stale_gradients", "lr_too_high")
     taints_steps = True

@@ -1,0 +1,1 @@
+"""Bugs that people really had, each beside its fix: does `gradvitals doctor` find them and name the cause?"""

@@ -1,0 +1,586 @@
+"""A look at the batches where bugs show: what the model is fed, what it puts out, and the loss that meets it.
+
+Everything is read from the graph that autograd has built when backward starts: the names of its operations, and the
+tensors they saved. So it does not matter whether a model uses modules or functions. Nothing is wrapped except
+``torch.autograd.backward``, and only for the first steps, for those due for a full reading, and while gradients are not
+finite. Numbers stay on their device and leave with the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradvitals.collect.parameters import ParameterTable
+from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.types import ACTIVATIONS, INSPECTED, LOSSES
+
+FIRST_STEPS = 12
+"""Steps from the start that are inspected."""
+
+MAX_NODES = 20_000
+MAX_SAMPLES = 512
+"""Rows of inputs and targets that are looked at."""
+MAX_ELEMENTS = 1 << 17
+"""Elements of one activation that are looked at."""
+
+MATRIX = ("AddmmBackward", "MmBackward", "ConvolutionBackward", "LinearBackward", "BaddbmmBackward")
+RECURRENT = ("MkldnnRnnLayerBackward", "CudnnRnnBackward", "MiopenRnnBackward", "ThnnFusedLstm", "ThnnFusedGru")
+NORMS = ("NativeBatchNormBackward", "CudnnBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward")
+LOOKUPS = ("EmbeddingBackward", "EmbeddingBagBackward")
+LAYERS = (*MATRIX, *RECURRENT, *NORMS, *LOOKUPS)
+PASS_THROUGH = ("TBackward", "TransposeBackward", "PermuteBackward", "ViewBackward", "ExpandBackward", "ToCopyBackward")
+"""What may lie between a weight and the operation that uses it."""
+LINEAR = (
+    *(*MATRIX, *PASS_THROUGH, *NORMS[:2], *LOOKUPS, "AddBackward", "SubBackward", "NegBackward", "SumBackward"),
+    *("MeanBackward", "CloneBackward", "SliceBackward", "SelectBackward", "CatBackward", "UnsqueezeBackward"),
+    *("SqueezeBackward", "ReshapeAliasBackward", "UnsafeViewBackward", "AvgPool", "AdaptiveAvgPool", "StackBackward"),
+    *("AsStridedBackward", "torch::autograd::AccumulateGrad", "torch::autograd::CopySlices", "NativeDropoutBackward"),
+)
+"""Operations that a model without a nonlinearity is made of."""
+SQUASHES = {
+    "SoftmaxBackward": "softmax",
+    "SigmoidBackward": "sigmoid",
+    "ReluBackward": "relu",
+    "TanhBackward": "tanh",
+    "LogSoftmaxBackward": "log_softmax",
+    "LogSigmoidBackward": "log_sigmoid",
+}
+HARD = ("ReluBackward", "ThresholdBackward")
+SOFT = ("SigmoidBackward", "TanhBackward")
+
+
+def _is(node: Any, names: Sequence[str]) -> bool:
+    return bool(node.name().startswith(tuple(names)))
+
+
+def _shape(node: Any) -> list[int]:
+    metadata = node._input_metadata
+    return [int(size) for size in metadata[0].shape] if metadata else []
+
+
+def _saved(node: Any, *names: str) -> Tensor | None:
+    """Returns the first of these saved tensors that there is."""
+    for name in names:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            value = getattr(node, f"_saved_{name}")
+            if isinstance(value, Tensor):
+                return value.detach()
+    return None
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [before for before, _ in node.next_functions]
+
+
+class Graph:
+    """The graph of one loss: its head, from the loss to the last layers, and the body before it.
+
+    Args:
+        root: The node of the loss.
+        rows: The row of each watched parameter, by its id.
+    """
+
+    def __init__(self, root: Any, rows: dict[int, int]) -> None:
+        self._rows = rows
+        self.head: list[Any] = []
+        """Nodes from the loss down to the last layers, in the order of their distance from the loss."""
+        self.last: list[Any] = []
+        """The last layers."""
+        self.layers: list[Any] = []
+        self.others: list[Any] = []
+        """Every other node of the body."""
+        self.is_ours = False
+        """Whether it reaches a watched parameter."""
+        waiting, seen = deque([(root, True)]), {root}
+        while waiting and len(seen) < MAX_NODES:
+            node, in_head = waiting.popleft()
+            is_layer = _is(node, LAYERS) and self._has_weight(node)
+            if is_layer:
+                self.layers.append(node)
+                if in_head:
+                    self.last.append(node)
+            elif in_head:
+                self.head.append(node)
+            else:
+                self.others.append(node)
+            variable = getattr(node, "variable", None)
+            self.is_ours |= variable is not None and id(variable) in rows
+            for before in _inputs(node):
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    waiting.append((before, in_head and not is_layer))
+
+    def weight_row(self, layer: Any) -> int:
+        """Returns the row of a layer's weight; -1 if it belongs to another model."""
+        found = [self._rows.get(id(leaf), -1) for leaf in _leaves(layer) if leaf.dim() > 1 or _is(layer, NORMS)]
+        return max(found, default=-1)
+
+    def _has_weight(self, node: Any) -> bool:
+        return any(True for _ in _leaves(node))
+
+    def before(self, node: Any) -> int:
+        """Returns the row of the layer whose output a node acts on; -1 if there is none."""
+        for _ in range(8):
+            if _is(node, LAYERS):
+                return self.weight_row(node)
+            following = [before for before in _inputs(node) if before is not None]
+            if len(following) != 1:
+                return -1
+            node = following[0]
+        return -1
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """Yields the parameters that a node uses."""
+    for before in _inputs(node):
+        for _ in range(4):
+            if before is None or not _is(before, PASS_THROUGH):
+                break
+            before = next(iter(_inputs(before)), None)
+        if before is not None and hasattr(before, "variable"):
+            yield before.variable
+
+
+class Inspection:
+    """Inspects the batches of a model, from `arm` to the backward pass of the next step.
+
+    Args:
+        table: The watched parameters.
+        buffer: Returns the buffer of the step in progress.
+    """
+
+    def __init__(self, table: ParameterTable, buffer: Callable[[], ReadingBuffer]) -> None:
+        self._table, self._buffer = table, buffer
+        self._undo: list[Callable[[], None]] = []
+        self._has_hooks = False
+        """Whether saved tensors are packed by someone's hooks: to look at them may compute the forward pass again."""
+        self._first = False
+        self._output: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._sums: tuple[Tensor, Tensor, int] | None = None
+        self._failed = False
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next backward pass is inspected."""
+        return bool(self._undo)
+
+    def arm(self, *, first: bool) -> None:
+        """Inspect the next backward pass.
+
+        Args:
+            first: Look at everything; else only at activations, inputs and targets.
+        """
+        if self._failed or _is_compiled():
+            return
+        self._first = first
+        if self._undo:
+            return
+        original, entered, owner = torch.autograd.backward, saved_tensors_hooks.__enter__, self
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if owner._undo:
+                owner._look(tensors)
+            return original(tensors, *args, **kwargs)
+
+        def enter(hooks: saved_tensors_hooks) -> None:
+            owner._has_hooks = True
+            entered(hooks)
+
+        def restore() -> None:
+            if torch.autograd.backward is backward:  # else another tool has wrapped it; ours does nothing from now on
+                torch.autograd.backward = original
+            if saved_tensors_hooks.__enter__ is enter:
+                saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+
+        torch.autograd.backward = backward
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        self._undo = [restore]
+        if first:
+            model = self._table.model
+            called = list(model.children()) if type(model) is nn.ModuleDict else [model]
+            self._undo += [module.register_forward_hook(self._keep_output).remove for module in called]
+
+    def disarm(self) -> None:
+        """Take everything away."""
+        while self._undo:
+            self._undo.pop()()
+        self._output = None
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            self._output = output.detach()
+
+    def _look(self, tensors: Any) -> None:
+        root = tensors if isinstance(tensors, Tensor) else None
+        try:
+            if root is not None and root.grad_fn is not None and root.numel() == 1 and not self._has_hooks:
+                with torch.no_grad():
+                    self._inspect(root)
+        except Exception:  # a graph that is unlike all others: it is not worth a word, and must not end the training
+            self._failed = True
+            self.disarm()
+
+    def _inspect(self, loss: Tensor) -> None:
+        table = self._table
+        graph = Graph(loss.grad_fn, {id(parameter): row for row, parameter in enumerate(table.parameters)})
+        if not graph.is_ours:  # the loss of another model; one of ours may follow
+            if self._first:
+                self._write({"head/reached": 0.0})
+            return
+        self.disarm_soon()
+        found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
+        entry = next((layer for layer in reversed(graph.layers) if self._is_entry(layer)), None)
+        if entry is not None:
+            found |= _input_numbers(entry)
+        self._read_activations(graph)
+        head = Head(graph, self._output)
+        found |= self._target_numbers(head)
+        if self._first:
+            found |= head.numbers()
+            found |= _mode_numbers(table.model, graph)
+        self._write(found)
+
+    def disarm_soon(self) -> None:
+        """This step has been seen; hooks go when the next step is armed, or not."""
+        output, self._output = self._output, None
+        self.disarm()
+        self._output = output
+
+    def _is_entry(self, layer: Any) -> bool:
+        """Whether a layer acts on data rather than on another layer's output."""
+        if _is(layer, LOOKUPS):
+            return True
+        data = _saved(layer, "mat1", "input", "self")
+        through = [before for before in _inputs(layer) if before is not None]
+        only_weights = all(hasattr(b, "variable") or _is(b, PASS_THROUGH) for b in through)
+        return data is not None and only_weights and len(through) <= len(list(_leaves(layer)))
+
+    def _read_activations(self, graph: Graph) -> None:
+        dead: dict[int, Tensor] = {}
+        saturated: dict[int, Tensor] = {}
+        for node in graph.others:
+            kind = dead if _is(node, HARD) else saturated if _is(node, SOFT) else None
+            result = _saved(node, "result", "self") if kind is not None else None
+            row = graph.before(node) if result is not None else -1
+            if kind is None or result is None or row < 0 or result.dim() < 2 or row in kind:
+                continue
+            units = _sampled(result.flatten(2) if result.dim() == 4 else result.reshape(-1, result.shape[-1]))
+            if kind is dead:
+                over = (0, 2) if units.dim() == 3 else (0,)
+                kind[row] = (units <= 0).all(over[-1] if len(over) == 1 else -1).float()
+                kind[row] = (kind[row] if units.dim() == 2 else kind[row].amin(0)).mean()
+            else:
+                middle, reach = (0.5, 0.49) if _is(node, SOFT[:1]) else (0.0, 0.98)
+                kind[row] = ((units - middle).abs() > reach).float().mean()
+        for name, numbers in (("dead", dead), ("saturated", saturated)):
+            if numbers:
+                self._buffer().add_each(name, list(numbers.values()), list(numbers))
+
+    def _target_numbers(self, head: Head) -> dict[str, Tensor | float]:
+        labels, targets = head.labels, head.targets
+        found: dict[str, Tensor | float] = {}
+        if labels is not None and head.classes > 0:
+            one = torch.zeros(head.classes, device=labels.device)
+            inside = labels.clamp(0, head.classes - 1)
+            one.scatter_add_(0, inside, torch.ones_like(inside, dtype=one.dtype))
+            self._counts = one if self._counts is None or len(self._counts) != len(one) else self._counts + one
+            share = self._counts / self._counts.sum()
+            found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
+            found["target/dominant"] = one.argmax()
+            found |= {"loss/trivial": -torch.special.xlogy(share, share).sum()}
+        elif targets is not None and targets.numel():
+            flat = _sampled(targets.reshape(len(targets), -1) if targets.dim() > 1 else targets[:, None]).float()
+            finite = torch.where(flat.isfinite(), flat, 0.0)
+            sums, squares, count = self._sums or (torch.zeros(()), torch.zeros(()), 0)
+            if sums.shape != finite.shape[1:]:
+                sums, squares, count = torch.zeros_like(finite[0]), torch.zeros_like(finite[0]), 0
+            sums, squares, count = sums + finite.sum(0), squares + finite.square().sum(0), count + len(finite)
+            self._sums = sums, squares, count
+            mean = sums / count
+            variance = squares / count - mean.square()
+            found |= {"target/min": finite.min(), "target/max": finite.max(), "target/mean": mean.mean()}
+            found |= {"target/std": (squares.mean() / count - mean.mean().square()).clamp_min(0).sqrt()}
+            found |= {"target/integer": (finite == finite.round()).float().mean()}
+            found |= {"target/row_sum": finite.sum(1).mean(), "target/columns": float(finite.shape[1])}
+            found |= {"target/nonfinite": (~flat.isfinite()).sum()}
+            found |= {"target/one_hot": ((finite.sum(1) == 1) & (finite.max(1).values == 1)).float().mean()}
+            if head.loss == "mse":
+                found["loss/trivial"] = variance.mean()
+            elif head.loss in ("bce", "bce_logits"):
+                p = mean.clamp(0, 1)
+                found["loss/trivial"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
+        return found
+
+    def _write(self, found: dict[str, Tensor | float]) -> None:
+        buffer, constants = self._buffer(), {}
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                buffer.add("look", value.detach().to(torch.float32).reshape(()), [INSPECTED.index(name)])
+            else:
+                constants[name] = float(value)
+        if constants:
+            numbers = torch.tensor(list(constants.values()), dtype=torch.float32)
+            buffer.add("look", numbers, [INSPECTED.index(name) for name in constants])
+
+
+class Head:
+    """What lies between the last layers and the loss.
+
+    Args:
+        graph: The graph of the loss.
+        output: What the model returned, if known.
+    """
+
+    def __init__(self, graph: Graph, output: Tensor | None) -> None:
+        self._graph = graph
+        nodes = graph.head
+        self._nodes = nodes
+        self.labels: Tensor | None = None
+        """Classes as integers."""
+        self.targets: Tensor | None = None
+        """Targets of any other kind."""
+        self.classes = 0
+        self._kind_by_sign: list[Tensor] = []
+        self.loss = ""
+        squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
+        self._find_loss(output)
+        if self.loss in ("nll", "cross_entropy") and squashes and squashes[0][1] == "log_softmax":
+            self.loss = "cross_entropy"
+            squashes = squashes[1:]
+        self.activation = squashes[-1][1] if squashes else ""
+        """What the last layer's output goes through, besides what is part of the loss."""
+        self._squash = squashes[-1][0] if squashes else None
+
+    def _find_loss(self, output: Tensor | None) -> None:
+        by_name = {
+            "NllLoss": "nll",
+            "BinaryCrossEntropyWithLogits": "bce_logits",
+            "BinaryCrossEntropy": "bce",
+            "MseLoss": "mse",
+            "SmoothL1Loss": "smooth_l1",
+            "HuberLoss": "smooth_l1",
+            "KlDiv": "kl",
+        }
+        for node in self._nodes:
+            kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
+            if kind:
+                self.loss = kind
+                target = _saved(node, "target")
+                own = _saved(node, "self")
+                if kind == "nll" and target is not None:
+                    self.labels = target.reshape(-1)[:MAX_SAMPLES]
+                    self.classes = own.shape[1 if own.dim() > 1 else 0] if own is not None else 0
+                else:
+                    self.targets = target
+                return
+        for node in self._nodes:
+            if _is(node, ("PowBackward", "AbsBackward")) and self._is_difference(node):
+                self.loss = "l1" if _is(node, ("AbsBackward",)) else "mse"
+                self._targets_from_difference(node, output)
+                return
+        logs = [node for node in self._nodes if _is(node, ("LogBackward", "LogSoftmaxBackward"))]
+        for node in self._nodes:
+            if logs and _is(node, ("MulBackward",)):
+                other = self._constant(node)
+                if other is not None and other.dim() > 0 and other.is_floating_point():
+                    self.loss, self.targets = "log", other
+                    return
+
+    def _is_difference(self, node: Any) -> bool:
+        before = _inputs(node)[0]
+        while before is not None and _is(before, PASS_THROUGH):
+            before = _inputs(before)[0]
+        exponent = getattr(node, "_saved_exponent", 2) if _is(node, ("PowBackward",)) else 2
+        return exponent == 2 and before is not None and _is(before, ("SubBackward", "RsubBackward"))
+
+    def _targets_from_difference(self, node: Any, output: Tensor | None) -> None:
+        difference, before = _saved(node, "self"), _inputs(node)[0]
+        if difference is None or output is None or output.shape != difference.shape:
+            return
+        operands = [one for one, _ in before.next_functions]
+        of_first = bool(operands) and operands[0] is not None
+        if sum(one is not None for one in operands) == 1:
+            self.targets = output - difference if of_first else output + difference
+
+    def _constant(self, node: Any) -> Tensor | None:
+        """Returns the factor of a product that needs no gradient."""
+        operands = _inputs(node)
+        if len(operands) == 2 and operands[1] is None:
+            return _saved(node, "other")
+        return _saved(node, "self") if len(operands) == 2 and operands[0] is None else None
+
+    def numbers(self) -> dict[str, Tensor | float]:
+        """Returns what there is to know about it."""
+        graph, last = self._graph, self._graph.last
+        found: dict[str, Tensor | float] = {}
+        found["head/loss"] = float(LOSSES.index(self.loss))
+        found["head/activation"] = float(ACTIVATIONS.index(self.activation))
+        shape = _shape(last[0]) if last else []
+        if shape:
+            found["head/units"] = float(shape[1] if _is(last[0], ("ConvolutionBackward",)) else shape[-1])
+            found["head/samples"] = float(shape[0])
+        if self._squash is not None and self.activation in ("softmax", "log_softmax"):
+            shape, dim = _shape(self._squash), int(getattr(self._squash, "_saved_dim", -1)) & 0xFFFFFFFF
+            dim = dim - (1 << 32) if dim >= 1 << 31 else dim
+            found["head/softmax_units"] = float(shape[dim]) if -len(shape) <= dim < len(shape) else math.nan
+        elif self.loss == "cross_entropy":
+            found["head/softmax_units"] = float(self.classes)
+        found["head/broadcast"] = float(any(self._broadcasts(node) for node in self._nodes))
+        logs = [node for node in self._nodes if _is(node, ("LogBackward",))]
+        found["head/log"] = float(any(self._is_bare_log(node) for node in logs))
+        found["head/raw_log"] = float(self.loss == "log" and any(self._is_raw_log(node) for node in logs))
+        found["head/logs"] = float(len(logs))
+        foreign = [layer for layer in last if graph.weight_row(layer) < 0]
+        found["head/foreign"] = float(bool(last) and len(foreign) == len(last))
+        products = [node for node in self._nodes if _is(node, ("MmBackward", "BmmBackward"))]
+        found["head/products"] = float(bool(products))
+        found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self._nodes))
+        found["head/terms"] = float(len(last))
+        signs = [self._both_signs(node) for node in self._nodes if _is(node, ("MulBackward",))]
+        if known := [sign for sign in signs if sign is not None]:
+            found["head/signed_weights"] = torch.stack(known).amax()
+        matrices = [layer for layer in graph.layers if _is(layer, MATRIX)]
+        found["body/layers"] = float(len(matrices))
+        bent = [n for n in graph.others if not _is(n, LINEAR) and not self._is_scaling(n)]
+        bent += [layer for layer in graph.layers if _is(layer, (*RECURRENT, NORMS[2], NORMS[3]))]
+        found["body/nonlinear"] = float(len(bent))
+        return found
+
+    def _is_scaling(self, node: Any) -> bool:
+        return _is(node, ("MulBackward", "DivBackward")) and sum(one is not None for one in _inputs(node)) <= 1
+
+    def _broadcasts(self, node: Any) -> bool:
+        """Whether targets of another shape have made a square of a column: (n, 1) and (n,) give (n, n)."""
+        if _is(node, ("SubBackward", "RsubBackward")):
+            shape, operands = _shape(node), [one for one in _inputs(node) if one is not None]
+            before = _shape(operands[0]) if len(operands) == 1 else shape
+        elif _is(node, ("ExpandBackward",)):
+            shape, before = _shape(node), _shape(_inputs(node)[0])
+        else:
+            return False
+        square = len(shape) == 2 and shape[0] == shape[1] > 1
+        return square and math.prod(before) == shape[0] and before != shape
+
+    def _is_bare_log(self, node: Any) -> bool:
+        """Whether the log of a probability is taken that nothing keeps from being 0."""
+        for _ in range(3):
+            operands = [one for one in _inputs(node) if one is not None]
+            if len(operands) != 1:
+                return False
+            node = operands[0]
+            if _is(node, ("SoftmaxBackward", "SigmoidBackward")):
+                return True
+            if not _is(node, ("RsubBackward", "SubBackward", *PASS_THROUGH)):
+                return False
+        return False
+
+    def _is_raw_log(self, node: Any) -> bool:
+        """Whether the log of what a layer puts out is taken, clamped or not."""
+        for _ in range(4):
+            operands = [one for one in _inputs(node) if one is not None]
+            if len(operands) != 1:
+                return False
+            node = operands[0]
+            if _is(node, MATRIX):
+                return True
+            if not _is(node, ("ClampBackward", "RsubBackward", "SubBackward", "AddBackward", *PASS_THROUGH)):
+                return False
+        return False
+
+    def _both_signs(self, node: Any) -> Tensor | None:
+        """Whether outputs are weighted by numbers of both signs, such as advantages; NaN-free and on the device."""
+        other = self._constant(node)
+        if other is None or other.dim() == 0 or other.numel() < 2 or not other.is_floating_point():
+            return None
+        whole = (other == other.round()).all()
+        return ((other.min() < 0) & (other.max() > 0) & ~whole).float()
+
+
+def _sampled(values: Tensor) -> Tensor:
+    """Returns some rows of a matrix."""
+    rows = max(1, min(MAX_SAMPLES, MAX_ELEMENTS // max(math.prod(values.shape[1:]), 1)))
+    return values if len(values) <= rows else values[:: -(-len(values) // rows)]
+
+
+def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
+    """Returns the scale of what a layer is fed, by columns or channels."""
+    if _is(layer, LOOKUPS):
+        indices = _saved(layer, "indices")
+        found: dict[str, Tensor | float] = {"input/lookup": 1.0}
+        if indices is not None:
+            flat = indices.reshape(-1)[: MAX_SAMPLES * 8].float()
+            found["input/checksum"] = (flat * torch.arange(1, len(flat) + 1, device=flat.device)).mean()
+        return found
+    data = _saved(layer, "mat1", "input", "self")
+    assert data is not None
+    if data.dim() == 4 or _is(layer, ("ConvolutionBackward",)):
+        channels = data.shape[1] if data.dim() > 2 else 1
+        flat = data[:64].transpose(0, 1).reshape(channels, -1).T if data.dim() > 2 else data
+    else:
+        flat = data.reshape(-1, data.shape[-1])
+    values = _sampled(flat).float()
+    finite = values.isfinite()
+    clean = torch.where(finite, values, 0.0)
+    mean, std = clean.mean(0), clean.std(0, correction=0)
+    moving = std > 1e-7 * (1 + mean.abs())
+    ramp = torch.arange(1, clean.numel() + 1, device=clean.device) % 997
+    found = {
+        "input/mean": clean.mean(),
+        "input/std": clean.std(correction=0),
+        "input/max": clean.abs().max(),
+        "input/min": clean.min(),
+        "input/offset": mean.abs().max(),
+        "input/spread_high": std.max(),
+        "input/spread_low": torch.where(moving, std, math.inf).min(),
+        "input/constant": (~moving).sum(),
+        "input/columns": float(values.shape[1]),
+        "input/integer": (clean == clean.round()).float().mean(),
+        "input/nonfinite": (~finite).sum(),
+        "input/nonfinite_columns": (~finite).all(0).sum(),
+        "input/checksum": (clean.reshape(-1) * ramp).mean(),
+        "input/part": float(data.untyped_storage().nbytes() > 4 * data.numel() * data.element_size()),
+        "input/normalized": float(_is(layer, NORMS)),
+    }
+    return found
+
+
+def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
+    """Returns what the modes of layers show: evaluation mode, dropout, batch norm."""
+    found: dict[str, Tensor | float] = {}
+    norms = [node for node in graph.layers if _is(node, NORMS[:2])]
+    drops = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    evaluating = sum(not getattr(node, "_saved_training", True) for node in norms)
+    if not model.training and type(model) is not nn.ModuleDict:
+        evaluating += sum(not drop.training for drop in drops)
+        found["mode/eval"] = float(evaluating)
+    found["mode/dropout"] = max((float(drop.p) for drop in drops if drop.training), default=0.0)
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and p.numel() >= 64]
+    if frozen and frozen[0].is_floating_point():
+        found["mode/frozen_random"] = torch.stack([_is_initial(p.detach()) for p in frozen[:8]]).sum()
+    shapes = [_shape(node) for node in norms if getattr(node, "_saved_training", False)]
+    if counts := [math.prod(shape) / shape[1] for shape in shapes if len(shape) > 1]:
+        found["mode/norm_samples"] = float(min(counts))
+    return found
+
+
+def _is_initial(weight: Tensor) -> Tensor:
+    """Whether a matrix looks like torch's own initialization: uniform between plus and minus 1 / sqrt(inputs)."""
+    bound = 1 / math.sqrt(math.prod(weight.shape[1:]))
+    largest, spread = weight.abs().max() / bound, weight.std() * math.sqrt(3) / bound
+    return ((largest > 0.9) & (largest <= 1) & (spread > 0.9) & (spread < 1.1)).float()
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile is in use: it hides the graph, and would compile again with our hooks in it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters.get("frames"))

@@ -1,0 +1,617 @@
+"""Rules about the data, the model and the loss as the inspected batches show them: what no gradient shows.
+
+They report at once what cannot be right. What is only suspicious is a note, until a symptom confirms it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradvitals.diagnose.message import Message, Observation
+from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.step import Step
+from gradvitals.format import number
+from gradvitals.types import ACTIVATIONS, Severity
+
+NEVER = 10**9
+"""What is wrong with a setup stays wrong until the run ends."""
+
+REGRESSION = ("mse", "l1", "smooth_l1")
+LAYER_NAMES = {"softmax": "Softmax", "sigmoid": "Sigmoid", "relu": "ReLU", "tanh": "Tanh"}
+LOSS_NAMES = {
+    "cross_entropy": "cross_entropy",
+    "nll": "nll_loss",
+    "bce": "binary_cross_entropy",
+    "bce_logits": "binary_cross_entropy_with_logits",
+    "mse": "mse_loss",
+    "l1": "l1_loss",
+    "smooth_l1": "smooth_l1_loss",
+}
+
+
+@register
+@dataclass
+class BadInputs(Rule):
+    """The batches hold NaN or infinite values."""
+
+    id = "bad_inputs"
+    family = "setup"
+    needs = ("input/nonfinite",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="NaN in the data",
+        pattern="A batch that was inspected holds NaN or infinite inputs or targets.",
+        title="The {what} of the batch of step {at} hold {count} NaN or infinite values",
+        causes={
+            "column": (
+                "{columns} of {of} input columns are NaN or infinite in every sample: most likely they were divided by "
+                "a standard deviation of zero, because the column is constant"
+            ),
+            "sample": "Some samples of the data hold NaN or infinite {what}: missing values, or a broken record",
+        },
+        fixes={
+            "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
+            "sample": "Remove or fill the samples that are not finite before training",
+        },
+        snippets={
+            "column": "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
+            "sample": "keep = torch.isfinite(x).flatten(1).all(1)\nx, y = x[keep], y[keep]",
+        },
+        passed="inputs and targets were finite in the batches inspected",
+    )
+
+    broken_since: int = field(default=-1, init=False)
+    """The first step whose loss or gradient was not finite."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch with values that are not finite."""
+        values = step.values
+        loss = values.get("loss", 0.0)
+        if self.broken_since < 0 and (values.get("grad/nonfinite", 0.0) > 0 or not math.isfinite(loss)):
+            self.broken_since = step.number
+        inputs, targets = values.get("input/nonfinite", 0.0), values.get("target/nonfinite", 0.0)
+        if not (inputs > 0 or targets > 0):
+            return None
+        columns = int(values.get("input/nonfinite_columns", 0.0))
+        cause = "column" if inputs and 0 < columns < values["input/columns"] else "sample"
+        seen: dict[str, Any] = {"count": int(inputs or targets), "at": step.number, "columns": columns}
+        seen["of"] = int(values.get("input/columns", 0.0))
+        return Observation(
+            severity="critical",
+            seen=seen,
+            expected={"count": 0},
+            text={"what": "inputs" if inputs else "targets"},
+            # If the loss broke before, a batch like this one was there then, between two inspections.
+            since=step.number if self.broken_since < 0 else min(self.broken_since, step.number),
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+
+@register
+@dataclass
+class LossMismatch(Rule):
+    """The model's output, the loss and the targets do not fit together."""
+
+    id = "loss_mismatch"
+    family = "setup"
+    needs = ("head/loss",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Output, loss and targets do not fit",
+        pattern=(
+            "The graph of the loss shows an output activation that the loss does not expect, outputs that cannot reach "
+            "the targets, or shapes that broadcast."
+        ),
+        title="{what}",
+        causes={
+            "one_unit": (
+                "A softmax over a single output is 1 whatever the weights are: the loss cannot fall, and no gradient "
+                "flows"
+            ),
+            "double_softmax": (
+                "The model's output goes through a softmax, and {loss} applies another one: outputs between 0 and 1 "
+                "cannot become confident, and gradients are small"
+            ),
+            "double_sigmoid": "The model's output goes through a sigmoid, and {loss} applies another one",
+            "no_log": "nll_loss expects log-probabilities, and gets {given}",
+            "relu_output": (
+                "The last operation of the model is a ReLU: outputs cannot be negative, and one that is off for every "
+                "sample never learns"
+            ),
+            "bounded": (
+                "The output goes through a {activation}, which stays between {low} and {high}, but targets lie between "
+                "{target_min} and {target_max}: the output cannot reach them"
+            ),
+            "classes": (
+                "The targets are {classes} classes, and the loss expects one probability: {units} output cannot tell "
+                "{classes} classes apart"
+            ),
+            "multi_label": (
+                "A softmax makes the outputs compete and sum to 1, but samples have {row_sum} positive labels on "
+                "average: the labels are independent"
+            ),
+            "raw_log": (
+                "The loss takes the log of the model's raw output, which is not a probability: there is no sigmoid or "
+                "softmax before it"
+            ),
+            "broadcast": (
+                "Outputs of shape ({samples}, 1) and targets of shape ({samples},) broadcast to a square: every output "
+                "is compared with the targets of all samples, so the model learns their mean"
+            ),
+            "mse_classes": "Mean squared error on {classes} one-hot classes: cross-entropy is made for classes",
+        },
+        fixes={
+            "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
+            "double_softmax": "Remove the softmax from the model: {loss} expects logits",
+            "double_sigmoid": "Remove the sigmoid from the model: {loss} expects logits",
+            "no_log": "Use cross_entropy on the output of the last linear layer",
+            "relu_output": "Remove the ReLU after the last layer{instead}",
+            "bounded": "Remove the {activation} after the last layer, or scale the targets to [{low}, {high}]",
+            "classes": "Use {classes} outputs and cross_entropy",
+            "multi_label": "Replace the softmax with a sigmoid per label: binary_cross_entropy_with_logits",
+            "raw_log": "Remove the log and use binary_cross_entropy_with_logits on the raw output",
+            "broadcast": "Give targets the shape of the outputs: y.unsqueeze(1), or outputs.squeeze(1)",
+            "mse_classes": "Use cross_entropy on the outputs of the last layer, with class indices as targets",
+        },
+        changes={
+            "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
+            "double_softmax": {"output": "none"},
+            "double_sigmoid": {"output": "none"},
+            "no_log": {"loss": "cross_entropy", "output": "none"},
+            "relu_output": {"output": "none"},
+            "bounded": {"output": "none"},
+            "classes": {"loss": "cross_entropy", "output": "none"},
+            "multi_label": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
+            "raw_log": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
+            "broadcast": {"targets": "unsqueeze"},
+            "mse_classes": {"loss": "cross_entropy", "output": "none"},
+        },
+        snippets={
+            "one_unit": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any softmax",
+            "double_softmax": "loss = F.cross_entropy(logits, y)  # logits: before any softmax",
+            "double_sigmoid": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any sigmoid",
+            "no_log": "loss = F.cross_entropy(logits, y)",
+            "classes": "self.out = nn.Linear(self.out.in_features, {classes})\nloss = F.cross_entropy(logits, y)",
+            "multi_label": "loss = F.binary_cross_entropy_with_logits(logits, y)",
+            "raw_log": "loss = F.binary_cross_entropy_with_logits(logits, y)",
+            "broadcast": "loss = F.mse_loss(outputs, y.unsqueeze(1))",
+            "mse_classes": "loss = F.cross_entropy(logits, labels)",
+        },
+        passed="output, loss and targets fit together",
+    )
+
+    ENOUGH = 3  # inspected batches with targets before their range counts
+    MARGIN = 0.02  # how far targets must lie outside what an output can reach
+
+    low: float = field(default=math.inf, init=False)
+    high: float = field(default=-math.inf, init=False)
+    """The range of the targets inspected so far."""
+    seen_batches: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        values = step.values
+        self.low = min(self.low, values.get("target/min", math.inf))
+        self.high = max(self.high, values.get("target/max", -math.inf))
+        if "head/loss" not in values:
+            return None
+        self.seen_batches += 1
+        activation, loss = ACTIVATIONS[int(values["head/activation"])], step.loss_function
+        cause = self._cause(step, activation, loss)
+        if not cause or step.is_reinforced or values.get("head/foreign") == 1:
+            return None
+        low, high = {"sigmoid": (0, 1), "tanh": (-1, 1), "softmax": (0, 1), "relu": (0, math.inf)}.get(
+            activation, (-math.inf, math.inf)
+        )
+        classes = int(max(self.high + 1, values.get("target/columns", 0.0))) if math.isfinite(self.high) else 0
+        seen: dict[str, Any] = {"units": int(values.get("head/units", 0)), "classes": classes}
+        seen |= {"target_min": self.low, "target_max": self.high, "row_sum": values.get("target/row_sum", math.nan)}
+        seen |= {"samples": int(values.get("head/samples", 0)), "low": low, "high": high}
+        name = LAYER_NAMES.get(activation, activation)
+        severity: Severity = "critical" if cause in ("one_unit", "no_log") else "warning"
+        text = {
+            "what": self._title(cause, name, loss),
+            "loss": LOSS_NAMES.get(loss, "the loss"),
+            "activation": name,
+            "given": "probabilities" if activation else "raw outputs",
+            "instead": "" if loss in ("cross_entropy", "bce_logits") else ", or use a Tanh if targets are in [-1, 1]",
+        }
+        return Observation(
+            severity="info" if cause == "mse_classes" else severity,
+            seen=seen,
+            text=text,
+            since=0,
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+    def _cause(self, step: Step, activation: str, loss: str) -> str:
+        values = step.values
+        likelihood = loss in ("bce", "bce_logits", "log")
+        known = self.seen_batches >= self.ENOUGH and self.low <= self.high
+        span = max(self.high - self.low, 1e-6)
+        if values.get("head/broadcast") == 1:
+            return "broadcast"
+        if values.get("head/softmax_units") == 1:
+            return "one_unit"
+        if loss == "cross_entropy" and activation == "softmax":
+            return "double_softmax"
+        if loss == "bce_logits" and activation == "sigmoid":
+            return "double_sigmoid"
+        if loss == "nll" and values.get("head/logs") == 0 and activation in ("", "softmax", "sigmoid"):
+            return "no_log"
+        if activation == "relu" and (loss in ("cross_entropy", "bce_logits") or (known and self.low < -0.02 * span)):
+            return "relu_output"
+        if values.get("head/raw_log") == 1:
+            return "raw_log"
+        if known and likelihood and self.high > 1 + self.MARGIN and values.get("target/integer", 0) > 0.99:
+            return "classes" if values.get("head/units") == 1 else ""
+        if known and loss in REGRESSION and activation in ("sigmoid", "tanh", "softmax"):
+            bottom = -1.0 if activation == "tanh" else 0.0
+            if self.high > 1 + self.MARGIN * span or self.low < bottom - self.MARGIN * span:
+                return "bounded"
+        whole = values.get("target/integer", 0) > 0.99
+        several = values.get("target/columns", 0) >= 3 and values.get("target/one_hot", 1) < 0.7
+        if known and likelihood and whole and several and activation in ("softmax", "log_softmax"):
+            return "multi_label"
+        if known and loss in REGRESSION and values.get("target/one_hot", 0) > 0.99:
+            return "mse_classes" if values.get("target/columns", 0) >= 3 else ""
+        return ""
+
+    def _title(self, cause: str, activation: str, loss: str) -> str:
+        return {
+            "one_unit": "A softmax is taken over a single output",
+            "double_softmax": "There is a softmax before cross_entropy",
+            "double_sigmoid": "There is a sigmoid before binary_cross_entropy_with_logits",
+            "no_log": "nll_loss gets outputs that are not log-probabilities",
+            "relu_output": "The output goes through a ReLU",
+            "bounded": f"The targets are outside the range of the output's {activation}",
+            "classes": "One output unit is trained on several classes",
+            "multi_label": "A softmax is used for independent labels",
+            "raw_log": "The loss takes the log of raw outputs",
+            "broadcast": "Outputs and targets of different shapes broadcast",
+            "mse_classes": "Classes are trained with a mean squared error",
+        }[cause]
+
+
+@register
+@dataclass
+class UnscaledData(Rule):
+    """Inputs or targets are far from 0 mean and unit spread."""
+
+    id = "unscaled_data"
+    family = "setup"
+    needs = ("input/std",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Data not scaled",
+        pattern=(
+            "What the first layer is fed, or the targets of a regression, have a mean or spread of 10 or more (a note, "
+            "or a warning from 30 on), or columns differ in spread by a factor of 1,000."
+        ),
+        title="The {what} are not standardized: {how}",
+        causes={
+            "pixels": (
+                "The inputs are raw pixels from 0 to 255: the first layer's outputs and gradients are about {scale} "
+                "times too large for this initialization"
+            ),
+            "units": (
+                "The inputs are not standardized: columns have different units, with a spread from {low} to {high}, so "
+                "that the largest ones drown the others"
+            ),
+            "inputs": (
+                "The inputs are not standardized: a mean of up to {offset} and a spread of up to {high} make the first "
+                "steps too long and gradients lopsided"
+            ),
+            "both": (
+                "Inputs and targets are not standardized: inputs reach {largest}, targets have a mean of {target_mean} "
+                "and a spread of {target_std}"
+            ),
+            "targets": (
+                "The targets are not standardized: with a mean of {target_mean} and a spread of {target_std}, outputs "
+                "that start near 0 have far to go, and the loss and its gradients are huge"
+            ),
+        },
+        fixes={
+            "pixels": "Divide the inputs by 255",
+            "units": "Standardize each input column by its mean and standard deviation on the training data",
+            "inputs": "Standardize the inputs by their mean and standard deviation on the training data",
+            "both": "Standardize inputs and targets by their mean and standard deviation on the training data",
+            "targets": "Standardize the targets, and multiply predictions by {target_std} and add {target_mean}",
+        },
+        changes={
+            "pixels": {"inputs": "standardize"},
+            "units": {"inputs": "standardize"},
+            "inputs": {"inputs": "standardize"},
+            "both": {"inputs": "standardize", "targets": "standardize"},
+            "targets": {"targets": "standardize"},
+        },
+        snippets={
+            "pixels": "x = x / 255",
+            "units": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
+            "inputs": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
+            "both": (
+                "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)\n"
+                "y = (y - y_train.mean(0)) / y_train.std(0).clamp_min(1e-6)"
+            ),
+            "targets": "y = (y - {target_mean}) / {target_std}",
+        },
+        passed="inputs and targets have an ordinary scale",
+    )
+
+    ENOUGH = 3  # inspected batches
+    NOTE = 10.0  # mean or spread
+    WARNING = 30.0
+    UNITS = 1000.0  # ratio of the spreads of two columns
+
+    batches: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at the third inspected batch."""
+        values = step.values
+        if not ("input/std" in values or "target/std" in values) or self.batches > self.ENOUGH:
+            return None
+        self.batches += 1
+        if self.batches != self.ENOUGH or step.is_reinforced:
+            return None
+        offset, high, low = (values.get(f"input/{name}", 0.0) for name in ("offset", "spread_high", "spread_low"))
+        normalized = values.get("input/normalized") == 1
+        inputs = 0.0 if normalized else max(offset, high)
+        ratio = high / low if 0 < low < math.inf and high > 3 and not normalized else 1.0
+        regression = step.loss_function in REGRESSION
+        mean, std = values.get("target/mean", 0.0), values.get("target/std", 0.0)
+        targets = max(abs(mean), std) if regression else 0.0
+        worst = max(inputs, targets)
+        if worst < self.NOTE and ratio < self.UNITS:
+            return None
+        bad_inputs, bad_targets = inputs >= self.NOTE or ratio >= self.UNITS, targets >= self.NOTE
+        largest, whole = values.get("input/max", 0.0), values.get("input/integer", 0.0) > 0.99
+        if bad_inputs and bad_targets:
+            cause, what = "both", "inputs and targets"
+        elif bad_targets:
+            cause, what = "targets", "targets"
+        elif whole and 100 < largest <= 255 and values.get("input/min", -1.0) >= 0:
+            cause, what = "pixels", "inputs"
+        else:
+            cause, what = "units" if ratio >= 10 else "inputs", "inputs"
+        how = f"they reach {number(largest)}" if bad_inputs else f"their mean is {number(mean)}"
+        seen = {"largest": largest, "offset": offset, "high": high, "low": low, "target_mean": mean, "target_std": std}
+        return Observation(
+            severity="warning" if worst >= self.WARNING or ratio >= self.UNITS else "info",
+            seen=seen | {"scale": max(inputs, 1.0)},
+            text={"what": what, "how": how},
+            since=0,
+            causes=(cause,),
+            fixes=(cause,),
+        )
+
+
+@register
+@dataclass
+class NoNonlinearity(Rule):
+    """Several layers follow each other without anything nonlinear between them."""
+
+    id = "no_nonlinearity"
+    family = "setup"
+    needs = ("body/layers",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="No activation between layers",
+        pattern="The loss goes through two layers or more, and through no nonlinear operation between them.",
+        title="There is no activation between the {layers} layers of the model",
+        causes={
+            "linear": "Without an activation between them, {layers} layers compute no more than a single linear one"
+        },
+        fixes={"add": "Put a nonlinearity such as nn.ReLU() after every layer but the last"},
+        changes={"add": {"activation": "ReLU"}},
+        snippets={"add": "x = F.relu(self.layer1(x))\nreturn self.layer2(x)"},
+        passed="there are activations between layers",
+    )
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        values = step.values
+        layers = values.get("body/layers", 0.0)
+        if layers < 2 or values.get("body/nonlinear", 1.0) > 0 or values.get("head/foreign") == 1:
+            return None
+        if values.get("head/products") == 1 or values.get("head/terms", 1.0) >= layers:
+            return None  # layers side by side
+        return Observation(severity="warning", seen={"layers": int(layers)}, since=0)
+
+
+@register
+@dataclass
+class DataOrder(Rule):
+    """Every step gets the same batch, or batches come sorted by class."""
+
+    id = "data_order"
+    family = "setup"
+    needs = ("input/checksum",)
+    judges_after = 60
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Batches not shuffled",
+        pattern="Each of the first steps gets the same part of a larger tensor, or batches hold one class each.",
+        title="{what}",
+        causes={
+            "same": "Each step trains on the same batch, a small part of the data: the loop never asks for the next one",
+            "sorted": "The data is sorted by class and not shuffled: each stretch of steps unlearns the other classes",
+        },
+        fixes={
+            "same": "Take the next batch in each step: for x, y in loader",
+            "sorted": "Shuffle the data: DataLoader(..., shuffle=True)",
+        },
+        changes={"same": {"shuffle": True}, "sorted": {"shuffle": True}},
+        snippets={
+            "same": "for x, y in loader:  # not next(iter(loader))",
+            "sorted": "loader = DataLoader(dataset, batch_size={samples}, shuffle=True)",
+        },
+        passed="batches differ, and hold several classes",
+    )
+
+    SAME = 6  # equal batches in a row
+    PURE = 0.9  # share of one class
+    BATCHES = 6  # batches of one class
+    FEWEST = 8  # samples in a batch
+
+    last: float = field(default=math.nan, init=False)
+    last_step: int = field(default=-2, init=False)
+    same: int = field(default=0, init=False)
+    pure: int = field(default=0, init=False)
+    mixed: int = field(default=0, init=False)
+    classes: list[int] = field(default_factory=list, init=False)
+    """Classes that filled a batch."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        values = step.values
+        samples = step.fact("head/samples")
+        if "input/checksum" in values:
+            equal = values["input/checksum"] == self.last and step.number == self.last_step + 1
+            self.same = self.same + 1 if equal else 0
+            self.last, self.last_step = values["input/checksum"], step.number
+            if self.same >= self.SAME and values.get("input/part") == 1:
+                return self._observe("same", "Every step trains on the same batch", samples)
+        if "target/purity" in values and samples >= self.FEWEST:
+            if values["target/purity"] >= self.PURE:
+                self.pure += 1
+                dominant = int(values.get("target/dominant", -1.0))
+                if dominant not in self.classes:
+                    self.classes.append(dominant)
+            else:
+                self.mixed += 1
+            if self.pure >= self.BATCHES and len(self.classes) >= 2 and self.mixed <= self.pure / 2:
+                return self._observe("sorted", "Batches hold one class each: the data is sorted", samples)
+        return None
+
+    def _observe(self, cause: str, what: str, samples: float) -> Observation:
+        seen = {"samples": int(samples) if math.isfinite(samples) else 32}
+        return Observation(severity="warning", seen=seen, text={"what": what}, since=0, causes=(cause,), fixes=(cause,))
+
+
+@register
+@dataclass
+class LayerModes(Rule):
+    """Layers that act differently in training are set so that the model cannot learn."""
+
+    id = "layer_modes"
+    family = "setup"
+    needs = ("mode/dropout",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Dropout, batch norm or mode",
+        pattern=(
+            "The model trains in evaluation mode although it has batch norm or dropout; dropout removes 80% or more; "
+            "or batch norm has four values per channel or fewer to average over."
+        ),
+        title="{what}",
+        causes={
+            "eval": (
+                "The model is in evaluation mode while it trains: batch norm uses running statistics that never "
+                "update, and dropout is off"
+            ),
+            "dropout": "Dropout of {dropout} removes nearly all activations at every step",
+            "batch_norm": (
+                "Batch norm averages over {norm_samples} values: with a batch this small its statistics are mostly "
+                "noise, and differ from those used in evaluation"
+            ),
+        },
+        fixes={
+            "eval": "Call model.train() before training, and again after each evaluation",
+            "dropout": "Lower dropout from {dropout} to {dropout_proposed}",
+            "batch_norm": "Use a batch of {batch_proposed} or more, or GroupNorm or LayerNorm instead of batch norm",
+        },
+        changes={"eval": {"mode": "train"}},
+        snippets={
+            "eval": "model.train()",
+            "dropout": "nn.Dropout({dropout_proposed})",
+            "batch_norm": "nn.GroupNorm(1, channels)  # instead of nn.BatchNorm2d(channels)",
+        },
+        passed="dropout, batch norm and modes are set for training",
+    )
+
+    DROPOUT = 0.8
+    SAMPLES = 4
+    BATCHES = 3  # inspected batches in a row
+
+    seen_for: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        values = step.values
+        if "mode/dropout" not in values:
+            return None
+        dropout, samples = values["mode/dropout"], values.get("mode/norm_samples", math.inf)
+        tests = {
+            "eval": values.get("mode/eval", 0.0) > 0,
+            "dropout": dropout >= self.DROPOUT,
+            "batch_norm": samples <= self.SAMPLES,
+        }
+        cause = next((name for name, holds in tests.items() if holds), "")
+        self.seen_for = self.seen_for + 1 if cause else 0
+        if self.seen_for < self.BATCHES:
+            return None
+        titles = {
+            "eval": "The model trains in evaluation mode",
+            "dropout": f"Dropout is {number(dropout)}",
+            "batch_norm": f"Batch norm has {number(samples)} values per channel",
+        }
+        seen = {"dropout": dropout, "dropout_proposed": 0.2, "batch_proposed": 32, "norm_samples": samples}
+        return Observation(
+            severity="warning", seen=seen, text={"what": titles[cause]}, since=0, causes=(cause,), fixes=(cause,)
+        )
+
+
+@register
+@dataclass
+class LossUnreached(Rule):
+    """The loss does not depend on the parameters that the optimizer steps."""
+
+    id = "loss_unreached"
+    family = "setup"
+    needs = ("head/reached",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Loss of another model",
+        pattern="In the first steps, no backward pass reached any parameter that the optimizer steps.",
+        title="The loss does not reach any of the parameters that the optimizer steps",
+        causes={
+            "copy": (
+                "The optimizer steps another model than the one in the loss: a copy, an average, or one that was "
+                "replaced after the optimizer was made"
+            )
+        },
+        fixes={"make": "Make the optimizer from the parameters of the model that computes the loss"},
+        snippets={"make": "optimizer = type(optimizer)(model.parameters(), lr={lr})"},
+        passed="the loss reaches the parameters that the optimizer steps",
+    )
+
+    PATIENCE = 5  # inspected steps
+
+    missed: int = field(default=0, init=False)
+    reached: bool = field(default=False, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires after several inspected steps that reached nothing."""
+        value = step.values.get("head/reached")
+        self.reached |= value == 1
+        self.missed += value == 0
+        if value != 0 or self.reached or self.missed < self.PATIENCE:
+            return None
+        return Observation(severity="critical", seen={"steps": self.missed, "lr": step.value("lr")}, since=0)
