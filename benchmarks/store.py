@@ -99,7 +99,7 @@ def _journal_microseconds(path: Path, steps: Iterator[tuple[StepRecord, list[Par
     took = []
     for record, parts in steps:
         start = time.perf_counter()
-        fits = journal.append(STEP, *encoder.encode(record, parts))
+        fits = journal.append(STEP, encoder.encode(record, parts))
         took.append(time.perf_counter() - start)
         if not fits:
             raise GradvitalsError("the journal of this benchmark is too small for so many steps")
@@ -115,7 +115,7 @@ def _worker_milliseconds(folder: Path, layout: Layout, steps: Iterator[tuple[Ste
     worker.drain()
     count = 0
     for record, parts in steps:
-        count += journal.append(STEP, *encoder.encode(record, parts))
+        count += journal.append(STEP, encoder.encode(record, parts))
     journal.append(COMMAND, json.dumps({"do": "close", "id": 1}).encode())
     start = time.process_time()
     worker.drain()

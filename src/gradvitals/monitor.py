@@ -160,8 +160,8 @@ def print_verdict(monitor: Monitor) -> None:
     from gradvitals.report.verdict import closing_lines
 
     config = monitor.config
-    if sys.exc_info()[0] is not None:  # a `with` block that an error ends: nothing goes above its traceback
-        return
+    if monitor._failed and isinstance(sys.exc_info()[1], Exception):
+        return  # an error ends a `with` block: nothing goes above its traceback
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
     with contextlib.suppress(Exception):  # a full disk, say, or a stderr that is gone: it must not end the program
@@ -564,7 +564,7 @@ class Monitor:
         """A step is on the host: into the journal with it, or first to the other ranks."""
         if os.getpid() != self._pid:  # a forked child shares the journal's pages, and is not the one that trains
             return
-        context = self._recorder.take_context()
+        context = self._recorder.take_context() if self._recorder.context_changed else None
         if self._reducer is not None:
             self._reduce(record, parts, context)
         else:
@@ -581,7 +581,7 @@ class Monitor:
         if context is not None:
             self._table = Table(context)
         try:
-            data = b"".join(self._encoder.encode(record, parts))
+            data = self._encoder.encode(record, parts)
             self._reducer.add(aggregate(self._decoder.decode(data), self._table, self.config))
         except Exception as error:
             self._reducer.leave()  # what comes later would be added to other steps
@@ -597,7 +597,7 @@ class Monitor:
         if step.table is not self._written_table:
             self._written_table = step.table
             self._write_context(step.table.context)
-        self._write(SUMS, [sums_to_bytes(step)])
+        self._write(SUMS, sums_to_bytes(step))
 
     _written_table: Table | None = None
 
@@ -609,13 +609,13 @@ class Monitor:
         if self._journal is not None and self._journal.path is not None:
             with contextlib.suppress(OSError):
                 leave_context(data, self._journal.path.parent)
-        self._write(CONTEXT, [data])
+        self._write(CONTEXT, data)
 
-    def _write(self, kind: int, pieces: Sequence[bytes]) -> None:
+    def _write(self, kind: int, data: bytes) -> None:
         journal = self._journal
         assert journal is not None
         with self._writing:
-            fits = journal.append(kind, *pieces)
+            fits = journal.append(kind, data)
         if not fits:
             journal.drop()
             self._revive_worker()
@@ -648,7 +648,7 @@ class Monitor:
             self._channel = ThreadChannel()
             self._worker = WorkerThread(Worker(self._setup, self._journal, self._channel))
         for command in self._early:
-            self._write(COMMAND, [command])
+            self._write(COMMAND, command)
         self._early.clear()
 
     def _journal_bytes(self) -> int:
@@ -709,7 +709,7 @@ class Monitor:
         if self._journal is None:
             self._early.append(data)
         else:
-            self._write(COMMAND, [data])
+            self._write(COMMAND, data)
 
     def _request(self, command: dict[str, Any]) -> int:
         """Ask the worker for something; returns the number that `_wait` takes."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from processes import Ended, python, watched
+from processes import ENVIRONMENT, Ended, python, watched
 
 import gradvitals as gv
 from gradvitals.cli import main
@@ -52,7 +53,43 @@ def test_an_end_with_an_error_is_the_script_s_own(way: str, tmp_path: Path) -> N
     assert run.status == bare.status
     assert run.out == bare.out
     assert without_ours(run.err) == bare.err
-    assert ("no optimizer stepped" in run.err) == (way in ("exit", "interrupt"))
+    assert "nothing was watched" not in run.err, "the script's own error says more"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("print('no torch')", "did not import torch"),
+        ("import torch", "no backward pass ran"),
+        (
+            "import torch\nw = torch.ones(3, requires_grad=True)\nfor _ in range(4):\n"
+            "    w.square().sum().backward()\n    w.data -= 0.1 * w.grad\n    w.grad = None",
+            "4 backward passes ran, but no torch.optim optimizer stepped",
+        ),
+    ],
+)
+def test_the_reason_is_printed_if_nothing_was_watched(script: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    run = watched("script.py", cwd=tmp_path)
+    assert run.status == 0
+    assert run.err.count("gradvitals: nothing was watched: ") == 1
+    assert reason in run.err
+
+
+def test_the_verdict_of_a_terminated_script_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "GRADVITALS_WORKER", "process")
+    (tmp_path / "script.py").write_text(
+        "import os, signal, torch\nmodel = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(60):\n"
+        "    optimizer.zero_grad()\n    (model(torch.randn(8, 4)) - 1).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    run = watched("script.py", cwd=tmp_path)  # returns once the worker has closed stderr
+    assert run.status == -signal.SIGTERM
+    assert "the training process was killed; every step it made is kept" in run.err
+    assert "60 steps" in run.err
 
 
 def test_a_traceback_through_torch_has_no_frame_of_ours(tmp_path: Path) -> None:

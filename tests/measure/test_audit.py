@@ -44,7 +44,7 @@ def landed(packet: ReadingBuffer) -> dict[str, np.ndarray]:
 
 
 def sections(buffer: ReadingBuffer) -> dict[str, Section]:
-    data = b"".join(Encoder().encode(StepRecord(step=0), buffer.host_parts()))
+    data = Encoder().encode(StepRecord(step=0), buffer.host_parts())
     return Decoder().decode(data).sections
 
 

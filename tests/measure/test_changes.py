@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradvitals as gv
+from gradvitals.collect.reductions import sample_stride
 from gradvitals.types import Reading
 
 
@@ -129,3 +132,35 @@ def test_without_clipping_there_is_nothing_to_tell(tmp_path: Path) -> None:
     model = Weights({"a": 100})
     readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), lambda step, name: 1.0, 2)
     assert "clip/max_norm" not in readings[1].values
+
+
+@given(
+    shape=st.lists(st.integers(1, 300), min_size=2, max_size=3),
+    most=st.sampled_from([16, 64, 256]),
+)
+def test_samples_spread_over_rows_and_columns_of_any_shape(shape: list[int], most: int) -> None:
+    tensor = torch.empty(shape)
+    stride = sample_stride(tensor, most)
+    sampled = np.arange(0, tensor.numel(), stride)
+    row = tensor.numel() // shape[0]
+    assert 1 <= len(sampled) <= most or stride == 1
+    if row >= 8 and len(sampled) >= 24:
+        assert len(np.unique(sampled % row * 4 // row)) == 4, "a sample in every quarter of the columns"
+    if shape[0] >= 4 and len(sampled) >= 24:
+        assert len(np.unique(sampled // row * 4 // shape[0])) == 4, "and of the rows"
+
+
+def test_weights_of_inputs_that_are_always_zero_do_not_hide_the_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for _ in range(60):
+            images = torch.rand(32, 28, 28)
+            images[:, :3] = images[:, -3:] = 0  # a black margin, as in MNIST
+            loss = nn.functional.cross_entropy(model(images.flatten(1)), torch.randint(0, 10, (32,)))
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    assert "unchanged_weights" not in {finding.id for finding in monitor.findings}

@@ -302,7 +302,7 @@ def test_a_loop_that_makes_no_steps_any_more_is_told_and_takes_no_more_memory(
             monitor.observe(loss)
             if batch < 50:
                 optimizer.step()
-        assert len(monitor.recorder.draft.observed.told) <= 100
+        assert len(monitor.recorder.draft.observed.calls) <= 100
 
     finding = found(watched(tmp_path, train))["no_steps"]
     assert (finding.severity, finding.first_step) == ("critical", 50)

@@ -164,3 +164,19 @@ def test_medians_of_segments_without_numbers_and_without_any() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0, equal_nan=True)
     assert _medians(ratios[:2], torch.tensor([2]), torch.tensor([2.0])).item() == pytest.approx(2.0)
     assert _medians(ratios[:0], torch.tensor([0]), torch.tensor([0.0])).isnan().all()
+
+
+def test_a_gsnr_below_zero_for_certain_is_not_reported(tmp_path: Path) -> None:
+    """A gradient that turns at every step cancels in Adam's averages more than independent samples ever would."""
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    config = gv.Config(quiet=True, diagnose=False, tensor_every=5)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config):
+        for step in range(200):
+            optimizer.zero_grad()
+            ((-1) ** step * model(torch.ones(4, 8)).sum()).backward()
+            optimizer.step()
+    with gv.open_run(tmp_path / "run") as run:
+        for metric in ("gsnr", "gsnr_low", "gsnr_high"):
+            _, values = run.series(metric, source="adam")
+            assert np.isnan(values[-10:]).all(), metric

@@ -24,7 +24,7 @@ def test_records_of_any_length_come_out_as_they_went_in(tmp_path: Path) -> None:
     sent, received = [], []
     for _ in range(5000):
         record = (rng.randrange(1, 9), rng.randbytes(rng.randrange(0, 3000)))
-        while not writer.append(record[0], record[1][:7], record[1][7:]):
+        while not writer.append(*record):
             received += list(reader.read())
             reader.release()
         sent.append(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,117 +23,102 @@ def is_distributed() -> bool:
 
 
 class BackwardCounter:
-    """Counts backward passes, and notices gradients that were altered or thrown away outside them.
+    """Counts the backward passes of a step, and notices gradients that the loop altered or discarded.
 
-    Autograd adds to ``.grad`` in place, which moves the tensor's version by one. Any other change between two
-    backward passes is the loop's: gradients that were zeroed without a step, i.e. a skipped batch.
+    Autograd adds to ``.grad`` in place, which raises the tensor's version by one. Any other change between two
+    backward passes is the loop's: it zeroed the gradients without a step, so it skipped a batch.
 
     Args:
-        on_given_up: Told after how many passes it was, as soon as the next one shows it, and whether the gradient is
-            another tensor since: one that was changed in place may have been clipped, and not thrown away.
+        on_discarded: Called when the next pass shows that gradients were discarded: with the number of passes that
+            were lost, and whether the gradient is a new tensor. One that was changed in place may have been clipped.
     """
 
-    def __init__(self, on_given_up: Callable[[int, bool], None]) -> None:
+    def __init__(self, on_discarded: Callable[[int, bool], None]) -> None:
         self.backwards = 0
         """Backward passes that reached the parameter since the last step."""
         self.carried = False
-        """Whether the first of them added to what the step before had left: nobody has zeroed the gradients."""
-        self._left: tuple[weakref.ref[Tensor], int] | None = None
-        self._on_given_up = on_given_up
+        """Whether the first of them added to the gradients of the step before: nobody has zeroed them."""
+        self._on_discarded = on_discarded
         self._parameter: nn.Parameter | None = None
         self._hook: Any = None
+        self._version_of: Callable[[Tensor], int] = _PLAIN_VERSION
+        self._distributed = False
         self._grad: weakref.ref[Tensor] | None = None
         self._version = 0
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
         self._read: tuple[weakref.ref[Tensor], int] | None = None
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Watch this parameter from now on."""
-        if self._parameter is not parameter:
-            self.unhook()
-            self._parameter = parameter
-            # Weakly: a parameter that held its watcher would hold the model, in a ring that Python cannot see.
-            reference = weakref.WeakMethod(self._after_accumulation)
+        self._distributed = is_distributed()
+        self._version_of = _PLAIN_VERSION if type(parameter) is nn.Parameter else _version_of
+        if self._parameter is parameter:
+            return
+        self.unhook()
+        self._parameter = parameter
+        # Weakly: a parameter that held its watcher would hold the model, in a cycle that Python cannot see.
+        reference = weakref.ref(self)
 
-            def after_accumulation(parameter: Tensor) -> None:
-                method = reference()
-                if method is not None:
-                    method(parameter)
+        def after_accumulation(parameter: Tensor) -> None:
+            counter = reference()
+            if counter is not None:
+                counter._after_accumulation(parameter)
 
-            self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
+        self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
 
     def unhook(self) -> None:
         """Stop watching."""
-        self.rest()
-        self._parameter = None
-
-    def rest(self) -> None:
-        """Look away for a while."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = None
-
-    def resume(self) -> None:
-        """Watch the same parameter again; where its gradient is not what was left of the last step, as after a pass."""
-        if self._parameter is not None:
-            parameter, self._parameter = self._parameter, None
-            self.follow(parameter)
-            self.backwards, self._grad, self.carried, self._read = 0, None, False, None
-            grad = parameter.grad
-            if grad is not None and (self._left is None or not _same(self._left, grad)):
-                self.backwards, self._grad, self._version, self._left = 1, weakref.ref(grad), _version_of(grad), None
-
-    def note_left(self) -> None:
-        """A step was made while it rested."""
-        self._left = self._now()
+        self._hook = self._parameter = None
 
     def reset(self) -> None:
-        """The optimizer has stepped: what happens to its gradients now is only of concern if it is nothing."""
-        self.backwards, self._grad, self.carried = 0, None, False
-        self._left, self._read = self._now(), None
+        """Start a new step: the optimizer has stepped."""
+        self.backwards, self._grad, self.carried, self._read = 0, None, False, None
+        grad = self._parameter.grad if self._parameter is not None else None
+        self._left = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def note_read(self) -> None:
-        """The gradients are read as they are now."""
-        self._read = self._now()
-
-    def _now(self) -> tuple[weakref.ref[Tensor], int] | None:
-        grad = self._parameter.grad if self._parameter is not None else None
-        return (weakref.ref(grad), _version_of(grad)) if grad is not None else None
+        """Note that the gradients are read as they are now. Only ranks need it: see `altered`."""
+        if self._distributed and self._parameter is not None:
+            grad = self._parameter.grad
+            self._read = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def altered(self) -> bool:
-        """Whether the loop changed the gradients since the last backward pass, by means nobody hears."""
+        """Whether the loop changed the gradients since the last backward pass, by means that no hook sees."""
         if self._parameter is None or self._grad is None:
             return False
         grad = self._parameter.grad
-        if is_distributed():  # the reduction over ranks writes into gradients too, but not once they have been read
-            return self._read is not None and not _same(self._read, grad)
-        return not _same((self._grad, self._version), grad)
+        if self._distributed:  # the reduction over ranks writes into gradients too, but not once they have been read
+            return self._read is not None and not self._is(grad, *self._read)
+        return grad is None or self._grad() is not grad or self._version_of(grad) != self._version
+
+    def _is(self, grad: Tensor | None, seen: weakref.ref[Tensor], version: int) -> bool:
+        """Whether a gradient is the tensor that was seen, at that version."""
+        return grad is not None and seen() is grad and self._version_of(grad) == version
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is None:
             return
-        in_place = not torch.is_grad_enabled()  # with create_graph autograd makes a new tensor each time
-        if (
-            in_place
-            and not is_distributed()
-            and self._grad is not None
-            and not _same((self._grad, self._version + 1), grad)
-        ):
-            passes, self.backwards = self.backwards, 0
-            self._on_given_up(passes, self._grad() is not grad)
-        if self.backwards == 0 and self._left is not None and in_place:
-            self.carried = _same((self._left[0], self._left[1] + 1), grad)
+        version = self._version_of(grad)
+        if not torch.is_grad_enabled():  # else create_graph: autograd makes a new tensor each time
+            seen = self._grad
+            if seen is not None and not self._distributed and not (seen() is grad and version == self._version + 1):
+                passes, self.backwards = self.backwards, 0
+                self._on_discarded(passes, seen() is not grad)
+            left = self._left
+            if self.backwards == 0 and left is not None:
+                self.carried = left[0]() is grad and version == left[1] + 1
         self.backwards += 1
-        self._grad, self._version, self._read = weakref.ref(grad), _version_of(grad), None
+        self._grad, self._version, self._read = weakref.ref(grad), version, None
 
 
-def _same(seen: tuple[weakref.ref[Tensor], int], grad: Tensor | None) -> bool:
-    """Whether a gradient is the tensor that was seen, at that version."""
-    return grad is not None and seen[0]() is grad and _version_of(grad) == seen[1]
+_PLAIN_VERSION: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def _version_of(grad: Tensor) -> int:
-    """How often a gradient was changed in place; of a DTensor, by its own operations or behind their back."""
+    """How often a gradient was changed in place; a DTensor's by its own operations or behind their back."""
     part = local(grad)
     return grad._version if part is grad else grad._version + part._version
 

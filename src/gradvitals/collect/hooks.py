@@ -16,19 +16,17 @@ from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
 _NAMES: dict[str, Any] = vars(clip_grad)
-"""What the functions that clip look up by name."""
+"""Where the functions that clip look up names."""
 
 
 class Listener(Protocol):
-    """What a Tap hears."""
+    """What is called with the events of these hooks: a StepRecorder."""
 
-    def on_total_norm(
-        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
-    ) -> None:
-        """The L2 norm of these gradients was computed, `norms` one by one where torch did so, or even `joined`."""
+    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
+        """The L2 norm of these gradients was computed. With it, their own norms, one by one or joined, if known."""
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
-        """The gradients of these parameters are about to be scaled (to a norm, where known) or clamped in place."""
+        """The gradients of these parameters are about to be scaled (to a norm, if known) or clamped in place."""
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A loss was multiplied by this scaler's scale."""
@@ -49,35 +47,36 @@ class Listener(Protocol):
         """torch.distributed is about to end."""
 
 
-_listeners: list[weakref.ref[Any]] = []
+_listeners: tuple[weakref.ref[Any], ...] = ()
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 
 
 def attach(listener: Listener) -> None:
     """Start to call a listener."""
+    global _listeners
     with _lock:
         if not _undo:
             _install()
-        _forget(listener)
-        _listeners.append(weakref.ref(listener))
+        _listeners = (*_others(listener), weakref.ref(listener))
 
 
 def detach(listener: Listener) -> None:
     """Stop calling a listener; with the last one gone, torch is as it was."""
+    global _listeners
     with _lock:
-        _forget(listener)
+        _listeners = _others(listener)
         if not _listeners:
             while _undo:
                 _undo.pop()()
 
 
-def _forget(listener: Listener) -> None:
-    _listeners[:] = [one for one in _listeners if one() is not None and one() is not listener]
+def _others(listener: Listener) -> tuple[weakref.ref[Any], ...]:
+    return tuple(one for one in _listeners if one() is not None and one() is not listener)
 
 
-def _tell(method: str, *args: Any) -> None:
-    for reference in tuple(_listeners):
+def _notify(method: str, *args: Any) -> None:
+    for reference in _listeners:
         listener = reference()
         if listener is not None:
             getattr(listener, method)(*args)
@@ -85,7 +84,7 @@ def _tell(method: str, *args: Any) -> None:
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name, None)
-    if original is None:  # another version of torch: that one event goes unheard
+    if original is None:  # another version of torch: that one event is not seen
         return
     replacement = wrap(original)
     setattr(owner, name, replacement)
@@ -98,80 +97,90 @@ def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callabl
 
 
 def _install() -> None:
-    # clip_grad_norm_ looks these two up in its module each time, so code that imported it before us is heard too.
-    _replace(clip_grad, "_get_total_norm", _hear_total_norm)
-    _replace(clip_grad, "_clip_grads_with_norm_", _hear_clip)
-    _replace(nn_utils, "get_total_norm", _hear_total_norm)
-    _replace(nn_utils, "clip_grads_with_norm_", _hear_clip)
-    _replace(nn_utils, "clip_grad_value_", _hear_clip)
-    _replace(torch.amp.autocast_mode.autocast, "__enter__", _hear_autocast)
-    _replace(torch.amp.GradScaler, "scale", _hear_scale)
-    _replace(torch.amp.GradScaler, "step", _hear_scaler_step)
+    # clip_grad_norm_ looks these two up in its module each time, so code that imported it before us is covered too.
+    _replace(clip_grad, "_get_total_norm", _wrap_total_norm)
+    _replace(clip_grad, "_clip_grads_with_norm_", _wrap_clip)
+    _replace(nn_utils, "get_total_norm", _wrap_total_norm)
+    _replace(nn_utils, "clip_grads_with_norm_", _wrap_clip)
+    _replace(nn_utils, "clip_grad_value_", _wrap_clip)
+    _replace(torch.amp.autocast_mode.autocast, "__enter__", _wrap_autocast)
+    _replace(torch.amp.GradScaler, "scale", _wrap_scale)
+    _replace(torch.amp.GradScaler, "step", _wrap_scaler_step)
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is not None:
-        _replace(stages._PipelineStageBase, "scale_grads", _hear_division)
+        _replace(stages._PipelineStageBase, "scale_grads", _wrap_division)
     if dist.is_available():
-        _replace(dist, "destroy_process_group", _hear_groups_end)
+        _replace(dist, "destroy_process_group", _wrap_groups_end)
 
 
-class _Norms:
-    """What the original computes on its way: the norm of each gradient, and all of them joined where they are alike.
+class _TorchProxy:
+    """Stands for torch in the module that clips, for one call, and keeps the norms that are computed on the way.
 
-    It stands for torch in the module of the original, and there alone, and hands everything on.
+    The norms of single gradients are a local variable there; so they need not be computed twice.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last call."""
         self._thread = threading.get_ident()
-        self.grads: list[Tensor] = []
-        self.norms: list[Tensor] = []
+        self.grads: Sequence[Tensor] = ()
+        self.norms: Sequence[Tensor] = ()
         self.joined: Tensor | None = None
+        """All norms in one tensor, if the gradients have one device and dtype."""
         self._groups = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        found = self.__dict__[name] = getattr(torch, name)
+        return found
 
-    def _foreach_norm(self, group: Sequence[Tensor], *rest: Any, **options: Any) -> Any:
-        """Of gradients of one device and type."""
-        result = torch._foreach_norm(list(group), *rest, **options)
+    def _foreach_norm(self, group: list[Tensor], *rest: Any, **options: Any) -> Any:
+        result = torch._foreach_norm(group, *rest, **options)
         if threading.get_ident() == self._thread:
-            self.grads.extend(group)
-            self.norms.extend(result)
+            self.grads, self.norms = (*self.grads, *group), (*self.norms, *result)
             self._groups += 1
         return result
 
     def stack(self, tensors: Any, *rest: Any, **options: Any) -> Any:
-        """Of the norms."""
+        """As torch's."""
         result = torch.stack(tensors, *rest, **options)
-        mine = threading.get_ident() == self._thread and self._groups == 1
-        if mine and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
+        if self._groups == 1 and len(tensors) == len(self.norms) and tensors[0] is self.norms[0]:
             self.joined = result
         return result
 
 
-def _hear_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+_proxy = _TorchProxy()
+
+
+def _wrap_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        heard_already = _NAMES.get("torch") is not torch  # by another thread's call
-        if torch.compiler.is_compiling() or float(norm_type) != 2.0 or heard_already:
+        if torch.compiler.is_compiling() or norm_type != 2 or not _proxy.lock.acquire(blocking=False):
             return original(tensors, norm_type, *args, **kwargs)
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        # The per-tensor norms are a local of the original; for the length of this call, ask for them in passing.
-        heard = _Norms()
-        _NAMES["torch"] = heard
         try:
-            total = original(tensors, norm_type, *args, **kwargs)
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            _proxy.start()
+            _NAMES["torch"] = _proxy
+            try:
+                total = original(tensors, norm_type, *args, **kwargs)
+            finally:
+                _NAMES["torch"] = torch
+            grads, norms, joined = _proxy.grads, _proxy.norms, _proxy.joined
+            _proxy.start()
         finally:
-            _NAMES["torch"] = torch
-        if len(heard.norms) == len(tensors):
-            _tell("on_total_norm", heard.grads, heard.norms, heard.joined)
+            _proxy.lock.release()
+        if len(norms) == len(tensors):
+            _notify("on_total_norm", grads, norms, joined)
         else:
-            _tell("on_total_norm", tensors, None)
+            _notify("on_total_norm", tensors, None, None)
         return total
 
     return get_total_norm
 
 
-def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_clip(original: Callable[..., Any]) -> Callable[..., Any]:
     by_norm = "norm" in original.__name__
 
     @functools.wraps(original)
@@ -181,67 +190,69 @@ def _hear_clip(original: Callable[..., Any]) -> Callable[..., Any]:
                 parameters = list(parameters)  # a generator can be gone through once
             limit = kwargs.get("max_norm", args[0] if args else None)
             norm = float(limit) if by_norm and isinstance(limit, (int, float)) else None
-            _tell("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters, norm)
+            _notify("on_clip", [parameters] if isinstance(parameters, Tensor) else parameters, norm)
         return original(parameters, *args, **kwargs)
 
     return clip
 
 
-def _hear_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def enter(self: torch.autocast) -> Any:
         if not torch.compiler.is_compiling() and getattr(self, "_enabled", False) and self.fast_dtype is not None:
-            _tell("on_autocast", str(self.device), self.fast_dtype)
+            _notify("on_autocast", str(self.device), self.fast_dtype)
         return original(self)
 
     return enter
 
 
-def _hear_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if self.is_enabled():
-            _tell("on_loss_scaled", self)
+            _notify("on_loss_scaled", self)
         return result
 
     return scale
 
 
-def _hear_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():
             return original(self, optimizer, *args, **kwargs)
-        _tell("before_scaler_step", self, optimizer)
+        _notify("before_scaler_step", self, optimizer)
         result = original(self, optimizer, *args, **kwargs)
-        _tell("after_scaler_step", self, optimizer)
+        _notify("after_scaler_step", self, optimizer)
         return result
 
     return step
 
 
-def _hear_division(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_division(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale_grads(self: Any, grad_scale_factor: int) -> Any:
         result = original(self, grad_scale_factor)
-        _tell("on_divided", list(self.submod.parameters()), float(grad_scale_factor))
+        _notify("on_divided", list(self.submod.parameters()), float(grad_scale_factor))
         return result
 
     return scale_grads
 
 
-def _hear_groups_end(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_groups_end(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> Any:
         if group is None or group is dist.group.WORLD:
-            _tell("before_groups_end")
+            _notify("before_groups_end")
         return original(group)
 
     return destroy_process_group
 
 
-def heard(closure: Callable[[], Any], mute: Callable[[bool], None], first: Callable[[Any], None]) -> Callable[[], Any]:
+def wrap_closure(
+    closure: Callable[[], Any], mute: Callable[[bool], None], first: Callable[[Any], None]
+) -> Callable[[], Any]:
     """Return a closure that does the same and reports its first evaluation.
 
     Args:

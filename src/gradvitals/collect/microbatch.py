@@ -95,11 +95,6 @@ class MicrobatchSums:
                 self._follow(row)
         self._places_known = self._known_arrivals().issuperset(trainable)
 
-    @property
-    def is_hooked(self) -> bool:
-        """Whether there are hooks to take away."""
-        return self.armed or bool(self._handles)
-
     def _follow(self, row: int) -> None:
         leaf = self._leaf(row)
         if leaf.requires_grad:

@@ -1,4 +1,4 @@
-"""What a loop tells of its step: losses, the samples behind them, and which of these batches it then gave up."""
+"""What a loop reports of its step: losses, the samples behind them, and which of these batches it then discarded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from gradvitals.worker.record import StepRecord
 
 def check_observed(loss: Any, batch_size: Any) -> None:
     """Raise an `ObserveError` that says what `observe` was given instead of numbers, and what to do."""
+    if batch_size is None and (loss is None or (type(loss) is Tensor and loss.dim() == 0)):
+        return
     if not (loss is None or isinstance(loss, (Tensor, Real)) or hasattr(loss, "__float__")):
         inside = " as out.loss, if that is what it holds" if hasattr(loss, "loss") else ""
         raise ObserveError(
@@ -48,13 +50,13 @@ def _number(loss: float) -> float:
 
 
 MOST_WITHOUT_A_PASS = 100
-"""Losses that may be told before the first backward pass of a step: a loop that tells more goes on without one."""
+"""Losses that are kept before the first backward pass of a step."""
 
 NO_STEP_FOR = 50
-"""Batches in a row that were given up, after which it is told that no step is made any more."""
+"""Discarded batches in a row after which the loop is reported to make no steps any more."""
 
 NO_STEP_AT_THE_END = 5
-"""The same when the run is over."""
+"""The same when the run ends."""
 
 
 @dataclass(slots=True, eq=False)  # to compare losses would wait for the device
@@ -73,142 +75,141 @@ class Observation:
         return isinstance(self.loss, float) and not math.isfinite(self.loss)
 
 
-@dataclass
+@dataclass(slots=True)
 class Observed:
-    """Everything that was told of one step."""
+    """Everything that was observed in one step."""
 
-    told: list[Observation] = field(default_factory=list)
+    calls: list[Observation] = field(default_factory=list)
     adds_up: bool = False
-    """Whether the step's loss is the sum of those told, and not their mean."""
+    """Whether the step's loss is the sum of those observed, and not their mean."""
     passes: int = 0
-    """Backward passes that the step was made of."""
+    """Backward passes of the step."""
     given_up: int = 0
-    """Batches whose gradients were thrown away before this step."""
+    """Batches whose gradients were discarded before this step."""
     lost: Tensor | float | None = None
-    """The loss of the last of them that was told; not finite where one of them was not."""
+    """The last loss observed for them; not finite if one of them was not."""
     lost_norm: Tensor | float | None = None
-    """The same for the norm of its gradient, where that was read."""
-    _told_no_step: bool = False
+    """The same for the norm of their gradient, if it was read."""
+    _reported_no_step: bool = False
 
     @property
     def losses(self) -> list[Tensor | float]:
         """The losses of batches that are in the step."""
-        return [each.loss for each in self.told if each.loss is not None]
+        return [each.loss for each in self.calls if each.loss is not None]
 
     @property
     def without_a_step(self) -> int:
-        """Batches that are known to have been given up since the last step."""
-        return self.given_up + sum(each.passes == 0 and each.is_broken for each in self.told)
+        """Batches that are known to have been discarded since the last step."""
+        return self.given_up + sum(each.passes == 0 and each.is_broken for each in self.calls)
 
     @property
     def batch_size(self) -> float | None:
-        """Samples of all of them together, of those who told."""
-        sizes = [each.size for each in self.told if each.size is not None]
+        """Samples of all observed batches together; None if no call named any."""
+        sizes = [each.size for each in self.calls if each.size is not None]
         return float(sum(sizes)) if sizes else None
 
     def note(self, loss: Tensor | float | None, batch_size: float | None, passes: int) -> None:
-        """The loop told a loss, and the samples behind it, after so many backward passes.
+        """Note a loss, and the samples behind it, observed after so many backward passes.
 
         Raises:
             ObserveError: If these are not numbers; nothing of them is kept.
-            NoStepError: If many batches have come since the last step, and were all given up.
+            NoStepError: If many batches have come since the last step, and all of them were discarded.
         """
-        plain = type(loss) is Tensor and batch_size is None and loss.is_cpu and loss.dim() == 0
-        if not plain:
-            check_observed(loss, batch_size)
-        if not isinstance(loss, Tensor) and loss is not None:
-            loss = _number(loss)
+        check_observed(loss, batch_size)
         if isinstance(loss, Tensor):
-            loss = local(loss)
+            loss = loss if type(loss) is Tensor else local(loss)
             # On the host there is nothing to wait for.
             at_hand = type(loss) is Tensor and loss.is_cpu and loss.is_floating_point()
             at_hand = at_hand and not torch.compiler.is_compiling()
             if loss.dim():
                 loss = loss.detach().float().mean()
             loss = loss.item() if at_hand else loss.detach().clone()
-        if self.adds_up and self.told and loss is not None:
-            first = self.told.pop()
+        elif loss is not None:
+            loss = _number(loss)
+        if self.adds_up and self.calls and loss is not None:
+            first = self.calls.pop()
             loss = loss if first.loss is None else first.loss + _beside(first.loss, loss)
         size = None if batch_size is None else float(batch_size)
-        self.told.append(Observation(loss, size, passes))
-        if len(self.told) > MOST_WITHOUT_A_PASS and passes == 0:
-            first = self.told.pop(0)
+        self.calls.append(Observation(loss, size, passes))
+        if len(self.calls) > MOST_WITHOUT_A_PASS and passes == 0:
+            first = self.calls.pop(0)
             self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all
-        if passes == 0 or self.given_up:  # else all that was told is of batches in the step
+        if passes == 0 or self.given_up:  # else every call is of a batch in the step
             self._check(NO_STEP_FOR)
 
     def give_up(self, passes: float, counts: bool) -> int:
-        """The gradients of so many backward passes were thrown away, as is now seen by the next one.
+        """The gradients of so many backward passes were discarded, as the next pass shows.
 
         Args:
-            passes: How many; what was told of them is no part of the step.
-            counts: Whether this was a batch given up, as far as can be known.
+            passes: How many; what was observed of them is no part of the step.
+            counts: Whether this was a skipped batch, as far as can be known.
 
         Returns:
             How many observations are left.
         """
-        # Who tells a loss before its backward pass has told that of the next batch already.
-        before = bool(self.told) and self.told[0].passes == 0
-        told, self.told = self.told, []
+        # A loop that observes before its backward pass has observed the next batch already.
+        before = bool(self.calls) and self.calls[0].passes == 0
+        calls, self.calls = self.calls, []
         self.given_up += counts
-        for each in told:
+        for each in calls:
             if before and each.passes >= passes:
-                self.told.append(Observation(each.loss, each.size, 0))
+                self.calls.append(Observation(each.loss, each.size, 0))
             elif counts:
                 self._lose(each, batches=0)
-        return len(self.told)
+        return len(self.calls)
 
     def lose_norms(self, known: Known) -> None:
-        """The same for what is known of the norms of these gradients."""
+        """Keep the norm of gradients that were discarded, if it is known."""
         norm = norm_of_all(known)
         if norm is not None:
             self.lost_norm = _with(norm.item() if norm.is_cpu else norm, self.lost_norm)
 
     def _check(self, most: int) -> None:
-        if self._told_no_step or self.without_a_step < most:
+        if self._reported_no_step or self.without_a_step < most:
             return
-        # Gradients may be thrown away for other reasons than to skip a batch: to see what an input does, for one.
-        if self.is_broken or any(each.is_broken for each in self.told):
-            self._told_no_step = True
+        # Gradients may be discarded for other reasons than to skip a batch: to see what an input does, for one.
+        if self.is_broken or any(each.is_broken for each in self.calls):
+            self._reported_no_step = True
             raise NoStepError(self.without_a_step)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the loss of a batch that was given up, or its gradient, is known not to be finite."""
+        """Whether the loss of a discarded batch, or its gradient, is known not to be finite."""
         known = (number for number in (self.lost, self.lost_norm) if isinstance(number, float))
         return not all(map(math.isfinite, known))
 
     def check_end(self) -> None:
-        """The run is over; raise a `NoStepError` where it had stopped to make steps before, unless that was told."""
+        """The run ends: raise a `NoStepError` if it made no more steps, unless that was reported before."""
         self.lost = None if self.lost is None else float(self.lost)  # nothing is left that waiting could slow down
         self.lost_norm = None if self.lost_norm is None else float(self.lost_norm)
         self._check(NO_STEP_AT_THE_END)
 
     def _lose(self, one: Observation, batches: int = 1) -> None:
-        """What was told here is of a batch that is in no step."""
+        """This observation is of a batch that is in no step."""
         self.given_up += batches
         if one.loss is not None:
             self.lost = _with(one.loss, self.lost)
 
     def write(self, record: StepRecord, buffer: ReadingBuffer) -> None:
         """Put everything into the record of the step; numbers that are on a device go into the buffer."""
-        for index, each in enumerate(self.told):
+        for index, each in enumerate(self.calls):
             loss = each.loss
             if isinstance(loss, Tensor):
                 buffer.add(f"loss{index}", loss)
                 loss = None
             record.losses.append((loss, each.size))
         record.passes, record.given_up = self.passes, self.given_up
-        for name in ("lost", "lost_norm"):
-            number = getattr(self, name)
-            if isinstance(number, Tensor):
-                buffer.add(name, number)
-            elif number is not None:
-                setattr(record, name, number)
+        if self.given_up:
+            for name in ("lost", "lost_norm"):
+                number = getattr(self, name)
+                if isinstance(number, Tensor):
+                    buffer.add(name, number)
+                elif number is not None:
+                    setattr(record, name, number)
 
 
 def _with(last: Tensor | float, before: Tensor | float | None) -> Tensor | float:
-    """The last number there was, but not finite where one of those before it was not."""
+    """The last number, but not finite if one before it was not."""
     return last if before is None else last + 0 * _beside(last, before)
 
 

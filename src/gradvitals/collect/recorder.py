@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from gradvitals.collect.observed import Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
 from gradvitals.collect.reductions import LARGEST, NONFINITE, NONZERO, NORM, FusedReducer
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
-from gradvitals.collect.transfer import Known, ReadingBuffer, Transfer
+from gradvitals.collect.transfer import EXACT, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
 from gradvitals.config import Config
 from gradvitals.distributed.audit import Audit
@@ -39,9 +39,6 @@ from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.errors import ClippedTwiceError, LoopError
 from gradvitals.worker.record import Context, OptimizerStep, Part, StepRecord
-
-EXACT = (torch.float32, torch.float64)
-"""Norms of half-precision gradients come rounded to half precision: not good enough to keep."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,36 @@ class SafeCall:
         self._on_error(part, error)
 
 
-@dataclass
+class KnownNorms:
+    """Norms of gradients that the loop computed itself, each with the row of its parameter.
+
+    Args:
+        rows: The row of each norm, -1 for a gradient that is not watched.
+        norms: One 0-d tensor per row.
+        joined: The same in one tensor, if they are exact and all of them are watched.
+    """
+
+    def __init__(
+        self, rows: Sequence[int] = (), norms: Sequence[Tensor] | None = None, joined: Tensor | None = None
+    ) -> None:
+        self.rows, self._norms = rows, norms
+        # Norms of a sharded model are summands: each rank has its own part.
+        whole = type(joined) is Tensor and joined.dtype in EXACT and -1 not in rows
+        self.joined = joined if whole else None
+
+    @cached_property
+    def by_row(self) -> dict[int, Tensor]:
+        """The norms that are exact, by row."""
+        if self._norms is None:
+            return {}
+        pairs = zip(self.rows, self._norms, strict=True)
+        return {row: local(norm) for row, norm in pairs if row >= 0 and norm.dtype in EXACT}
+
+
+NOTHING_KNOWN = KnownNorms()
+
+
+@dataclass(slots=True)
 class Draft:
     """The step in progress."""
 
@@ -246,11 +272,6 @@ class OptimizerState:
         return self._current_members() != self._members
 
     @property
-    def is_due(self) -> bool:
-        """Whether its gradients are still to be read: not for this step yet, or it steps once more."""
-        return self.stepped or not self.arrived
-
-    @property
     def is_fresh(self) -> bool:
         """Whether it has gradients of the current step to read."""
         return not self.stepped and self.backward.backwards > 0
@@ -308,20 +329,18 @@ class OptimizerState:
     def read_gradients(
         self,
         table: ParameterTable,
-        norms: dict[int, Tensor],
-        joined: Tensor | None,
+        known: KnownNorms,
         due: Due,
         safe: SafeCall,
-        *,
         count_nonfinite: bool,
+        *,
         may_defer: bool,
     ) -> bool:
         """Read the gradients as they are now.
 
         Args:
             table: All parameters.
-            norms: Norms already known by row, from clipping; they are not computed again.
-            joined: The same, in that order, in one tensor.
+            known: Norms from clipping; they are not computed again.
             due: What is due at this step.
             safe: Runs each part.
             count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
@@ -330,33 +349,35 @@ class OptimizerState:
         Returns:
             Whether norms were computed that the loop did not compute itself.
         """
-        self.defers = may_defer and not norms and not self.clips_by_hand and self.vitals.expected
         self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
         self.backward.note_read()
-        buffer = self.reading
-        reused = len(norms)
-        if joined is not None and reused == len(joined) == len(self.held) and not table.aside:
-            buffer.add("norm", joined, list(norms) if not isinstance(norms, _Ordered) else norms.rows)
-        elif norms:
-            rows = [row for row in self.held if row in norms and row not in table.aside]
+        buffer, plain = self.reading, not due.full and not count_nonfinite
+        if known.joined is not None and len(known.rows) == len(self.held) and not table.aside:
+            self.defers, reused = False, len(self.held)
+            buffer.add("norm", known.joined, known.rows)
+        else:
+            norms = known.by_row
+            self.defers = may_defer and not norms and not self.clips_by_hand and self.vitals.expected
+            rows = [row for row in self.held if row in norms and row not in table.aside] if norms else []
             reused = len(rows)
             if self._one_device:
                 buffer.add_each("norm", [norms[row] for row in rows], rows)
             else:
                 for some, group in reductions.by_device_and_dtype(rows, [norms[row] for row in rows]):
                     buffer.add_each("norm", group, some)
-        if not due.full and not count_nonfinite:
-            if reused == len(self.held) or not (due.norm or norms):
+        if plain:
+            if reused == len(self.held) or not (due.norm or reused):
                 return False
-            if self._dense is not None and not norms and not self.defers and self._read_dense(buffer):
+            if self._dense is not None and not reused and not self.defers and self._read_dense(buffer):
                 return True
         rows = [row for row in self.held if row not in table.aside]
         if self.defers:
             stepped = set(self._members)
             rows = [row for row in rows if id(table.parameters[row]) not in stepped]
-        self.read_rows(rows, table, norms, due, safe, count_nonfinite=count_nonfinite)
+        self.read_rows(rows, table, known.by_row, due, safe, count_nonfinite)
         return reused < len(self.held) and not self.defers
 
+    @torch.no_grad()
     def _read_dense(self, buffer: ReadingBuffer) -> bool:
         """Read all norms in one multi-tensor call, if every parameter has a plain gradient."""
         assert self._dense is not None
@@ -366,6 +387,7 @@ class OptimizerState:
         buffer.add_each("norm", reductions.norms(cast(list[Tensor], grads)), self.held)
         return True
 
+    @torch.no_grad()
     def read_rows(
         self,
         wanted: Sequence[int],
@@ -373,7 +395,6 @@ class OptimizerState:
         norms: Mapping[int, Tensor],
         due: Due,
         safe: SafeCall,
-        *,
         count_nonfinite: bool,
     ) -> None:
         """Read some rows of a reading that has begun."""
@@ -458,6 +479,10 @@ class OptimizerState:
                 window.spoil()
 
     # -- around the optimizer's step ----------------------------------------------------------------------------
+
+    def reads_update(self, due: Due) -> bool:
+        """Whether anything is read right before and after the optimizer's step."""
+        return due.change or due.full or self.vitals.available or hasattr(self.optimizer, "found_inf")
 
     def before_update(self, draft: Draft, table: ParameterTable) -> None:
         """Remember what the optimizer's step is about to change."""
@@ -563,14 +588,6 @@ class OptimizerState:
             self.factors.stop()
 
 
-class _Ordered(dict[int, Tensor]):
-    """Norms by row, in an order that stays the same from step to step."""
-
-    def __init__(self, rows: list[int], norms: Sequence[Tensor]) -> None:
-        super().__init__(zip(rows, norms, strict=True))
-        self.rows = rows
-
-
 class StepRecorder:
     """Reads the gradients of a run at the right moment and hands on a record of every step.
 
@@ -656,16 +673,15 @@ class StepRecorder:
         self.step = self.first = step
         self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
-            self._arm(state, step)
+            self._arm(state, self._due_at(step))
         self.draft = self._new_draft()
 
-    def _arm(self, state: OptimizerState, step: int) -> None:
-        """Collect the gradients of micro-batches from here on if the step to come is due."""
-        due = self._due_at(step)
+    def _arm(self, state: OptimizerState, due: Due) -> None:
+        """Collect the gradients of micro-batches from here on if the step to come is due for a full reading."""
         if state.micro is not None:
             if due.full:
                 self.safe("microbatch", self._arm_micro, state, due)
-            elif state.micro.is_hooked:
+            else:
                 self.safe("microbatch", state.micro.disarm)
         if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
@@ -712,9 +728,11 @@ class StepRecorder:
         self.step += 1
         self.draft = self._new_draft()
         self.transfer.add(record, draft.buffer)
-        cost = self.safe.timer.take()
-        if self.schedule.account(
-            full=record.full, wall_seconds=record.wall_seconds, cost_seconds=cost, paid_norm=draft.paid_norm
+        if self.schedule.adapts and self.schedule.account(
+            full=record.full,
+            wall_seconds=record.wall_seconds,
+            cost_seconds=self.safe.timer.take(),
+            paid_norm=draft.paid_norm,
         ):
             self.on_schedule_change()
 
@@ -781,9 +799,7 @@ class StepRecorder:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _read(
-        self, state: OptimizerState, norms: dict[int, Tensor] | None = None, joined: Tensor | None = None
-    ) -> None:
+    def _read(self, state: OptimizerState, known: KnownNorms = NOTHING_KNOWN) -> None:
         """Read an optimizer's gradients as they are now, with norms that are known already."""
         table, due = self.table, self.draft.due
         if due.full:
@@ -791,20 +807,13 @@ class StepRecorder:
                 table.refresh()
                 self._assign_rows()
             table.note_frozen()
-        table.lay_out(state.rows)
+        if table.is_spread:
+            table.lay_out(state.rows)
         if state.windowed:
             state.spoil_windows(table)
-        with torch.no_grad():
-            self.draft.paid_norm |= state.read_gradients(
-                table,
-                norms or {},
-                joined,
-                due,
-                self.safe,
-                count_nonfinite=self.count_nonfinite,
-                may_defer=not self.guarded,
-            )
-            state.note_scale(self.assumed_scaler)
+        if state.read_gradients(table, known, due, self.safe, self.count_nonfinite, may_defer=not self.guarded):
+            self.draft.paid_norm = True
+        state.note_scale(self.assumed_scaler)
 
     def _push_windows(self, state: OptimizerState) -> None:
         """Add an optimizer's gradients to the sliding windows, once per step."""
@@ -819,12 +828,16 @@ class StepRecorder:
             self.safe("observe", self._note, loss, batch_size)
 
     def _note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
-        states = self.optimizers
-        again = any(state.stepped and state.backward.backwards for state in states)
-        if again and not any(state.is_fresh for state in states):
+        states, passes = self.optimizers, 0
+        fresh = again = False
+        for state in states:
+            if state.backward.backwards:
+                passes = max(passes, state.backward.backwards)
+                again, fresh = again or state.stepped, fresh or not state.stepped
+        if again and not fresh:
             self.finish()  # an optimizer that has stepped continues alone
         self.observes += 1
-        self.draft.observed.note(loss, batch_size, max(one.backward.backwards for one in states))
+        self.draft.observed.note(loss, batch_size, passes)
         for state in states:
             if state.expects_clip or not state.is_fresh or not state.is_stale(self.observes):
                 continue
@@ -837,33 +850,27 @@ class StepRecorder:
 
     # -- what torch's own functions show: see `hooks.Listener` --------------------------------------------------
 
-    def on_total_norm(
-        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
-    ) -> None:
+    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
         if not self.muted and threading.get_ident() == self.thread:
             self.safe("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         rows = self._rows_of(grads)
-        known: dict[int, Tensor] = {}
-        # Norms of a sharded model are summands: each rank has its own part.
-        if norms is not None and type(joined) is Tensor and joined.dtype in EXACT and -1 not in rows:
-            known = _Ordered(rows, norms)
-        elif norms is not None:
-            joined = None
-            pairs = zip(rows, norms, strict=True)
-            known = {row: local(norm) for row, norm in pairs if row >= 0 and norm.dtype in EXACT}
         for state in self.optimizers:
             if not state.stepped and not state.row_set.isdisjoint(rows) and state.is_stale(self.observes):
-                self._read(state, known, joined)
+                self._read(state, KnownNorms(rows, norms, joined))
 
     def _rows_of(self, grads: Sequence[Tensor]) -> list[int]:
         """The row of each gradient, -1 for one of another model. As a rule they come in the same order each time."""
         parameters, order = self.table.parameters, self._clip_order
-        if len(grads) == len(order) and order:
-            some = (0, len(order) // 2, -1) if not self.draft.due.full else range(len(order))
-            if all(grads[place] is parameters[order[place]].grad for place in some):
+        if order and len(grads) == len(order):
+            if not self.draft.due.full:
+                middle = len(order) // 2
+                first, last = parameters[order[0]].grad, parameters[order[-1]].grad
+                if grads[0] is first and grads[-1] is last and grads[middle] is parameters[order[middle]].grad:
+                    return order
+            elif all(grad is parameters[row].grad for grad, row in zip(grads, order, strict=True)):
                 return order
         row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
         rows = [row_of.get(id(grad), -1) for grad in grads]
@@ -937,16 +944,17 @@ class StepRecorder:
             self.thread = threading.get_ident()
             closure = hooks.closure_of(args, kwargs)
             if closure is None:
-                if not state.in_scaler_step and state.is_due:
+                if not state.in_scaler_step and (state.stepped or not state.arrived):
                     self.safe("read", self._reach_alone, state)
-                self.safe("update", self._before_update, state)
+                if state.reads_update(self.draft.due):
+                    self.safe("update", self._before_update, state)
                 return None
             # Gradients are stale until the closure has run, so they are read from inside it.
             if state.stepped:
                 self.safe("step", self.finish)
             self.safe("update", self._before_update, state)
             first = partial(self.safe, "read", after_closure)
-            wrapped = hooks.heard(closure, partial(setattr, self, "muted"), first)
+            wrapped = hooks.wrap_closure(closure, partial(setattr, self, "muted"), first)
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": wrapped}
             return (args[0], wrapped, *args[2:]), kwargs
@@ -958,7 +966,10 @@ class StepRecorder:
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             state.in_scaler_step = False
-            self.safe("after", state.after_update, self.draft, self.table, self.safe)
+            if state.reads_update(self.draft.due):
+                self.safe("after", state.after_update, self.draft, self.table, self.safe)
+            else:
+                state.changes.forget()
             if self._audit is not None and self.draft.due.audit:
                 self.safe("audit", self._take_audit, self._audit, state)
             self.safe("step", self._leave, state)
@@ -1001,7 +1012,7 @@ class StepRecorder:
     def _read_sums(self, state: OptimizerState) -> None:
         """Read what ranks hold summands of: here, where all of them come once per step."""
         rows = self.table.add_up()
-        state.read_rows(rows, self.table, {}, self.draft.due, self.safe, count_nonfinite=self.count_nonfinite)
+        state.read_rows(rows, self.table, {}, self.draft.due, self.safe, self.count_nonfinite)
 
     def _before_update(self, state: OptimizerState) -> None:
         """An optimizer is about to change its weights."""
@@ -1030,8 +1041,10 @@ class StepRecorder:
         observed.passes = max(observed.passes, state.backward.backwards)
         record.carried = record.carried or state.backward.carried
         state.backward.reset()
-        self._arm(state, self.step + 1)
-        if all(other.stepped for other in self.optimizers):
+        due = self._due_at(self.step + 1)
+        if due.full or due.audit or self.draft.due.full:
+            self._arm(state, due)
+        if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 
     # -- for a Guard --------------------------------------------------------------------------------------------
@@ -1042,7 +1055,7 @@ class StepRecorder:
         if not self.guarded:
             self.guarded = True
             self.read_every_step()
-        if not state.in_scaler_step and state.is_due:
+        if not state.in_scaler_step and (state.stepped or not state.arrived):
             self.safe("read", self._reach_alone, state)
         state.arrived = True
         return state.inputs(self.draft, self.table)

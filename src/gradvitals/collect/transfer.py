@@ -21,6 +21,9 @@ SEND_STEPS = 32
 
 HOST = torch.device("cpu")
 
+EXACT = (torch.float32, torch.float64)
+"""Norms of half-precision gradients come rounded to half precision: not good enough to keep."""
+
 Known = list[tuple[Sequence[int], Tensor | Sequence[Tensor]]]
 """Rows and numbers that a buffer has under one name."""
 
@@ -33,6 +36,8 @@ class ReadingBuffer:
 
     Nothing is launched: numbers wait until they can be joined, all at once. So what is added must not change any more.
     """
+
+    __slots__ = ("_later", "_parts")
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, list[tuple[str, Sequence[int], Tensor | Sequence[Tensor]]]] = {}
@@ -53,10 +58,13 @@ class ReadingBuffer:
         self._later.append(work)
 
     def extend(self, other: ReadingBuffer) -> None:
-        """Add everything of another buffer."""
-        for device, parts in other._parts.items():
-            self._parts.setdefault(device, []).extend(parts)
-        self._later.extend(other._later)
+        """Add everything of another buffer, which is used no more."""
+        if not self._parts:
+            self._parts = other._parts
+        else:
+            for device, parts in other._parts.items():
+                self._parts.setdefault(device, []).extend(parts)
+        self._later += other._later
 
     def parts(self, device: torch.device) -> list[tuple[str, Sequence[int], Tensor | Sequence[Tensor]]]:
         """What is on one device."""
@@ -81,14 +89,16 @@ class ReadingBuffer:
         found: list[Part] = []
         for name, rows, values in self._parts.get(HOST, ()):
             whole = values if isinstance(values, Tensor) else torch.stack(list(values))
-            found.append((name, rows, _floating(whole.detach()).numpy()))
+            if whole.dtype not in EXACT or whole.requires_grad:
+                whole = _floating(whole.detach())
+            found.append((name, rows, whole.numpy()))
         for work in self._later:
             found.extend(work())
         return found
 
 
 def _floating(values: Tensor) -> Tensor:
-    if values.dtype in (torch.float32, torch.float64):
+    if values.dtype in EXACT:
         return values
     return values.double() if values.device.type in ("cpu", "cuda") else values.float()  # not all devices have doubles
 

@@ -25,7 +25,7 @@ class _Group:
 
     def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
         self.rows = rows
-        self.views = [reductions.flat(t)[:: reductions.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.views = [reductions.flat(t)[:: reductions.sample_stride(t, COORDINATES)] for t in tensors]
         self.lengths = [view.numel() for view in self.views]
         self._lengths = torch.tensor(self.lengths).to(tensors[0].device, non_blocking=True)
         self.before = self.gather()
@@ -53,7 +53,7 @@ class _HostGroup:
 
     def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
         self.rows = rows
-        self.views = [reductions.flat(t).numpy()[:: reductions.odd_stride(t.numel(), COORDINATES)] for t in tensors]
+        self.views = [reductions.flat(t).numpy()[:: reductions.sample_stride(t, COORDINATES)] for t in tensors]
         self.lengths = [len(view) for view in self.views]
         self._starts = np.cumsum([0, *self.lengths[:-1]])
         self._before = np.concatenate(self.views)
@@ -86,7 +86,7 @@ class _KernelGroup:
 
     def __init__(self, rows: list[int], tensors: list[Tensor], reader: Any) -> None:
         self.rows = rows
-        strides = [reductions.odd_stride(t.numel(), COORDINATES) for t in tensors]
+        strides = [reductions.sample_stride(t, COORDINATES) for t in tensors]
         self.lengths = [-(-t.numel() // stride) for t, stride in zip(tensors, strides, strict=True)]
         self._reader = reader.ChangeReader([reductions.flat(t) for t in tensors], strides, COORDINATES)
         self._has_last = False

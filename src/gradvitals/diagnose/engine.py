@@ -23,6 +23,24 @@ QUIET_STEPS = 10
 """When the run ends, a finding that could show at every step closes if this many last steps did not show it."""
 
 
+CALM_AFTER = 200
+"""Steps of a run after which calm steps are only sampled."""
+
+CALM_EVERY = 5
+"""Of calm steps, rules check one in so many; the history takes all of them."""
+
+CALM_VALUES = frozenset(
+    ("loss", "lr", "grad/norm", "grad/nonfinite", "grad/spike_ratio", "grad/norm_cv", "clip/max_norm")
+)
+"""What a plain step has. Anything more is worth a check."""
+
+CALM_RATIO = 2.0
+"""A norm of a calm step is less than this many times its moving average."""
+
+CALM_MOVE = 4.0
+"""The loss of a calm step changed by less than this many times its usual change."""
+
+
 @dataclass
 class _Open:
     """An open finding."""
@@ -111,6 +129,10 @@ class Diagnosis:
         if not readings:
             return []
         step = Step(readings, self.layout, self.info, self.history, self._frozen)
+        if self._is_calm(step):
+            step.remember(calm=True)
+            self._last = step.number
+            return []
         changed: list[Finding] = []
         seen, alternating = self.history.steps_seen, step.alternating
         kind = "full" if step.is_full else "tensors" if step.general.tensors else "values"
@@ -134,6 +156,19 @@ class Diagnosis:
         if not changed:
             return changed
         return link_to_roots(self.findings, changed, {name: entry.last_seen for name, entry in self._open.items()})
+
+    def _is_calm(self, step: Step) -> bool:
+        """Whether a step has nothing to show that the steps around it do not: most steps of a long run."""
+        history, values = self.history, step.values
+        if step.number % CALM_EVERY == 0 or history.steps_seen < CALM_AFTER:
+            return False
+        if values.keys() - CALM_VALUES or len(step.readings) > 1:
+            return False
+        ratios = step.tensors("grad/spike_ratio")
+        highest = values.get("grad/spike_ratio", 1.0)
+        if ratios is not None and len(ratios):
+            highest = max(highest, float(np.fmax.reduce(ratios)))
+        return highest < CALM_RATIO and not values.get("grad/nonfinite") and history.loss_is_calm(values, CALM_MOVE)
 
     def finish(self) -> list[Finding]:
         """Close the findings that the last steps of the run did not show. Returns what has closed."""

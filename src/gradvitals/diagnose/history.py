@@ -343,10 +343,24 @@ class History:
     """Step numbers of the last readings, oldest first; steps between two of them may not have been read."""
     steps_seen: int = 0
     """Steps read so far."""
+    loss_move: float = math.nan
+    """Moving average of how far the loss moves from one step to the next."""
+    last_loss: float = math.nan
 
     def __getitem__(self, metric: str) -> Series:
         """Returns the series of a metric; an empty one if there is none."""
         return self.series.get(metric) or Series()
+
+    def loss_is_calm(self, values: Mapping[str, float], most: float) -> bool:
+        """Returns whether the loss moved less than `most` times as far as usual. True without a loss."""
+        return "loss" not in values or abs(values["loss"] - self.last_loss) < most * self.loss_move
+
+    def push_loss(self, loss: float) -> None:
+        """Remember how far the loss moved."""
+        move = abs(loss - self.last_loss)
+        if math.isfinite(move):
+            self.loss_move = move if math.isnan(self.loss_move) else 0.98 * self.loss_move + 0.02 * move
+        self.last_loss = loss if math.isfinite(loss) else self.last_loss
 
     def push_number(self, step: int) -> None:
         """Remember that a step was read."""

@@ -269,9 +269,20 @@ class Step:
 
     # -- remembering -------------------------------------------------------------------------------------------------
 
-    def remember(self) -> None:
-        """Put this step into the history, after every rule has checked it."""
-        history, _ = self.history, self.average
+    def remember(self, *, calm: bool = False) -> None:
+        """Put this step into the history, after every rule has checked it.
+
+        Args:
+            calm: Whether it is one of many like it. The baselines of single tensors do without it.
+        """
+        history = self.history
+        history.push_loss(self.value("loss"))
+        if calm:
+            history.push_values(self.number, self.values)
+            history.norm.learn_one(self.value("grad/norm"))
+            history.push_number(self.number)
+            return
+        _ = self.average
         history.first_losses = self.first_losses
         for reading in self.readings:
             prefix = "" if reading.source is None else f"{reading.source}:"

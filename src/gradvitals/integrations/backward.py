@@ -41,11 +41,18 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if _is_inside() or not self._active or _is_recorded():
+            if not self._active or _is_inside() or _is_recorded():
                 return original(tensors, grad_tensors, *args, **kwargs)
-            self._report(self._before)
+            try:
+                self._before()
+            except Exception as error:
+                self._fail(error)
             result = original(tensors, grad_tensors, *args, **kwargs)
-            self._report(lambda: self._after(self._loss(tensors, grad_tensors)))
+            try:
+                if self._active:
+                    self._after(self._loss(tensors, grad_tensors))
+            except Exception as error:
+                self._fail(error)
             return result
 
         def undo() -> None:
@@ -63,18 +70,17 @@ class BackwardPasses:
             torch_hooks.detach(self.events)
             self._undo()
 
-    def _report(self, call: Callable[[], None]) -> None:
-        """Call back; an error of ours must not end the training loop."""
-        try:
-            if self._active:
-                call()
-        except Exception as error:
-            self.stop()
-            print_line(f"losses are no longer recorded: {type(error).__name__}: {error}", False)
+    def _fail(self, error: Exception) -> None:
+        """Stop after an error of ours, which must not end the training loop."""
+        self.stop()
+        print_line(f"losses are no longer recorded: {type(error).__name__}: {error}", False)
 
     def _loss(self, tensors: Any, grad_tensors: Any) -> Tensor | None:
         """Returns the sum of what backward was called on if those are single numbers without gradients of their own."""
-        scaler = self.events.scaled.popleft() if self.events.scaled else None
+        scaled = self.events.scaled
+        if not scaled and grad_tensors is None and type(tensors) is Tensor and tensors.dim() == 0:
+            return tensors.detach()
+        scaler = scaled.popleft() if scaled else None
         roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else []
         single = all(isinstance(root, Tensor) and root.numel() == 1 for root in roots)
         if not roots or not single or grad_tensors is not None:
@@ -108,17 +114,7 @@ class TorchEvents(threading.local):
         """Gradients are about to be clipped."""
         self.clipped = True
 
-    @property
-    def asleep(self) -> bool:
-        """Whether clipping needs no more reports: one is enough."""
-        return self.clipped
-
-    def on_norm(self, grads: Sequence[Tensor], total: Tensor) -> None:
-        """Not needed here."""
-
-    def on_total_norm(
-        self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None = None
-    ) -> None:
+    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         """Not needed here."""
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -32,8 +32,8 @@ class RowSums:
 
     @property
     def known(self) -> Floats:
-        """The numbers, nan where nothing was read."""
-        return np.where(self.present, self.values, np.nan)
+        """The numbers, NaN if nothing was read."""
+        return self.values if self.present.all() else np.where(self.present, self.values, np.nan)
 
 
 @dataclass
@@ -206,6 +206,7 @@ class RatioHistory:
         effective = count * (1 - correlation) / (1 + correlation)
         value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
         value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)
+        known = known & ~(high < 0)  # a signal below zero for certain: the samples are not independent
         return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     def last_step(self) -> float:
@@ -275,7 +276,8 @@ class Table:
         self.betas: Floats = np.zeros((2, num_rows))
         for row, betas in context.betas.items():
             self.betas[:, row], self.has_betas[row] = betas, True
-        self.weights: Floats = np.ones(num_rows) if context.weights is None else np.array(context.weights)
+        self.ones: Floats = np.ones(num_rows)
+        self.weights: Floats = self.ones if context.weights is None else np.array(context.weights)
 
 
 @dataclass
@@ -447,8 +449,9 @@ class _Aggregation:
         self.record, self.table, self.config = record, table, config
         self.num_rows = len(table.names)
         self.sections = record.sections
-        self.loss_scale, self.grad_scale = np.ones((2, self.num_rows))
-        self.part_scale = np.ones(self.num_rows)
+        self.grad_scale: Floats = table.ones
+        """What gradients were multiplied by when they were read."""
+        self.part_scale: Floats = table.ones
         """What micro-batches are multiplied by, over their share of the gradient."""
         self.under_scaler = False
         self.losses = losses_of(record, is_clean=self._is_clean())
@@ -456,13 +459,17 @@ class _Aggregation:
         if self.losses.skipped_size and record.batch_size is not None:
             self.batch_size = record.batch_size - self.losses.skipped_size
         for index, (one, rows) in enumerate(zip(record.optimizers, table.context.optimizer_rows, strict=True)):
-            if f"scale{index}" in self.sections and not one.ignore_scale:
+            scale = self.sections.get(f"scale{index}")
+            if scale is None and one.divided == 1:
+                continue
+            if self.part_scale is table.ones:
+                self.part_scale, self.grad_scale = np.ones((2, self.num_rows))
+            self.part_scale[rows] = one.divided
+            if scale is not None and not one.ignore_scale:
                 self.under_scaler = True
-                self.loss_scale[rows] = self.sections[f"scale{index}"].values[0]
+                self.part_scale[rows] *= scale.values[0]
                 if one.scaled:
-                    self.grad_scale[rows] = self.loss_scale[rows]
-            if self.under_scaler or one.divided != 1:
-                self.part_scale[rows] = self.loss_scale[rows] * one.divided
+                    self.grad_scale[rows] = scale.values[0]
 
     def sums(self) -> StepSums:
         """The sums of the step."""
@@ -496,13 +503,15 @@ class _Aggregation:
             is_broken=self._is_broken(),
         )
         self._take_gradients(step)
-        for name, kept in SQUARED.items():
-            if name in self.sections:
+        for name, section in self.sections.items():
+            if name in SQUARED:
                 sums = self._rows(name)
-                step.rows[kept] = RowSums(np.square(sums.values), sums.present)
-        for name, kept in SUMMED.items():
-            if name in self.sections:
-                step.rows[kept] = self._rows(name)
+                step.rows[SQUARED[name]] = RowSums(np.square(sums.values), sums.present)
+            elif name in SUMMED:
+                step.rows[SUMMED[name]] = self._rows(name)
+            elif name in PRINTS:
+                by_row = name.startswith(("check", "state"))
+                step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
         if "update_sq" in self.sections:
             sums = self._rows("update_sq")
             step.rows["update"] = RowSums(sums.values / table.fractions, sums.present)
@@ -512,13 +521,8 @@ class _Aggregation:
             known = table.has_betas & step.rows["first_moment"].present
             step.rows["beta1"], step.rows["beta2"] = (RowSums(betas, known) for betas in table.betas)
         count = max((one.micro_batches for one in record.optimizers), default=0)
-        if count and {"micro0", "micro_heads0"} & self.sections.keys():
+        if count and ("micro0" in self.sections or "micro_heads0" in self.sections):
             self._take_parts(step, count)
-        for name in PRINTS:
-            if name in self.sections:
-                by_row = name.startswith(("check", "state"))
-                section = self.sections[name]
-                step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
         for row, block_steps in record.windows.items():
             square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None
@@ -658,10 +662,11 @@ class Aggregator:
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
+    @np.errstate(all="ignore")  # zero over zero is an answer here: not known
     def finish(self, step: StepSums) -> list[Reading]:
         """The readings of one step: first what needs no samples, then one for each GSNR source.
 
-        An error in one of them is told, and that one is silent from then on.
+        An error in one of them is reported, and that one is skipped from then on.
         """
         readings: list[Reading] = []
         for part, applies, make in (
@@ -673,9 +678,7 @@ class Aggregator:
             if not applies or part in self._broken:
                 continue
             try:
-                # Zero over zero is an answer here: there is nothing to tell.
-                with np.errstate(all="ignore"):
-                    reading = make(step)
+                reading = make(step)
             except Exception as error:
                 self._broken.add(part)
                 self.on_error(part, error)

@@ -96,17 +96,16 @@ class Journal:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def append(self, kind: int, *parts: bytes | bytearray | memoryview) -> bool:
-        """Add a record made of these parts. Never blocks: False if the ring has no room for it."""
-        length = 0
-        for part in parts:
-            length += len(part)
+    def append(self, kind: int, data: bytes) -> bool:
+        """Add a record. Never blocks: False if the ring has no room for it."""
+        length = len(data)
         needed = (_RECORD.size + length + 7) & ~7
         memory, head = self._memory, self._head
         position = head % self.capacity
         to_end = self.capacity - position
         skipped = to_end if needed > to_end else 0
-        if head + skipped + needed - self._counter(TAIL) > self.capacity:
+        (tail,) = _COUNTER.unpack_from(memory, TAIL)
+        if head + skipped + needed - tail > self.capacity:
             return False
         if skipped:
             _RECORD.pack_into(memory, HEADER_BYTES + position, to_end - _RECORD.size, PADDING)
@@ -115,10 +114,7 @@ class Journal:
         at = HEADER_BYTES + position
         _RECORD.pack_into(memory, at, length, kind)
         at += _RECORD.size
-        for part in parts:
-            end = at + len(part)
-            memory[at:end] = bytes(part) if not isinstance(part, bytes) else part
-            at = end
+        memory[at : at + length] = data
         self._head = head + needed
         _COUNTER.pack_into(memory, HEAD, self._head)
         return True
@@ -136,7 +132,8 @@ class Journal:
     @property
     def has_records(self) -> bool:
         """Whether there is anything to read."""
-        return self._counter(TAIL) < self._counter(HEAD)
+        memory = self._memory
+        return bool(memory[TAIL : TAIL + 8] != memory[HEAD : HEAD + 8])
 
     @property
     def fill(self) -> float:

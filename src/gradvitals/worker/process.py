@@ -17,7 +17,7 @@ from gradvitals.errors import RunError
 from gradvitals.worker.channel import JournalChannel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.recover import remove_files
-from gradvitals.worker.worker import COMMIT_SECONDS, Setup, Worker
+from gradvitals.worker.worker import COMMIT_SECONDS, Setup, Worker, print_line
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gradvitals.worker.process import main; main(sys.argv[2])"
 
@@ -110,12 +110,26 @@ def main(settings: str) -> None:
         channel.flush()
         if not worker.closed and _parent_gone(COMMIT_SECONDS):
             worker.abandon()
+            if not worker.closed:
+                _print_verdict(setup)
             break
     deadline = time.monotonic() + REPLY_SECONDS
     while not channel.flush() and time.monotonic() < deadline and not _parent_gone(0.01):
         pass
     if not journal.has_records:
         remove_files(setup.path, journal_path.parent)
+
+
+def _print_verdict(setup: Setup) -> None:
+    """Print how a run did whose training process was killed, and so could not print it itself."""
+    from gradvitals.report.verdict import closing_lines
+
+    if setup.config.quiet or not setup.diagnoses or not setup.keeps:
+        return
+    with contextlib.suppress(Exception):  # the run's folder may be gone, or stderr closed
+        print_line("the training process was killed; every step it made is kept")
+        for line in closing_lines({setup.path: ""}):
+            print_line(line)
 
 
 def _parent_gone(seconds: float) -> bool:

@@ -86,7 +86,7 @@ class Section:
         return np.where(self.present(num_rows), self.sums(num_rows), np.nan)
 
 
-@dataclass
+@dataclass(slots=True)
 class OptimizerStep:
     """One optimizer's part of a step."""
 
@@ -103,7 +103,7 @@ class OptimizerStep:
     """What a pipeline divided the sum of the micro-batches by."""
 
 
-@dataclass
+@dataclass(slots=True)
 class StepRecord:
     """One step as the training process recorded it."""
 
@@ -207,41 +207,56 @@ class Encoder:
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Any, bytes]] = {}
 
-    def encode(self, record: StepRecord, parts: Iterable[Part]) -> list[bytes]:
-        """The pieces of a record, to be written one after the other."""
+    def encode(self, record: StepRecord, parts: Iterable[Part]) -> bytes:
+        """The bytes of a record."""
         row_sets: dict[bytes, int] = {}
         sections: list[bytes] = []
         for name, rows, numbers in parts:
-            packed = self._packed(rows)
-            place = row_sets.setdefault(packed, len(row_sets))
+            place = row_sets.setdefault(self._packed(rows), len(row_sets))
             wide = numbers.dtype.itemsize == 8
-            sections.append(_SECTION.pack(name.encode(), place, wide, numbers.size))
-            sections.append(numbers.tobytes())
-        flags, extra = _flags(record), _extra(record)
-        one = len(record.optimizers) == 1
-        loss = record.losses[0][0] if flags & _HAS_LOSS else None
+            sections += (_SECTION.pack(name.encode(), place, wide, numbers.size), numbers.tobytes())
+        losses, optimizers = record.losses, record.optimizers
+        one = optimizers[0] if len(optimizers) == 1 else None
+        flags = (
+            _FULL * record.full
+            | _DETAIL * record.detail
+            | _AUDIT * record.audit
+            | _SKIPPED * record.skipped
+            | _CARRIED * record.carried
+            | _ALTERNATING * record.alternating
+        )
+        if one is not None:
+            flags |= _HAS_OPTIMIZER | STAGES.index(one.stage) << _STAGE_SHIFT
+            flags |= _SCALED * one.scaled | _IGNORE_SCALE * one.ignore_scale | _CLIPPED * one.clipped
+        loss = losses[0][0] if len(losses) == 1 and losses[0][1] is None else None
+        if loss is not None:
+            flags |= _HAS_LOSS
+        is_plain = one is not None and one.divided == 1 and not record.given_up and not record.windows
+        extra = b"" if is_plain and (loss is not None or not losses) else _extra(record, with_losses=loss is None)
         header = _HEADER.pack(
             record.step,
             record.time,
             record.wall_seconds,
             math.nan if loss is None else loss,
-            _or_nan(record.lr),
-            _or_nan(record.max_norm),
-            _or_nan(record.batch_size),
+            math.nan if record.lr is None else record.lr,
+            math.nan if record.max_norm is None else record.max_norm,
+            math.nan if record.batch_size is None else record.batch_size,
             flags,
-            record.optimizers[0].micro_batches if one else 0,
+            0 if one is None else one.micro_batches,
             min(record.passes, 0xFFFF),
             len(extra),
             len(row_sets),
             len(sections) // 2,
         )
-        return [header, extra, *(struct.pack("<I", len(rows)) + rows for rows in row_sets), *sections]
+        return b"".join((header, extra, *row_sets, *sections))
 
     def _packed(self, rows: Any) -> bytes:
+        """The number of rows, and the rows."""
         known = self._rows.get(id(rows))
         if known is not None and known[0] is rows:
             return known[1]
         packed = np.asarray(rows, dtype="<i4").tobytes()
+        packed = struct.pack("<I", len(packed)) + packed
         if not isinstance(rows, range):  # lists of one reading come and go; those that stay are worth remembering
             if len(self._rows) >= 256:
                 self._rows.clear()
@@ -249,36 +264,11 @@ class Encoder:
         return packed
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _flags(record: StepRecord) -> int:
-    flags = (
-        (_FULL if record.full else 0)
-        | (_DETAIL if record.detail else 0)
-        | (_AUDIT if record.audit else 0)
-        | (_SKIPPED if record.skipped else 0)
-        | (_CARRIED if record.carried else 0)
-        | (_ALTERNATING if record.alternating else 0)
-    )
-    losses = record.losses
-    if len(losses) == 1 and losses[0][0] is not None and losses[0][1] is None:
-        flags |= _HAS_LOSS
-    if len(record.optimizers) == 1:
-        one = record.optimizers[0]
-        flags |= _HAS_OPTIMIZER | STAGES.index(one.stage) << _STAGE_SHIFT
-        flags |= (_SCALED if one.scaled else 0) | (_IGNORE_SCALE if one.ignore_scale else 0)
-        flags |= _CLIPPED if one.clipped else 0
-    return flags
-
-
-def _extra(record: StepRecord) -> bytes:
-    """What does not fit into the header, as JSON; nothing for most steps."""
+def _extra(record: StepRecord, *, with_losses: bool) -> bytes:
+    """What does not fit into the header, as JSON."""
     extra: dict[str, Any] = {}
-    losses = record.losses
-    if losses and not (len(losses) == 1 and losses[0][0] is not None and losses[0][1] is None):
-        extra["losses"] = losses
+    if with_losses and record.losses:
+        extra["losses"] = record.losses
     if len(record.optimizers) != 1 or record.optimizers[0].divided != 1:
         extra["optimizers"] = [
             [one.stage, one.scaled, one.ignore_scale, one.clipped, one.micro_batches, one.divided]

@@ -420,7 +420,7 @@ class _Store:
         # Findings, actions and layouts are few and matter more: they may wait where readings no longer may.
         size = self._setup.config.queue_size
         room = size if isinstance(record, Reading) else 2 * size
-        fits = self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES or not self._pending
+        fits = not self._pending or self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES
         return len(self._pending) < room and fits
 
     @property
@@ -510,7 +510,7 @@ class _Store:
 
 
 def _num_bytes(record: Record) -> int:
-    if not isinstance(record, Reading):
+    if not isinstance(record, Reading) or not (record.tensors or record.layers or record.heads or record.ranks):
         return 0
     arrays = (array for kind in (record.tensors, record.layers, record.heads, record.ranks) for array in kind.values())
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)

@@ -271,12 +271,12 @@ class Launch:
             if isinstance(error, Exception):
                 self._print_after_traceback()
                 return
-            for line in self._closing_lines():
+            for line in self._closing_lines(failed=error is not None):
                 self._print(line)
         except Exception as failure:
             self._print(f"the verdict could not be computed: {failure!r}")
 
-    def _closing_lines(self) -> Iterable[str]:
+    def _closing_lines(self, *, failed: bool) -> Iterable[str]:
         watcher, is_first = self._watcher, int(os.environ.get("RANK", "0")) == 0
         runs = {} if watcher is None else watcher.runs
         if not is_first:  # the run may be on another machine
@@ -285,9 +285,21 @@ class Launch:
             from gradvitals.report.verdict import closing_lines
 
             return closing_lines(runs)
-        if not is_first or (watcher is not None and watcher.is_explained):
-            return ()
-        return ["no optimizer stepped in this process, so there is nothing to judge"]
+        if failed or not is_first or (watcher is not None and watcher.is_explained):
+            return ()  # the script's own error says more
+        return [f"nothing was watched: {self._why_nothing(watcher)}"]
+
+    @staticmethod
+    def _why_nothing(watcher: Watcher | None) -> str:
+        if watcher is None:
+            return "the script did not import torch in this process"
+        if not watcher.num_backwards:
+            return "no backward pass ran in this process; training in processes that it started is not followed"
+        passes = "1 backward pass" if watcher.num_backwards == 1 else f"{watcher.num_backwards:,} backward passes"
+        return (
+            f"{passes} ran, but no torch.optim optimizer stepped. Weights that Keras, DeepSpeed or the script itself "
+            "updates are not followed; step them with a torch.optim optimizer"
+        )
 
     def _print_after_traceback(self) -> None:
         """Once Python has shown the error, name the runs up to it; the error needs no second mention."""

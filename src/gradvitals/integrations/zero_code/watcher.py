@@ -80,6 +80,11 @@ class Watched:
         """The folder of its run."""
         return self.monitor.run_path
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything about it is known, so that a step brings nothing but its losses."""
+        return self._announce is None and not self._samples.is_counting and not self._late
+
     def before_backward(self, *, alone: bool) -> None:
         """A backward pass starts. If there are other models, it may be theirs."""
         self._samples.in_backward = True
@@ -187,6 +192,8 @@ class Watcher:
         self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
         """Optimizers of models that are watched no more, and the run to continue if they step again."""
         self._looked = False
+        self._only: Watched | None = None
+        """The one model of the script, once it is clear that there are no others: nothing to search in each step."""
         self._losses: weakref.WeakKeyDictionary[threading.Thread, deque[Tensor]] = weakref.WeakKeyDictionary()
         """The losses of each thread since its last step, for a model that is found during the step."""
         self._finding = threading.RLock()
@@ -197,6 +204,8 @@ class Watcher:
         """Whether a launcher such as torchrun started this process, and so started the other ranks the same way."""
         self.watches_itself = False
         """Whether the script made a Monitor itself."""
+        self.num_backwards = 0
+        """Backward passes so far, until the script is known to train one model."""
 
     @property
     def is_explained(self) -> bool:
@@ -207,11 +216,14 @@ class Watcher:
 
     def on_made(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
+        self._only = None
         self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
         self._makers[optimizer] = threading.current_thread()
 
     def before_backward(self) -> None:
         """A backward pass starts. The first one shows that training starts: models and optimizers exist by now."""
+        if self._only is not None and self._only.thread is threading.current_thread():
+            return
         if not self._looked:
             with self._finding:
                 self._start_all()
@@ -229,6 +241,11 @@ class Watcher:
 
     def after_backward(self, loss: Tensor | None) -> None:
         """A backward pass is over."""
+        only = self._only
+        if only is not None and only.thread is threading.current_thread():
+            observe_part(only.monitor, loss)
+            return
+        self.num_backwards += 1
         losses = self._losses.setdefault(threading.current_thread(), deque(maxlen=64))
         if loss is not None:
             losses.append(loss)
@@ -243,6 +260,10 @@ class Watcher:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, not inside another one's step."""
+        only = self._only
+        if only is not None and optimizer in only.found.optimizers and only.thread is threading.current_thread():
+            return
+        self._only = None
         trains = self._training_thread()
         with self._finding:
             watched = self._watched_by(optimizer)
@@ -258,9 +279,11 @@ class Watcher:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
-        watched = self._watched_by(optimizer)
+        watched = self._watched_by(optimizer) if self._only is None else None
         if watched is not None:
             watched.after_step()
+            if self.watched == [watched] and watched.is_settled and all(map(self._is_taken, self._alive())):
+                self._only = watched
 
     def close(self, error: BaseException | None) -> None:
         """The script is over."""
@@ -303,13 +326,16 @@ class Watcher:
         return self._start(found, resume, trains)
 
     def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
-        made = [one for made in self._made if (one := made()) is not None]
+        made = self._alive()
         if stepping is not None and stepping not in made:
             made.append(stepping)  # it was copied or unpickled
         free = [one for one in made if one is stepping or not self._is_taken(one)]
         found = find([one for one in free if any(True for _ in parameters_of(one))])
         owned = [one for one in found if one.has_modules]
         return owned or found  # tensors beside a model, such as a temperature, get no run of their own
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        return [one for made in self._made if (one := made()) is not None]
 
     def _is_taken(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._watched_by(optimizer) is not None or any(ignored() is optimizer for ignored in self._ignored):
@@ -385,6 +411,7 @@ class Watcher:
             if watched not in self.watched:
                 return  # another thread did it
             self.watched.remove(watched)
+            self._only = None
         self._end(watched, None)
         if watched.monitor.step:
             self._idle += [(weakref.ref(optimizer), watched.run_path) for optimizer in watched.found.optimizers]
