@@ -160,8 +160,8 @@ def print_verdict(monitor: Monitor) -> None:
     from gradvitals.report.verdict import closing_lines
 
     config = monitor.config
-    if sys.exc_info()[0] is not None:  # a `with` block that an error ends: nothing goes above its traceback
-        return
+    if monitor._failed and isinstance(sys.exc_info()[1], Exception):
+        return  # an error ends a `with` block: nothing goes above its traceback
     if config.quiet or not config.diagnose or not monitor.step or not monitor.speaks or not monitor.run_path.exists():
         return
     with contextlib.suppress(Exception):  # a full disk, say, or a stderr that is gone: it must not end the program

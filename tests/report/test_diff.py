@@ -42,8 +42,8 @@ def falling(step: int) -> float:
 
 def test_equal_runs_do_not_part(tmp_path: Path) -> None:
     found = gv.diff(write(tmp_path / "a", falling), write(tmp_path / "b", falling))
-    assert [part.step for part in found.parts] == [None, None, None]
-    assert "The loss is the same at every step." in str(found)
+    assert [part.step for part in found.curves] == [None, None, None]
+    assert "The losses are the same at every step." in str(found)
     assert "All recorded settings are equal." in str(found)
     assert "Both runs have the same findings." in str(found)
 
@@ -51,14 +51,14 @@ def test_equal_runs_do_not_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [0.5, -0.3, float("nan")])
 def test_runs_part_where_one_changes_for_good(tmp_path: Path, change: float) -> None:
     b = write(tmp_path / "b", lambda step: falling(step) + (change if step >= 250 else 0.0))
-    part = gv.diff(write(tmp_path / "a", falling), b).part("loss")
+    part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")
     assert part is not None
     assert part.step == 250
 
 
 def test_a_passing_spike_is_no_parting(tmp_path: Path) -> None:
     b = write(tmp_path / "b", lambda step: falling(step) + (50.0 if 100 <= step < 103 else 0.0))
-    part = gv.diff(write(tmp_path / "a", falling), b).part("loss")
+    part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")
     assert part is not None
     assert (part.step, part.first_difference) == (None, 100)
 
@@ -66,7 +66,7 @@ def test_a_passing_spike_is_no_parting(tmp_path: Path) -> None:
 def test_noise_is_no_parting(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     b = write(tmp_path / "b", lambda step: falling(step) + 0.2 * rng.normal())
-    part = gv.diff(write(tmp_path / "a", falling), b).part("loss")
+    part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")
     assert part is not None
     assert part.step is None
     assert part.first_difference == 0
@@ -81,7 +81,7 @@ def test_settings_findings_and_the_layer_that_parts_first(tmp_path: Path) -> Non
     found = gv.diff(a, b)
     assert (found.gained, found.lost) == (("loss_rising",), ("explosion",))
     assert found.settings["lr"] == (0.1, 0.5)
-    layer = found.parts[-1]
+    layer = found.curves[-1]
     assert (layer.layer, layer.step, layer.a, layer.b) == ("1", 300, 1.0, 4.0)
     printed = CliRunner().invoke(main, ["diff", str(a), str(b)]).output
     assert printed == f"{found}\n"

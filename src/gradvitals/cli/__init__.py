@@ -20,13 +20,13 @@ COMMANDS = {
     "serve": "Show all runs on a live page in the browser.",
     "report": "Print the numbers of a run, or write them as one HTML file.",
     "advise": "Suggest settings for the next run.",
-    "diff": "Compare two runs: where they part, and what differs.",
+    "diff": "Compare two runs: where they separate, and what differs.",
     "ls": "List the runs in a folder.",
     "export": "Write the readings of a run as CSV or Parquet.",
     "import": "Read a run that W&B, TensorBoard or a CSV file recorded.",
     "probe": "Examine a model and its data without training.",
     "mcp": "Serve runs to a coding agent (Model Context Protocol).",
-    "demo": "Watch a training run go wrong, and mend it, in a minute.",
+    "demo": "Watch a training run go wrong and get fixed, in a minute.",
     "bench": "Measure what monitoring costs on this machine.",
 }
 """Each with what the list of commands shows, in the order of use. Nothing is imported to print it."""

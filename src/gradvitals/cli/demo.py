@@ -1,4 +1,4 @@
-"""`gradvitals demo`: a training run goes wrong, is diagnosed, and is mended."""
+"""`gradvitals demo`: a training run goes wrong, is diagnosed, and is fixed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAULTS = ("stale", "lr", "none")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
 @json_option
 def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
-    """Watch a training run go wrong, and mend it.
+    """Watch a training run go wrong, and get fixed.
 
     Trains a small transformer on Shakespeare with a bug in the loop, prints the verdict, applies the fix, trains again
     and draws both loss curves. Takes less than a minute on a CPU, and needs no network. Ctrl-C ends it early.

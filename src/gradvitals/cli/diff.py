@@ -1,4 +1,4 @@
-"""`gradvitals diff`: where two runs part, and what differs between them."""
+"""`gradvitals diff`: where two runs separate, and what differs between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradvitals.cli.runs import resolve
 @click.argument("second", metavar="[B]", required=False)
 @json_option
 def diff(first: str | None, second: str | None, as_json: bool) -> None:
-    """Compare run A with run B: the first step at which they part for good, settings, findings.
+    """Compare run A with run B: the first step at which they separate for good, settings, findings.
 
     With one run, compares it with the newest; with none, the two newest runs in runs/. Needs no torch.
 
@@ -21,7 +21,7 @@ def diff(first: str | None, second: str | None, as_json: bool) -> None:
     Example:
       gradvitals diff runs/before runs/after
       gradvitals diff runs/before
-      gradvitals diff runs/before runs/after --json | jq .parts
+      gradvitals diff runs/before runs/after --json | jq .curves
     """
     from gradvitals.report.diff import diff as compare
     from gradvitals.report.listing import newest_runs

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @json_option
 def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bool) -> None:
-    """Make a run folder out of SOURCE, the history of a run that was never watched.
+    """Turn SOURCE, the history of a run that was never watched, into a run.
 
     SOURCE is TensorBoard event files, an offline run of W&B, a CSV, JSONL or JSON file, or the folder of one. Columns
     of step, loss, gradient norm and learning rate are guessed by name. What needs more than these is not judged.

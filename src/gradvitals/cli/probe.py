@@ -27,12 +27,12 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
     help="Ask only this question; may be given several times. [default: all]",
 )
 @click.option(
-    "--examples", type=click.IntRange(min=2), help="Examples looked at singly. [default: the factory's, or 256]"
+    "--examples", type=click.IntRange(min=2), help="Examples to examine one by one. [default: the factory's, or 256]"
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Move the model there. [default: where it is]"
 )
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page with pictures here.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page with charts.")
 @json_option
 def probe(
     factory: str,
@@ -44,11 +44,11 @@ def probe(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Examine the model and the data that FACTORY makes, without training.
+    """Examine the model and the data that FACTORY returns, without training.
 
     FACTORY is `package.module:function`, found from the current folder. The function takes no arguments and returns
-    (model, loader) for a model that gives its loss, (model, loader, loss), (model, loader, loss, optimizer), or a dict
-    of arguments of gv.probe. What it and the model print goes to stderr.
+    (model, loader) for a model that returns its loss, (model, loader, loss), (model, loader, loss, optimizer), or a
+    dict of arguments of gv.probe. What it and the model print goes to stderr.
 
     \b
     Example:

@@ -10,7 +10,7 @@ import click
 
 
 class OptionsFirst(click.Command):
-    """Says where an option belongs that is not one of ours: most likely it is the script's."""
+    """Explains where an unknown option belongs: most likely it is the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read our options, which stand before the script."""
@@ -29,10 +29,10 @@ class OptionsFirst(click.Command):
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(
     "--run",
-    "--out",  # torchrun takes --run for one of its own options, wherever it stands
+    "--out",  # torchrun takes --run for an option of its own, wherever it stands
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder to keep the run in; a number is added where there is one already.  [default: runs/DATE_TIME]",
+    help="Folder to keep the run in; a number is added if it holds a run.  [default: runs/DATE_TIME]",
 )
 @click.option(
     "--every",
@@ -41,8 +41,14 @@ class OptionsFirst(click.Command):
     show_default=True,
     help="Steps from one reading of every tensor to the next.",
 )
-@click.option("--sink", "sinks", multiple=True, metavar="SINK", help="Send readings there too, e.g. tensorboard:logs.")
-@click.option("--alert", "alerts", multiple=True, metavar="ALERT", help="Tell findings to a webhook's URL or command:.")
+@click.option("--sink", "sinks", multiple=True, metavar="SINK", help="Also send readings there, e.g. tensorboard:logs.")
+@click.option(
+    "--alert",
+    "alerts",
+    multiple=True,
+    metavar="ALERT",
+    help="Send findings to the URL of a webhook, or to command:PROGRAM.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing: no findings, no verdict.")
 @click.argument("script", required=True)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -56,11 +62,11 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> Callable[[], None]:
-    """Run the training SCRIPT with its ARGS and watch it. The script needs no change.
+    """Run the training SCRIPT with its ARGS, and watch it. The script needs no edits.
 
-    Models and optimizers are found when training begins, and the loss is what backward() is called on. Options come
-    before the script; all after it belongs to the script. Its exit status is kept, and so are its input, output and
-    errors; findings and the verdict go to stderr.
+    Models and optimizers are found when training starts, and the loss is what backward() is called on. Options come
+    before the script; everything after it belongs to the script. Input, output, errors and exit status stay those of
+    the script. Findings and the verdict go to stderr.
 
     \b
     Example:
@@ -84,7 +90,7 @@ def run(
 
 
 def _check(sinks: tuple[str, ...], alerts: tuple[str, ...]) -> None:
-    """A text that means nothing is told before the script has begun."""
+    """Report a text that means nothing before the script starts."""
     if sinks:
         from gradvitals.sinks import from_text as sink
 

@@ -19,7 +19,7 @@ DEFAULT_FOLDER = "runs"
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
-    """Show the runs in FOLDER, live, as a page in a browser.
+    """Show the runs in FOLDER on a live page in the browser.
 
     FOLDER holds runs, at any depth, or is one; `runs` by default. New runs appear by themselves. Only this machine can
     open the page unless --host says otherwise; the page loads nothing from elsewhere. Ctrl-C stops it.

@@ -1,4 +1,4 @@
-"""Two runs compared: the first step at which they part for good, and the settings and findings that differ."""
+"""Two runs compared: the first step at which they separate for good, and the settings and findings that differ."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ FINAL_SHARE = 20
 """The final value is the median of the last part in this many of the steps."""
 SAME = 1e-6
 """Relative difference under which two numbers are the same."""
-METRICS = {"loss": "loss", "grad/norm": "gradient norm", "lr": "learning rate"}
+METRICS = {"loss": "losses", "grad/norm": "gradient norms", "lr": "learning rates"}
 MAX_SETTINGS = 20
 IGNORED = ("config.quiet", "config.worker", "config.extra", "extra.command")
 """Settings that say nothing about training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One curve of both runs: from which step on they are apart, and how far."""
+class CurveDiff:
+    """One curve of both runs: from which step on they stay apart, and how far."""
 
     metric: str
     step: int | None
     """The first step from which on the curves stay apart; None if they do not."""
     a: float
-    """The smoothed value of run A there, or at the end if the curves do not part."""
+    """The smoothed value of run A there, or at the end if the curves do not separate."""
     b: float
     final_a: float
     """The median of the last steps that both runs have."""
@@ -77,8 +77,8 @@ class RunDiff:
     b: Side
     common_steps: int
     """Steps that both runs have."""
-    parts: tuple[Part, ...]
-    """Loss, gradient norm and learning rate, then the layer that parts first."""
+    curves: tuple[CurveDiff, ...]
+    """Loss, gradient norm and learning rate, then the layer that separates first."""
     settings: Mapping[str, tuple[Any, Any]]
     """By name, the values that differ: of A and of B."""
     gained: tuple[str, ...]
@@ -86,9 +86,9 @@ class RunDiff:
     lost: tuple[str, ...]
     """Ids of findings that only A has."""
 
-    def part(self, metric: str) -> Part | None:
+    def curve(self, metric: str) -> CurveDiff | None:
         """Returns the curve of one metric of the whole run; None if it is not in both."""
-        return next((part for part in self.parts if part.metric == metric and part.layer is None), None)
+        return next((curve for curve in self.curves if curve.metric == metric and curve.layer is None), None)
 
     def sentences(self) -> tuple[str, ...]:
         """Returns the differences in words, the most important first."""
@@ -100,7 +100,7 @@ class RunDiff:
             "a": asdict(self.a),
             "b": asdict(self.b),
             "common_steps": self.common_steps,
-            "parts": [asdict(part) for part in self.parts],
+            "curves": [asdict(curve) for curve in self.curves],
             "settings": {name: {"a": a, "b": b} for name, (a, b) in self.settings.items()},
             "findings": {"gained": list(self.gained), "lost": list(self.lost)},
             "sentences": list(self.sentences()),
@@ -117,8 +117,8 @@ class RunDiff:
     def _sentences(self) -> Iterator[str]:
         if not self.common_steps:
             yield "The runs have no step in common, so their curves cannot be compared."
-        for part in self.parts:
-            yield from _describe(part)
+        for curve in self.curves:
+            yield from _describe(curve)
         shown = list(self.settings.items())[:MAX_SETTINGS]
         if shown:
             more = f" and {len(self.settings) - len(shown)} more" if len(self.settings) > len(shown) else ""
@@ -154,12 +154,12 @@ def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, re
             about = {"level": verdict.level, "headline": verdict.headline}
             sides.append(Side(run=str(run.path), steps=verdict.steps, **about))  # type: ignore[arg-type]
         serious = [Counter(one.id for one in findings if one.severity != "info") for findings in found]
-        common, parts = _parts(first, second)
+        common, curves = _curves(first, second)
         return RunDiff(
             a=sides[0],
             b=sides[1],
             common_steps=common,
-            parts=tuple(parts),
+            curves=tuple(curves),
             settings=_settings(first, second),
             gained=tuple((serious[1] - serious[0]).elements()),
             lost=tuple((serious[0] - serious[1]).elements()),
@@ -169,20 +169,20 @@ def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, re
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _parts(a: Run, b: Run) -> tuple[int, list[Part]]:
+def _curves(a: Run, b: Run) -> tuple[int, list[CurveDiff]]:
     shared = [metric for metric in METRICS if all(metric in run.metrics("values") for run in (a, b))]
-    common, parts = 0, []
+    common, curves = 0, []
     for metric in shared:
         steps, left, right = _aligned(a.series(metric), b.series(metric))
         common = max(common, len(steps))
         if len(steps):
-            parts.append(_part(metric, steps, left, right))
+            curves.append(_curve(metric, steps, left, right))
     first = _first_layer(a, b)
-    return common, parts if first is None else [*parts, first]
+    return common, curves if first is None else [*curves, first]
 
 
-def _first_layer(a: Run, b: Run) -> Part | None:
-    """Returns the layer whose gradient norm parts first; None if none does, or the runs share no layers."""
+def _first_layer(a: Run, b: Run) -> CurveDiff | None:
+    """Returns the layer whose gradient norm separates first; None if none does, or the runs share no layers."""
     names = [name for name in a.names("layers") if name in b.names("layers")]
     if not names or not all("grad/norm" in run.metrics("tensors") for run in (a, b)):
         return None
@@ -192,13 +192,13 @@ def _first_layer(a: Run, b: Run) -> Part | None:
         by = ByLayer(run)
         places = [run.names("layers").index(name) for name in names]
         norms.append((steps, by.all_layers(by.norms(rows))[:, places]))
-    found: list[Part] = []
+    found: list[CurveDiff] = []
     for place, name in enumerate(names):
         steps, left, right = _aligned(*((steps, rows[:, place]) for steps, rows in norms))
         if len(steps):
-            part = _part("grad/norm", steps, left, right, name)
-            found += [part] if part.step is not None else []
-    return min(found, key=lambda part: part.step or 0, default=None)
+            curve = _curve("grad/norm", steps, left, right, name)
+            found += [curve] if curve.step is not None else []
+    return min(found, key=lambda curve: curve.step or 0, default=None)
 
 
 def _aligned(a: tuple[Steps, Floats], b: tuple[Steps, Floats]) -> tuple[Steps, Floats, Floats]:
@@ -206,15 +206,15 @@ def _aligned(a: tuple[Steps, Floats], b: tuple[Steps, Floats]) -> tuple[Steps, F
     return steps, a[1][left], b[1][right]
 
 
-def _part(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = None) -> Part:
-    at, width = _parting(a, b)
-    parted = at < len(steps)
-    there = slice(at, at + width) if parted else slice(-width, None)
+def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = None) -> CurveDiff:
+    at, width = _separation(a, b)
+    separated = at < len(steps)
+    there = slice(at, at + width) if separated else slice(-width, None)
     differ = np.flatnonzero(~_same(a, b))
     last = max(1, len(steps) // FINAL_SHARE)
-    return Part(
+    return CurveDiff(
         metric=metric,
-        step=int(steps[at]) if parted else None,
+        step=int(steps[at]) if separated else None,
         a=_median(a[there]),
         b=_median(b[there]),
         final_a=_median(a[-last:]),
@@ -224,7 +224,7 @@ def _part(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = N
     )
 
 
-def _parting(a: Floats, b: Floats) -> tuple[int, int]:
+def _separation(a: Floats, b: Floats) -> tuple[int, int]:
     """Returns the place from which two curves stay apart by more than their noise, and the width of the smoothing."""
     width = int(np.clip(len(a) // WINDOW_SHARE, *WINDOW)) | 1
     noise = _step_noise(a - b)
@@ -311,23 +311,23 @@ def _flat(prefix: str, content: Any) -> dict[str, Any]:
     return found
 
 
-def _describe(part: Part) -> Iterator[str]:
-    if part.layer is not None:
-        yield f"The first layer to part is {cut(part.layer)}, at step {part.step:,}: {_pair(part.a, part.b)}."
+def _describe(curve: CurveDiff) -> Iterator[str]:
+    if curve.layer is not None:
+        yield f"The first layer to separate is {cut(curve.layer)}, at step {curve.step:,}: {_pair(curve.a, curve.b)}."
         return
-    name = METRICS[part.metric]
-    if part.first_difference is None:
-        yield f"The {name} is the same at every step."
+    names = f"The {METRICS[curve.metric]}"
+    if curve.first_difference is None:
+        yield f"{names} are the same at every step."
         return
-    if part.step is None:
-        yield f"The {name} differs from step {part.first_difference:,} on, by no more than its noise."
-    elif part.step == part.first_difference:
-        yield f"The {name} parts at step {part.step:,} and stays apart: {_pair(part.a, part.b)}."
+    if curve.step is None:
+        yield f"{names} differ from step {curve.first_difference:,} on, but by no more than their noise."
+    elif curve.step == curve.first_difference:
+        yield f"{names} separate at step {curve.step:,} for good: {_pair(curve.a, curve.b)}."
     else:
-        before = f"first differs at step {part.first_difference:,}, and"
-        yield f"The {name} {before} stays apart from step {part.step:,} on: {_pair(part.a, part.b)}."
-    if part.metric == "loss":
-        yield f"Final loss: {_pair(part.final_a, part.final_b)}{_change(part.final_a, part.final_b)}."
+        first = f"first differ at step {curve.first_difference:,} and separate for good at step {curve.step:,}"
+        yield f"{names} {first}: {_pair(curve.a, curve.b)}."
+    if curve.metric == "loss":
+        yield f"Final loss: {_pair(curve.final_a, curve.final_b)}{_change(curve.final_a, curve.final_b)}."
 
 
 def _pair(a: float, b: float) -> str:

@@ -330,6 +330,6 @@ def _update_ratios(run: Run, by: ByLayer) -> Floats:
 def _top(
     names: Sequence[str], values: Floats, steps: Sequence[int], count: int, *, lowest: bool = False
 ) -> tuple[Worst, ...]:
-    known = np.flatnonzero(~np.isnan(values))
+    known = np.flatnonzero(~np.isnan(values) if lowest else values > 0)  # a largest value of zero is no news
     order = known[np.argsort(values[known] if lowest else -values[known], kind="stable")]
     return tuple(Worst(name=names[i], value=float(values[i]), step=int(steps[i])) for i in order[:count])

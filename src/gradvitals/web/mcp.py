@@ -74,7 +74,7 @@ class Runs:
         return _plain(catalog.entry(rule).to_json())
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Compare run A with run B: the first step at which they part for good, settings, findings gained and lost."""
+        """Compare run A with run B: the step at which they separate for good, settings and findings that differ."""
         with self._open(a) as first, self._open(b) as second:
             return _plain(compare(first, second).to_json())
 
