@@ -32,7 +32,7 @@ from gradvitals.bench import (
 from gradvitals.collect.schedule import YOUNG_STEPS
 from gradvitals.config import Config
 from gradvitals.errors import GradvitalsError
-from gradvitals.guard import Clip, Guard, RollBack, Skip
+from gradvitals.guard import Guard, RollBack, Skip
 from gradvitals.guard.policy import Mode
 from gradvitals.monitor import watch
 
@@ -157,7 +157,7 @@ def _guarded(variant: str, training: Training, steps: int, folder: Path) -> tupl
         wanted: Mode = "on" if "snapshots" in variant else "off"
         rollback = RollBack(mode=wanted, every=SNAPSHOT_EVERY, settle=SNAPSHOT_EVERY // 2)
         early = 5  # limits hold in the steps that are timed
-        guard = Guard(mode="act", clip=Clip(first_steps=early), skip=Skip(first_steps=early), rollback=rollback)
+        guard = Guard(mode="act", skip=Skip(first_steps=early), rollback=rollback)
     config = Config(quiet=True)
     with watch(training.model, training.optimizer, run=folder / "run", config=config, guard=guard) as monitor:
         cycle = config.tensor_every * config.detail_factor

@@ -44,7 +44,7 @@ def test_the_record_is_plain_and_strict_json(found: Probe) -> None:
         return value is None or type(value) in (str, int, float, bool)
 
     assert plain(found.record())
-    again = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    again = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert again["signal"]["batch_size"] == 8
     assert list(again) == ["about", "verdict", "notes", *QUESTIONS]
 
@@ -245,3 +245,27 @@ def test_regression_is_not_headed_by_accuracy() -> None:
     text = str(gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 2, questions="robustness", progress=False))
     assert "Loss when inputs change" in text
     assert "accuracy" not in text
+
+
+def test_examples_are_measured_with_the_statistics_of_the_model_as_given() -> None:
+    """The passes over the batches must not move the statistics of batch norm that examples are measured with."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    batches = [(5 * torch.randn(16, 4) + 3, torch.randn(16, 1)) for _ in range(10)]
+    inputs, targets = batches[0]
+    model.eval()
+    norms = []
+    for one, target in zip(inputs, targets, strict=True):
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(one[None]), target[None]).backward()
+        norms.append(
+            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        )
+    model.zero_grad()
+    model.train()
+    for count in (1, 10):
+        found = gv.probe(
+            model, batches, torch.nn.functional.mse_loss, count, questions="samples", examples=16, progress=False
+        )
+        assert found.samples is not None
+        assert found.samples["norms"] == pytest.approx(norms, rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,6 +102,16 @@ def test_integrated_gradients_sum_to_the_change_of_the_answer(seed: int, smooth:
     allowed = torch.full_like(slopes, 1e-6) if smooth else slopes * 2 / 40
     assert bool(((parts.sum(dim=1) - change).abs() <= allowed).all())
     assert sums["expected"] == pytest.approx(float(change.sum()))
+
+
+def test_points_are_added_until_what_is_shown_adds_up() -> None:
+    """Two points miss a steep answer by half."""
+    x = torch.tensor([[[1.0, -0.9], [0.5, 0.4]]], dtype=torch.float64)
+    opening = opened(lambda x: torch.tanh(8 * x.sum(dim=(1, 2))), x)
+    parts, sums = integrated_gradients(opening, explained(opening), steps=2)
+    assert sums["expected"] == pytest.approx(math.tanh(8.0))
+    assert float(parts.sum()) == pytest.approx(math.tanh(8.0), rel=0.01)
+    assert sums["error"] <= 0.01
 
 
 def test_smoothgrad_of_a_square_is_its_gradient_since_noise_comes_in_pairs() -> None:
@@ -330,3 +341,24 @@ def test_a_compiled_model_is_asked_without_its_compiled_code() -> None:
     compiled(ids)  # compiled before there was any hook
     found = saliency(compiled, classified(compiled, ids, y), draws=1)
     np.testing.assert_allclose(found.profiles["gradient"]["position"], plain.profiles["gradient"]["position"])
+
+
+def test_coordinates_of_an_embedding_that_cancel_do_not_hide_an_error() -> None:
+    """Each token's two coordinates are 50 and -49: a wrong sum is small beside them, and large beside the sum shown."""
+
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(3, 2)
+            with torch.no_grad():
+                self.embed.weight.copy_(torch.tensor([[50.0, -49.0]]).expand(3, 2))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.tanh(2 * self.embed(ids).sum(dim=(1, 2)))
+
+    model, ids = Steep(), torch.tensor([[0, 1, 2]])
+    opening = Opening(model, Sample(loss=lambda: model(ids).sum()))
+    assert opening.kind == "embeddings"
+    parts, sums = integrated_gradients(opening, explained(opening), steps=2)
+    assert sums["expected"] == pytest.approx(math.tanh(6.0))
+    assert float(parts.double().sum()) == pytest.approx(math.tanh(6.0), rel=0.02)

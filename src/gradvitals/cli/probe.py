@@ -72,7 +72,7 @@ def probe(
         found.save_html(html)
         click.echo(f"wrote {html}", err=True)
     if as_json:
-        print_json(found.to_json())
+        print_json(found.to_dict())
     else:
         from gradvitals.report.probe_report import render_probe
 

@@ -230,7 +230,8 @@ class StepPacker:
         step.moments_stage = "clipped" if told["moments_clipped"] else None
         step.batch_size = told["batch_size"] if told["batch_told"] == world else None
         step.loss = told["loss"] / told["loss_weight"] if told["loss_weight"] else None
-        step.lr = told["lr"] / told["lr_told"] if told["lr_told"] else None
+        # The mean of different rates is one that no rank has: this rank's own, where it has one.
+        step.lr = own.lr if own.lr is not None else told["lr"] / told["lr_told"] if told["lr_told"] else None
         step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
         step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
         step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0

@@ -185,11 +185,3 @@ class Ranks:
         there = numbers.to(device)
         dist.all_reduce(there, group=self.group)
         return there.to(numbers.device)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in the order of ranks; the host waits for it."""
-        if self._monitor.ranks is None:
-            return [value]
-        values: list[Any] = [None] * self._monitor.ranks.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values

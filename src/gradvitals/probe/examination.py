@@ -36,7 +36,7 @@ from gradvitals.probe.perturb import at_rest
 from gradvitals.probe.robustness import examine_robustness
 from gradvitals.probe.saliency import examine_saliency
 from gradvitals.probe.samples import samples_record
-from gradvitals.probe.state import same_randomness, untouched
+from gradvitals.probe.state import same_buffers, same_randomness, untouched
 from gradvitals.probe.verdict import item, verdicts
 from gradvitals.types import json_ready
 
@@ -224,7 +224,7 @@ class Probe:
         """Returns all fields as one dict."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns the same for strict JSON: numbers that JSON cannot hold become 'nan', 'inf' and '-inf'."""
         ready: dict[str, Any] = json_ready(self.record())
         return ready
@@ -416,10 +416,11 @@ class _Examination:
                 if sum(self.sizes) < examples:
                     self.kept.append(raw)
                 self.sizes.append(self.subject.size(batch))
-                with watch(), torch.set_grad_enabled(wants_gradients):
-                    loss = self.subject.loss(batch)
-                if wants_gradients:
-                    stream.add(gradients(loss))
+                with same_buffers(self.subject.model):  # every batch meets the statistics of the model as given
+                    with watch(), torch.set_grad_enabled(wants_gradients):
+                        loss = self.subject.loss(batch)
+                    if wants_gradients:
+                        stream.add(gradients(loss))
                 self.losses.append(float(loss.detach()))
                 self.progress.step(f"batch {number}")
         self._note_on_batches(n_batches)

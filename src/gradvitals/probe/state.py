@@ -67,6 +67,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the bits of all buffers at the end: a forward pass in train mode changes the statistics of batch norm."""
+    kept = [_bits(buffer) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for put_back in kept:
+            put_back()
+
+
 def random_numbers() -> Callable[[], None]:
     """Returns a function that restores the current state of all random number generators."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()

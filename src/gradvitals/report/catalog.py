@@ -209,7 +209,7 @@ _NOTICES = (
     _notice(
         "guard_error",
         "Guard stopped",
-        "The Guard stopped, continues without findings, or does not see the steps of an optimizer.",
+        "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
         causes=(
             "an error inside gradvitals",
             "the diagnosis was far behind: the disk is very slow, or its thread has stopped",

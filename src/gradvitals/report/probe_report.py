@@ -308,7 +308,7 @@ def probe_page(record: Record) -> str:
     """Returns a whole HTML document that opens from a file.
 
     Args:
-        record: A probe's plain record, as `Probe.record()` or `Probe.to_json()` returns it. Questions that were not
+        record: A probe's plain record, as `Probe.record()` or `Probe.to_dict()` returns it. Questions that were not
             asked are None or missing.
     """
     about = record.get("about") or {}
