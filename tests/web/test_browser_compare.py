@@ -43,12 +43,12 @@ def open_both(page: Any) -> None:
     page.locator(".run:has(.run-name:text-is('a'))").click()
     wait(page, "document.querySelector('.run[aria-current] .run-name').textContent === 'a'")
     page.get_by_label("Compare b").check()
-    page.get_by_label("Run in the picture").wait_for()
+    page.get_by_label("Run in the heatmap").wait_for()
 
 
 def choose(page: Any, text: str) -> None:
     page.evaluate("performance.clearMarks('layers')")
-    page.get_by_label("Run in the picture").select_option(text)
+    page.get_by_label("Run in the heatmap").select_option(text)
     wait(page, "performance.getEntriesByName('layers').length")
 
 
@@ -69,7 +69,7 @@ def test_the_ratio_shows_which_layer_differs_since_which_step(
     write_run(tmp_path / "b", 140, second=lambda step: 2.0 if 60 <= step < 80 else 0.5)
     page = open_page(serve(tmp_path).url)
     open_both(page)
-    which = page.get_by_label("Run in the picture")
+    which = page.get_by_label("Run in the heatmap")
     assert which.locator("option").all_inner_texts() == ["a", "b", "b ÷ a"]
     assert which.evaluate("each => each.value === each.options[0].value")  # the run that is looked at
     choose(page, "b ÷ a")
@@ -95,7 +95,7 @@ def test_the_heatmap_can_show_the_other_run_and_d_cycles_through_all(
     write_run(tmp_path / "b", 80, second=lambda step: 7.0, every=10)
     page = open_page(serve(tmp_path).url)
     open_both(page)
-    which = page.get_by_label("Run in the picture")
+    which = page.get_by_label("Run in the heatmap")
     shown = "document.querySelector('.heat select').selectedOptions[0].textContent"
     page.keyboard.press("d")
     wait(page, f"{shown} === 'b'")

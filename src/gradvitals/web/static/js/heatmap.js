@@ -22,7 +22,7 @@ export class Heatmap {
     this.runs = [];
     this.run = null; // the run whose layers and steps are shown, and the other one where their ratio is
     this.other = null;
-    this.which = el("select", { "aria-label": "Run in the picture", title: "Which run the picture is of, or where two differ (d)", hidden: true, onchange: () => this.choose(this.which.value) });
+    this.which = el("select", { "aria-label": "Run in the heatmap", title: "Which run the heatmap shows, or where two differ (d)", hidden: true, onchange: () => this.choose(this.which.value) });
     this.canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "heatmap", "aria-label": "Layers by steps" });
     this.spacer = el("div", { class: "heat-spacer" });
     this.scroller = el("div", { class: "heat-scroll" }, this.spacer, this.canvas);
@@ -141,7 +141,7 @@ export class Heatmap {
       this.tables = new Map(wanted.map((rows, i) => [rows, found[i]]));
       this.measure();
       const shared = !other || this.matched.layers.some((row) => row >= 0);
-      this.tell(!shared ? "No layer of the one has the name of one of the other" : found[0].columns ? "" : other ? "No steps that both runs have" : this.axis.range ? "Nothing read in this stretch" : "Nothing read yet");
+      this.tell(!shared ? "The runs have no layer in common" : found[0].columns ? "" : other ? "The runs have no step in common" : this.axis.range ? "Nothing was read in these steps" : "Nothing read yet");
     } catch (trouble) {
       if (turn === this.turn) this.tell(trouble.message);
     }

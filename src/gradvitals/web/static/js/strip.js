@@ -220,7 +220,7 @@ function nowOf(data) {
 // How often no signal could be told from noise, where that was so.
 function noSignal(values) {
   const text = belowZero(values);
-  return text ? [el("span", { class: "below-zero", text, title: "A GSNR of 0 or less: no signal could be told from noise there" })] : [];
+  return text ? [el("span", { class: "below-zero", text, title: "A GSNR of 0 or less: no signal was distinguishable from noise there" })] : [];
 }
 
 function belowZero(values) {
