@@ -519,6 +519,8 @@ class _Aggregation:
                 by_row = name.startswith(("check", "state"))
                 section = self.sections[name]
                 step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
+        if (val := self.sections.get("val")) is not None:
+            step.values["loss/val"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:
             step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
         for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
