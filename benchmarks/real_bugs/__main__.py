@@ -141,6 +141,10 @@ def _total(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _share(total: dict[str, Any], name: str) -> str:
+    return f"{total[name]} of {total['runs']} ({total[name] / total['runs']:.0%})"
+
+
 def format_summary(result: dict[str, Any]) -> str:
     """Returns the scores as text."""
     lines = [
@@ -164,13 +168,12 @@ def format_summary(result: dict[str, Any]) -> str:
         runs = total["runs"]
         if not runs:
             continue
-        share = lambda name, total=total, runs=runs: f"{total[name]} of {runs} ({total[name] / runs:.0%})"  # noqa: E731
         lines += [
             f"{half}: {total['cases']} cases ({total['dropped']} dropped), {runs} runs of each version",
-            f"  detected            {share('detected')}",
-            f"  first cause right   {share('first_right')}",
-            f"  any cause right     {share('any_right')}",
-            f"  false alarms        {share('false_alarms')}",
+            f"  detected            {_share(total, 'detected')}",
+            f"  first cause right   {_share(total, 'first_right')}",
+            f"  any cause right     {_share(total, 'any_right')}",
+            f"  false alarms        {_share(total, 'false_alarms')}",
             f"  lines of doctor     {total['lines_median']:g} by the median, {total['lines_most']} at most",
         ]
         if total["recovered_median"] is not None:

@@ -291,7 +291,7 @@ def single_samples_and_bce_on_numbers(bug: bool, k: Knobs) -> float:
 class Recurrent(nn.Module):
     """An LSTM or RNN and a linear layer on its last state."""
 
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, hidden: int = 24, inputs: int = 1) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.RNN] = nn.LSTM, hidden: int = 24, inputs: int = 1) -> None:
         super().__init__()
         self.rnn = kind(inputs, hidden, batch_first=True)
         self.out = nn.Linear(hidden, 1)
@@ -366,7 +366,8 @@ def memorizes_reviews(bug: bool, k: Knobs) -> float:
         nn.EmbeddingBag(300, 64), nn.Dropout(drop), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(drop), nn.Linear(64, 2)
     )
     optimizer = adam(model, k, 5e-3, 0.0 if bug else 0.3)
-    fit(model, optimizer, cross_entropy, train, k, steps=400 if bug else 60, batch=16, validate=test)
+    steps = 400 if bug else 60
+    fit(model, optimizer, nn.CrossEntropyLoss(), train, k, steps=steps, batch=16, validate=test)
     with torch.no_grad():
         return float(cross_entropy(model.eval()(test[0]), test[1]))
 
@@ -375,7 +376,8 @@ def memorizes_reviews(bug: bool, k: Knobs) -> float:
 def relu_bottleneck_kills_inputs(bug: bool, k: Knobs) -> float:
     train, test = images(8)
     first = nn.Conv2d(1, 3, 1)
-    nn.init.constant_(first.bias, -1.2 if bug else 0.0)
+    with torch.no_grad():
+        first.bias.fill_(-1.2 if bug else 0.0)  # type: ignore[union-attr]
     model = nn.Sequential(first, nn.ReLU() if bug else nn.ELU(), nn.Flatten(), *mlp(300, 32, 8))
     fit(model, adam(model, k, 1e-3), cross_entropy, train, k, steps=400)
     return wrong(model, test)
@@ -575,9 +577,9 @@ def dead_relus_from_the_start(bug: bool, k: Knobs) -> float:
     train, test = tabular(4)
     model = mlp(8, 64, 64, 4)
     if bug:
-        for layer in model[:4:2]:
-            nn.init.normal_(layer.weight, std=0.05)
-            nn.init.constant_(layer.bias, -1.0)
+        for layer in (model[0], model[2]):
+            nn.init.normal_(layer.weight, std=0.05)  # type: ignore[arg-type]
+            nn.init.constant_(layer.bias, -1.0)  # type: ignore[arg-type]
     fit(model, adam(model, k, 1e-3), cross_entropy, train, k, steps=400)
     return wrong(model, test)
 
@@ -664,8 +666,8 @@ def exploding_rnn_without_clipping(bug: bool, k: Knobs) -> float:
     model = Recurrent(nn.RNN, 32)
     model.rnn.nonlinearity = "tanh"
     with torch.no_grad():
-        nn.init.orthogonal_(model.rnn.weight_hh_l0)
-        model.rnn.weight_hh_l0.mul_(1.6)
+        weight = dict(model.rnn.named_parameters())["weight_hh_l0"]
+        nn.init.orthogonal_(weight).mul_(1.6)
     fit(model, sgd(model, k, 0.05, 0.9), mse, train, k, steps=400, clip=None if bug else 0.5)
     return unexplained(model, test)
 

@@ -244,7 +244,8 @@ def fine_tuning_with_a_frozen_body() -> None:
     body = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
     model = nn.Sequential(body, nn.Linear(256, 6))
     with torch.no_grad():  # pretrained weights are no longer uniform
-        body[0].weight.add_(0.1 * torch.randn_like(body[0].weight))
+        for weight in body.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
     body.requires_grad_(False)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
     fit(model, optimizer, functional.cross_entropy, (x, y), Knobs(), steps=400)

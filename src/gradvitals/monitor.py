@@ -267,7 +267,9 @@ class Monitor:
 
     # -- in the loop --------------------------------------------------------------------------------------------
 
-    def observe(self, loss: Tensor | float | None = None, *, batch_size: float | None = None) -> None:
+    def observe(
+        self, loss: Tensor | float | None = None, *, batch_size: float | None = None, split: str = "train"
+    ) -> None:
         """Report the loss, after backward and before any clipping of your own.
 
         Optional: without it readings are taken when the optimizer steps, and there is no loss to show. If gradients
@@ -276,9 +278,16 @@ class Monitor:
         Args:
             loss: The loss as you would plot it: not divided by the number of micro-batches, not scaled.
             batch_size: Samples behind this loss; needed only if it differs from step to step or between micro-batches.
+            split: ``"val"`` for a validation loss, at any time: gradvitals then sees whether the model memorizes.
         """
-        if not self._closed:
+        if split not in ("train", "val"):
+            raise ValueError(f"observe got {split!r} as split; expected 'train' or 'val'")
+        if self._closed:
+            return
+        if split == "train":
             self._recorder.observe(loss, batch_size)
+        elif loss is not None:
+            self._recorder.validate(loss)
 
     @property
     def step(self) -> int:

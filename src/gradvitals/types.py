@@ -351,12 +351,13 @@ class Fix(str):
     snippet: str
 
     def __new__(cls, text: str, change: Mapping[str, Any] | None = None, snippet: str = "") -> Fix:
+        """Make a fix; a string that carries the rest."""
         fix = super().__new__(cls, text)
         fix.change, fix.snippet = dict(change or {}), snippet
         return fix
 
-    def __getnewargs__(self) -> tuple[str, Mapping[str, Any], str]:
-        return str(self), self.change, self.snippet
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fix, (str(self), self.change, self.snippet)
 
     @property
     def text(self) -> str:
@@ -415,7 +416,10 @@ class Finding:
         if not isinstance(changes, list) or len(changes) != len(finding.fixes):
             return finding
         known = [one if isinstance(one, Mapping) else {} for one in changes]
-        fixes = (Fix(text, one.get("change"), str(one.get("snippet", ""))) for text, one in zip(finding.fixes, known))
+        fixes = (
+            Fix(text, one.get("change"), str(one.get("snippet", "")))
+            for text, one in zip(finding.fixes, known, strict=True)
+        )
         return replace(finding, fixes=tuple(fixes))
 
 

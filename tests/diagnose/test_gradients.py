@@ -212,14 +212,15 @@ def test_vanishing_names_the_depth_at_which_the_signal_dies() -> None:
     assert only(run.findings("vanishing")).severity == "info"
 
 
-def test_frozen_layers_under_a_new_head_have_no_gradient_to_vanish() -> None:
+def test_layers_that_no_gradient_was_computed_for_do_not_vanish() -> None:
     run = healthy_run()
     run.values["loss"] = np.full(len(run), 2.3)
     run.tensors["grad/norm"][:, :6] = np.nan
     run.add_up()
-    assert only(run.findings("vanishing")).severity == "warning"  # not known to be frozen: they should have one
+    assert run.findings("vanishing") == []  # they are detached or not used
+    assert only(run.findings("dead_tensor")).severity == "warning"
     freeze(run, 6)
-    assert run.findings("vanishing") == []
+    assert run.findings("vanishing") == run.findings("dead_tensor") == []
 
 
 def test_a_signal_that_dies_behind_a_frozen_layer_is_found() -> None:

@@ -185,7 +185,7 @@ def test_a_learning_rate_too_small_is_named_and_a_larger_one_proposed() -> None:
     run.values["update/ratio"] *= 1e-4
     run.values["lr"] *= 1e-4
     finding = only(run.findings("loss_plateau"))
-    assert "so small" in finding.causes[0]
+    assert "too low" in finding.causes[0]
     assert "Raise the learning rate" in finding.fixes[0]
 
 

@@ -73,7 +73,7 @@ def test_checks_that_depend_on_it_do_not_pass(tmp_path: Path) -> None:
         fine = {item["id"] for item in told["passed"]}
         assert ("sudden_gsnr_drop" in unsure, "sudden_gsnr_drop" in fine) == (says, not says)
         assert unsure == ({*GSNR_RULES} & (unsure | fine) if says else set())
-        assert {"estimator_unreliable", "high_effort_low_progress", "noisy_gradients"} <= unsure | fine
+        assert {"estimator_unreliable", "high_effort_low_progress"} <= unsure | fine
 
 
 def test_other_sources_forget(tmp_path: Path) -> None:

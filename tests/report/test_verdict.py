@@ -157,7 +157,7 @@ def test_self_reports_do_not_count() -> None:
 def test_json_has_open_findings_and_weights() -> None:
     judged = verdict(found("critical", 100, 100), found("warning", 200, name="other"))
     assert judged.to_json() == {
-        "level": "attention", "headline": judged.headline, "cause": None, "fix": None,
+        "level": "attention", "headline": judged.headline, "cause": None, "fix": None, "change": None, "snippet": None,
         "steps": 1000, "open": 1, "resolved": 1, "worst": "other", "live": False,
     }  # fmt: skip
     past = judged.ranked[1].to_json()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from gradvitals.collect.parameters import ParameterTable
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.types import ACTIVATIONS, INSPECTED, LOSSES
 
-FIRST_STEPS = 12
+FIRST_STEPS = 10
 """Steps from the start that are inspected."""
 
 MAX_NODES = 20_000
@@ -164,7 +165,6 @@ class Inspection:
         self._has_hooks = False
         """Whether saved tensors are packed by someone's hooks: to look at them may compute the forward pass again."""
         self._first = False
-        self._output: Tensor | None = None
         self._counts: Tensor | None = None
         self._sums: tuple[Tensor, Tensor, int] | None = None
         self._failed = False
@@ -185,15 +185,18 @@ class Inspection:
         self._first = first
         if self._undo:
             return
-        original, entered, owner = torch.autograd.backward, saved_tensors_hooks.__enter__, self
+        original, entered, reference = torch.autograd.backward, saved_tensors_hooks.__enter__, weakref.ref(self)
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if owner._undo:
+            owner = reference()
+            if owner is not None and owner._undo:
                 owner._look(tensors)
             return original(tensors, *args, **kwargs)
 
         def enter(hooks: saved_tensors_hooks) -> None:
-            owner._has_hooks = True
+            owner = reference()
+            if owner is not None:
+                owner._has_hooks = True
             entered(hooks)
 
         def restore() -> None:
@@ -205,20 +208,27 @@ class Inspection:
         torch.autograd.backward = backward
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         self._undo = [restore]
-        if first:
-            model = self._table.model
-            called = list(model.children()) if type(model) is nn.ModuleDict else [model]
-            self._undo += [module.register_forward_hook(self._keep_output).remove for module in called]
 
     def disarm(self) -> None:
         """Take everything away."""
         while self._undo:
             self._undo.pop()()
-        self._output = None
 
-    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            self._output = output.detach()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what is known of the targets so far."""
+        counts, sums = self._counts, self._sums
+        return {
+            "counts": None if counts is None else counts.tolist(),
+            "sums": None if sums is None else (sums[0].tolist(), sums[1].tolist(), sums[2]),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        counts, sums = state["counts"], state["sums"]
+        device = self._table.parameters[0].device
+        self._counts = None if counts is None else torch.tensor(counts, device=device)
+        if sums is not None:
+            self._sums = torch.tensor(sums[0], device=device), torch.tensor(sums[1], device=device), sums[2]
 
     def _look(self, tensors: Any) -> None:
         root = tensors if isinstance(tensors, Tensor) else None
@@ -237,24 +247,18 @@ class Inspection:
             if self._first:
                 self._write({"head/reached": 0.0})
             return
-        self.disarm_soon()
+        self.disarm()
         found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
         entry = next((layer for layer in reversed(graph.layers) if self._is_entry(layer)), None)
         if entry is not None:
             found |= _input_numbers(entry)
         self._read_activations(graph)
-        head = Head(graph, self._output)
+        head = Head(graph)
         found |= self._target_numbers(head)
         if self._first:
             found |= head.numbers()
             found |= _mode_numbers(table.model, graph)
         self._write(found)
-
-    def disarm_soon(self) -> None:
-        """This step has been seen; hooks go when the next step is armed, or not."""
-        output, self._output = self._output, None
-        self.disarm()
-        self._output = output
 
     def _is_entry(self, layer: Any) -> bool:
         """Whether a layer acts on data rather than on another layer's output."""
@@ -297,7 +301,9 @@ class Inspection:
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
             found["target/dominant"] = one.argmax()
-            found |= {"loss/trivial": -torch.special.xlogy(share, share).sum()}
+            found["loss/trivial"] = -torch.special.xlogy(share, share).sum()
+            if not self._first:  # what is pooled would differ in a run that was resumed
+                found = {name: found[name] for name in ("target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
             flat = _sampled(targets.reshape(len(targets), -1) if targets.dim() > 1 else targets[:, None]).float()
             finite = torch.where(flat.isfinite(), flat, 0.0)
@@ -319,6 +325,8 @@ class Inspection:
             elif head.loss in ("bce", "bce_logits"):
                 p = mean.clamp(0, 1)
                 found["loss/trivial"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
+            if not self._first:
+                found = {"target/nonfinite": found["target/nonfinite"]}
         return found
 
     def _write(self, found: dict[str, Tensor | float]) -> None:
@@ -338,10 +346,9 @@ class Head:
 
     Args:
         graph: The graph of the loss.
-        output: What the model returned, if known.
     """
 
-    def __init__(self, graph: Graph, output: Tensor | None) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._graph = graph
         nodes = graph.head
         self._nodes = nodes
@@ -350,10 +357,9 @@ class Head:
         self.targets: Tensor | None = None
         """Targets of any other kind."""
         self.classes = 0
-        self._kind_by_sign: list[Tensor] = []
         self.loss = ""
         squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
-        self._find_loss(output)
+        self._find_loss()
         if self.loss in ("nll", "cross_entropy") and squashes and squashes[0][1] == "log_softmax":
             self.loss = "cross_entropy"
             squashes = squashes[1:]
@@ -361,7 +367,7 @@ class Head:
         """What the last layer's output goes through, besides what is part of the loss."""
         self._squash = squashes[-1][0] if squashes else None
 
-    def _find_loss(self, output: Tensor | None) -> None:
+    def _find_loss(self) -> None:
         by_name = {
             "NllLoss": "nll",
             "BinaryCrossEntropyWithLogits": "bce_logits",
@@ -386,7 +392,7 @@ class Head:
         for node in self._nodes:
             if _is(node, ("PowBackward", "AbsBackward")) and self._is_difference(node):
                 self.loss = "l1" if _is(node, ("AbsBackward",)) else "mse"
-                self._targets_from_difference(node, output)
+                self._targets_from_difference(node)
                 return
         logs = [node for node in self._nodes if _is(node, ("LogBackward", "LogSoftmaxBackward"))]
         for node in self._nodes:
@@ -403,14 +409,15 @@ class Head:
         exponent = getattr(node, "_saved_exponent", 2) if _is(node, ("PowBackward",)) else 2
         return exponent == 2 and before is not None and _is(before, ("SubBackward", "RsubBackward"))
 
-    def _targets_from_difference(self, node: Any, output: Tensor | None) -> None:
+    def _targets_from_difference(self, node: Any) -> None:
+        """The loss saved outputs minus targets; the outputs are computed again from what their layer saved."""
         difference, before = _saved(node, "self"), _inputs(node)[0]
+        operands = _inputs(before)
+        output = _output_of(next((one for one in operands if one is not None), None))
         if difference is None or output is None or output.shape != difference.shape:
             return
-        operands = [one for one, _ in before.next_functions]
-        of_first = bool(operands) and operands[0] is not None
         if sum(one is not None for one in operands) == 1:
-            self.targets = output - difference if of_first else output + difference
+            self.targets = output - difference if operands[0] is not None else output + difference
 
     def _constant(self, node: Any) -> Tensor | None:
         """Returns the factor of a product that needs no gradient."""
@@ -506,6 +513,19 @@ class Head:
         return ((other.min() < 0) & (other.max() > 0) & ~whole).float()
 
 
+def _output_of(node: Any) -> Tensor | None:
+    """Returns what an operation put out, if what it saved tells: a linear layer or an activation."""
+    if node is None:
+        return None
+    if _is(node, tuple(SQUASHES)):
+        return _saved(node, "result")
+    first, second = _saved(node, "mat1", "self"), _saved(node, "mat2")
+    if not _is(node, ("AddmmBackward", "MmBackward")) or first is None or second is None:
+        return None
+    bias = [leaf for leaf in _leaves(node) if leaf.dim() == 1]
+    return first @ second + (bias[0].detach() if bias else 0.0)
+
+
 def _sampled(values: Tensor) -> Tensor:
     """Returns some rows of a matrix."""
     rows = max(1, min(MAX_SAMPLES, MAX_ELEMENTS // max(math.prod(values.shape[1:]), 1)))
@@ -571,6 +591,88 @@ def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
     if counts := [math.prod(shape) / shape[1] for shape in shapes if len(shape) > 1]:
         found["mode/norm_samples"] = float(min(counts))
     return found
+
+
+VALIDATED = (
+    *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
+    *("smooth_l1_loss", "huber_loss", "kl_div"),
+)
+"""Losses of torch.nn.functional whose values count as validation losses."""
+
+MAX_SILENT = 20
+"""Evaluations in a row without such a loss, after which nobody listens any more."""
+
+
+class Validation:
+    """Finds the validation loss of an ordinary loop: what torch's losses return between model.eval() and model.train().
+
+    A training step costs nothing: only ``nn.Module.train`` is wrapped, and the losses while the model evaluates.
+
+    Args:
+        model: The model.
+        report: Called on the training thread with the mean loss of each evaluation.
+    """
+
+    def __init__(self, model: nn.Module, report: Callable[[Tensor], None]) -> None:
+        self._model, self._report = weakref.ref(model), weakref.WeakMethod(report)
+        self._losses: list[Tensor] = []
+        self._undo: list[Callable[[], None]] = []
+        self._silent = 0
+        original, reference = nn.Module.train, weakref.ref(self)
+
+        def train(module: nn.Module, mode: bool = True) -> nn.Module:
+            owner = reference()
+            if owner is not None and module is owner._model():
+                owner._switch(mode)
+            return original(module, mode)
+
+        def restore() -> None:
+            if nn.Module.train is train:
+                nn.Module.train = original  # type: ignore[method-assign]
+
+        nn.Module.train = train  # type: ignore[assignment, method-assign]
+        self._restore = restore
+
+    def stop(self) -> None:
+        """Report what is left, and take everything away."""
+        self._switch(True)
+        self._restore()
+
+    def _switch(self, trains: bool) -> None:
+        while self._undo:
+            self._undo.pop()()
+        losses, self._losses = self._losses, []
+        report = self._report()
+        if losses and report is not None:
+            report(torch.stack(losses).mean())
+        if not trains and self._silent < MAX_SILENT and not _is_compiled():
+            self._silent += 1
+            for name in VALIDATED:
+                self._wrap(name)
+
+    def _wrap(self, name: str) -> None:
+        original, reference = getattr(nn.functional, name), weakref.ref(self)
+
+        def loss_function(*args: Any, **kwargs: Any) -> Any:
+            loss, owner = original(*args, **kwargs), reference()
+            if owner is None:
+                return loss
+            if (
+                isinstance(loss, Tensor)
+                and loss.numel() == 1
+                and not loss.requires_grad
+                and len(owner._losses) < 10_000
+            ):
+                owner._losses.append(loss.detach().reshape(()).float())
+                owner._silent = 0
+            return loss
+
+        def restore() -> None:
+            if getattr(nn.functional, name) is loss_function:
+                setattr(nn.functional, name, original)
+
+        setattr(nn.functional, name, loss_function)
+        self._undo.append(restore)
 
 
 def _is_initial(weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gradvitals.collect import hooks, reductions
 from gradvitals.collect.backward import AlternatingOptimizers, BackwardCounter
-from gradvitals.collect.inspection import FIRST_STEPS, Inspection
+from gradvitals.collect.inspection import FIRST_STEPS, Inspection, Validation
 from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
 from gradvitals.collect.observed import Observed
@@ -645,6 +645,7 @@ class StepRecorder:
         self._clip_order: list[int] = []
         self._first_gradient: _FirstLayerGradient | None = None
         self._inspection: Inspection | None = None
+        self._validation: Validation | None = None
         self._may_grow = topology is None  # ranks have agreed on what they hold
         self._last_end = time.perf_counter()
         self._context = Context()
@@ -662,8 +663,12 @@ class StepRecorder:
         if topology is not None:
             self._first_gradient = _FirstLayerGradient(table, lambda: self.draft.buffer)
         self._alternating = AlternatingOptimizers(optimizers)
-        self._inspection = Inspection(table, lambda: self.draft.buffer) if topology is None else None
+        own = weakref.ref(self)  # a wrapper in torch must not hold its watcher
+        self._inspection = (
+            Inspection(table, lambda: cast(StepRecorder, own()).draft.buffer) if topology is None else None
+        )
         self._arm_inspection(0)
+        self._validation = Validation(table.model, self.validate) if topology is None else None
         hooks.attach(self)
 
     def _assign_rows(self) -> None:
@@ -689,15 +694,13 @@ class StepRecorder:
                 self.safe("microbatch", state.micro.disarm)
         if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
-        if self._inspection is not None and state is self.optimizers[-1]:
-            self.safe("inspection", self._arm_inspection, step)
 
     def _arm_inspection(self, step: int) -> None:
         """Look at the batch of the step to come if it is one of the first, due for a reading, or after a NaN."""
         inspection = self._inspection
         if inspection is None:
             return
-        first = step < self.first + FIRST_STEPS
+        first = step < FIRST_STEPS
         if first or self._due_at(step).full or self.count_nonfinite:
             inspection.arm(first=first)
         elif inspection.is_armed:
@@ -843,6 +846,17 @@ class StepRecorder:
         self.thread = threading.get_ident()
         if not self.muted:
             self.safe("observe", self._note, loss, batch_size)
+
+    def end_inspection(self) -> None:
+        """Take the wrappers of the inspection away, before others put theirs back."""
+        if self._inspection is not None:
+            self._inspection.disarm()
+            self._inspection = None
+
+    def validate(self, loss: Tensor | float) -> None:
+        """Note a validation loss; several before a step are averaged."""
+        value = loss.detach().float().mean() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+        self.safe("validation", self.draft.buffer.add, "val", value)
 
     def _note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         states, passes = self.optimizers, 0
@@ -1061,6 +1075,9 @@ class StepRecorder:
         due = self._due_at(self.step + 1)
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
+        if self._inspection is not None and state is self.optimizers[-1]:
+            if due.full or self._inspection.is_armed or self.count_nonfinite:
+                self.safe("inspection", self._arm_inspection, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 
@@ -1119,6 +1136,8 @@ class StepRecorder:
             self._audit.disarm()
         if self._inspection is not None:
             self._inspection.disarm()
+        if self._validation is not None:
+            self._validation.stop()
         if self._first_gradient is not None:
             self._first_gradient.stop()
 
@@ -1130,6 +1149,7 @@ class StepRecorder:
             "every": schedule.every,
             "norm_every": schedule.norm_every,
             "windows": self.table.windows_state(),
+            "inspection": self._inspection.state_dict() if self._inspection and self.step < FIRST_STEPS else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1137,6 +1157,8 @@ class StepRecorder:
         self.schedule.every = int(state["every"])
         self.schedule.norm_every = int(state.get("norm_every", 1))
         self.table.load_windows_state(state["windows"])
+        if self._inspection is not None and state.get("inspection"):
+            self._inspection.load_state_dict(state["inspection"])
         self.start(int(state["step"]))
 
 

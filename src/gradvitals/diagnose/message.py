@@ -121,8 +121,7 @@ def explain(message: Message | None, observation: Observation, step: int, unread
         title=message.title.format_map(blanks),
         causes=tuple(text for _, text in _filled(message, message.causes, observation.causes, blanks)),
         fixes=tuple(
-            _fix(message, key, text, blanks)
-            for key, text in _filled(message, message.fixes, observation.fixes, blanks)
+            _fix(message, key, text, blanks) for key, text in _filled(message, message.fixes, observation.fixes, blanks)
         ),
     )
 
@@ -133,7 +132,12 @@ def _fix(message: Message, key: str, text: str, blanks: _Blanks) -> Fix:
     lines = [message.snippets[key].format_map(blanks)] if key in message.snippets else []
     for name in re.findall(r"\{(\w+)\}", message.fixes[key]):
         value = blanks.get(name)
-        if name in PROPOSED and isinstance(value, (int, float)) and math.isfinite(value) and PROPOSED[name] not in change:
+        if (
+            name in PROPOSED
+            and isinstance(value, (int, float))
+            and math.isfinite(value)
+            and PROPOSED[name] not in change
+        ):
             value = float(f"{value:.2g}") if isinstance(value, float) else value
             change[PROPOSED[name]] = value
             if key not in message.snippets and PROPOSED[name] in SNIPPETS:

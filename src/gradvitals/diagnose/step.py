@@ -211,7 +211,7 @@ class Step:
 
     @cached_property
     def lower_lr(self) -> float:
-        """A learning rate whose first steps change the weights by 0.3% of their norm; at most a third of the present."""
+        """A learning rate whose first steps change the weights by 0.3% of their norm; at most a third of the first."""
         rates, ratios = self.history["lr"].values[:5] or [self.value("lr")], self.history["update/ratio"].values[:5]
         lr, ratio = max(rates), max(ratios, default=math.nan)
         proposed = lr * min(0.003 / ratio, 1 / 3) if ratio > 0 else lr / 10

@@ -206,7 +206,6 @@ class RatioHistory:
         effective = count * (1 - correlation) / (1 + correlation)
         value, low, high = functional.ratio_of_means(mean_x, mean_y, var_x, var_y, cov, effective)
         value = np.where((mean_y == 0) & (mean_x > 0), np.inf, value)
-        known = known & ~(high < 0)  # a signal below zero for certain: the samples are not independent
         return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     def last_step(self) -> float:
@@ -523,6 +522,8 @@ class _Aggregation:
         count = max((one.micro_batches for one in record.optimizers), default=0)
         if count and ("micro0" in self.sections or "micro_heads0" in self.sections):
             self._take_parts(step, count)
+        if (val := self.sections.get("val")) is not None:
+            step.values["loss/val"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:
             step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
         for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
@@ -821,7 +822,10 @@ class Aggregator:
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
         self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
-        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
+        estimate = self._adam.estimate(known, step.step, correlation)
+        # A signal below zero for certain: gradients follow from each other, so these are not samples of them.
+        estimate = tuple(np.where(estimate[2] < 0, np.nan, part) for part in estimate)
+        values, tensors, layers, _ = _spread(layout, estimate)
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
         if step.has("median_sum"):

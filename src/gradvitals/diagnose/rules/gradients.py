@@ -639,7 +639,7 @@ class Oscillation(Rule):
     WINDOW = 40  # steps looked back on
     EVERY = 10  # steps between checks
     TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
-    STILL = 1e-5  # update over weight norm
+    STILL, LEFT = 1e-5, 0.1  # update over weight norm, and loss over that of the trivial prediction
     SWING = 0.8  # spread of the norm from one step to the next, in units of log
     LOSS_SWING = 0.12  # the same of the loss, as a share of itself
     HIGH = 0.6  # swings count while the loss is above this share of its start: a small loss swings by nature
@@ -665,7 +665,8 @@ class Oscillation(Rule):
         loss_swing = step_spread(losses) / level
         # At a minimum that was reached, updates turn around it and are next to nothing.
         moves = step.history["update/ratio"].last(1)
-        turning = cosine < expected - self.TURN and not (len(moves) and moves[0] < self.STILL)
+        settled = (len(moves) and moves[0] < self.STILL) or step.loss_left < self.LEFT
+        turning = cosine < expected - self.TURN and not settled
         carried = step.value("grad/carried") == 1  # then sums that were never zeroed swing, not the batch
         swinging = is_high and not carried and (swing > self.SWING or loss_swing > self.LOSS_SWING)
         self.lasted = self.lasted + self.EVERY if turning or swinging else 0

@@ -213,6 +213,7 @@ class LossRising(Rule):
             "data": "The data changed around step {at}: other labels, another source, another order",
             "high_lr": "The learning rate of {lr} is too high at this stage of the run",
             "decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives",
+            "momentum": "Momentum of {momentum} adds up the last {memory} gradients: steps overshoot for that long",
             "stale": "Gradients are not zeroed between steps, so steps become ever longer: see stale_gradients",
         },
         fixes={
@@ -225,9 +226,10 @@ class LossRising(Rule):
                 "{lr_proposed}"
             ),
             "decay": "Lower the weight decay of {weight_decay}",
+            "momentum": "Start again and lower momentum from {momentum} to {momentum_proposed}",
             "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
         },
-        only_if_chosen=("stale",),
+        only_if_chosen=("stale", "momentum"),
         passed="the loss never rose far above its best",
     )
 
@@ -235,6 +237,7 @@ class LossRising(Rule):
     RELATIVE = 0.1  # least rise, as a share of the best loss
     ERRORS = 8.0  # least rise, in standard errors of such a mean
     PATIENCE = 3  # steps in a row
+    LONG_MEMORY = 0.99  # momentum
     EARLY = 1.7  # the last five losses over the first three, while there are too few for a window
 
     share: float = 0.3
@@ -294,11 +297,13 @@ class LossRising(Rule):
         moved, pushed = step.largest_update()
         began = step.ago(self.high - 1)
         spike, spiked = step.single_spike(began)
-        decay = step.info.weight_decay or 0.0
+        decay, momentum = step.info.weight_decay or 0.0, step.info.momentum or 0.0
         sudden = self.WINDOW < step.number <= best_step + 2 * self.WINDOW
         self.cause = "data" if sudden else "high_lr"
         if step.value("grad/carried") == 1:
             self.cause = "stale"
+        elif momentum >= self.LONG_MEMORY:
+            self.cause = "momentum"
         elif rose > 1.5:
             self.cause = "lr"
         elif spike > 10:
@@ -308,6 +313,7 @@ class LossRising(Rule):
         elif decay * lr > 0.01:
             self.cause = "decay"
         self.known = {"at": began, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
+        self.known |= {"momentum": momentum, "momentum_proposed": 0.9, "memory": round(1 / max(1 - momentum, 1e-6))}
         self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked, "weight_decay": decay}
 
 
@@ -335,8 +341,8 @@ class LossPlateau(Rule):
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
             "small_lr": (
-                "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and all "
-                "steps so far point the same way or lead nowhere"
+                "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and the "
+                "loss hardly moves"
             ),
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
             "decay": (
@@ -419,10 +425,12 @@ class LossPlateau(Rule):
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4 or self._is_aligned(step):
+        if ratio < 1e-4:
             cause = "small_lr"
         elif seen["taken"] > 0.01 or seen["left"] < 0.5:
             cause = "decay"
+        elif self._is_aligned(step):
+            cause = "small_lr"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
@@ -481,16 +489,16 @@ class StillFalling(Rule):
     message = Message(
         name="Stopped while learning",
         pattern=(
-            "When the run ended, the last half of its steps had brought more than 28% of all that the loss fell, at a "
-            "learning rate that had not been lowered."
+            "When the run ended, the last half of its steps had brought more than 42% of all that the loss fell (28% "
+            "if its steps were short), at a learning rate that had not been lowered."
         ),
-        title="The loss was still falling when the run ended: by {fell} over the last {steps} steps, to {loss}",
+        title="The loss is still falling at the end of the run: by {fell} over the last {steps} steps, to {loss}",
         causes={
             "low_lr": (
                 "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
                 "their norm, and the loss is still falling"
             ),
-            "short": "The run stopped too early: after {total} steps the loss was still falling",
+            "short": "The run stopped too early: after {total} steps the loss is still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
@@ -502,11 +510,13 @@ class StillFalling(Rule):
 
     FEWEST = 80  # losses
     LEFT = 0.05  # share of the first loss below which there is little left to learn
+    CLEAR = 2.5  # standard errors
+    SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
     LATELY = 0.08  # share of the whole fall from the third quarter to the last
     DECAYED = 0.5  # a learning rate under this share of its highest was lowered on purpose
     LOW = 2e-3  # update over weight norm, under which the learning rate is to blame rather than the number of steps
 
-    share: float = 0.28
+    share: float = 0.42
     """Share of the whole fall that the last half of the steps must have brought."""
 
     def check(self, step: Step) -> Observation | None:
@@ -522,13 +532,12 @@ class StillFalling(Rule):
         start, (fell, error) = float(np.mean(step.first_losses)), fall(losses[-count:])
         end, before = float(np.mean(losses[-count // 4 :])), float(np.mean(losses[-count : -count // 2]))
         gained, lately = start - end, before - float(np.mean(losses[-count // 2 :]))
-        falls = fell > max(4 * error, self.share * gained) and lately > self.LATELY * gained > 0
-        if not falls or end < self.LEFT * start:
-            return None
         lr, ratios = step.value("lr"), step.history["update/ratio"].values
-        if not lr > self.DECAYED * max(rates):
-            return None
         ratio = float(np.median(ratios)) if ratios else math.nan
+        share = self.SHARE_SHORT if ratio < self.SHORT else self.share
+        falls = fell > max(self.CLEAR * error, share * gained) and lately > self.LATELY * gained > 0
+        if not falls or end < self.LEFT * start or not lr > self.DECAYED * max(rates):
+            return None
         cause = "low_lr" if ratio < self.LOW else "short"
         seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
         seen |= {"lr_proposed": lr * min(max(self.LOW / ratio, 3.0), 30.0), "steps_proposed": 5 * (step.number + 1)}

@@ -351,6 +351,7 @@ class UnscaledData(Rule):
     ENOUGH = 3  # inspected batches
     NOTE = 10.0  # mean or spread
     WARNING = 30.0
+    WARNING_TARGETS = 300.0
     UNITS = 1000.0  # ratio of the spreads of two columns
 
     batches: int = field(default=0, init=False)
@@ -386,13 +387,65 @@ class UnscaledData(Rule):
         how = f"they reach {number(largest)}" if bad_inputs else f"their mean is {number(mean)}"
         seen = {"largest": largest, "offset": offset, "high": high, "low": low, "target_mean": mean, "target_std": std}
         return Observation(
-            severity="warning" if worst >= self.WARNING or ratio >= self.UNITS else "info",
+            severity="warning" if self._is_harmful(inputs, targets, ratio) else "info",
             seen=seen | {"scale": max(inputs, 1.0)},
             text={"what": what, "how": how},
             since=0,
             causes=(cause,),
             fixes=(cause,),
         )
+
+    def _is_harmful(self, inputs: float, targets: float, ratio: float) -> bool:
+        return inputs >= self.WARNING or targets >= self.WARNING_TARGETS or ratio >= self.UNITS
+
+
+@register
+@dataclass
+class BadStart(Rule):
+    """The first loss is far above that of predicting the mean."""
+
+    id = "bad_start"
+    family = "setup"
+    is_symptom = True
+    needs = ("loss", "loss/trivial")
+    judges_after = 0
+    closes_after = NEVER
+    message = Message(
+        name="First loss too high",
+        pattern="Before any step, the loss of a classifier is over 4 times that of predicting the class frequencies.",
+        title="The first loss is {loss}, {ratio}× that of predicting the class frequencies ({trivial})",
+        causes={
+            "weights": (
+                "The initialization is too large: the outputs start confident and wrong, and training first has to "
+                "unlearn them"
+            )
+        },
+        fixes={
+            "weights": "Keep torch's default initialization, or divide the initial weights by {too_large} or more",
+        },
+        changes={"weights": {"initialization": "default"}},
+        snippets={"weights": "nn.init.xavier_uniform_(layer.weight)\nnn.init.zeros_(layer.bias)"},
+        passed="the first loss is that of a model that knows nothing yet",
+    )
+
+    FAR = 4.0
+
+    batches: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at the third inspected batch."""
+        if "loss/trivial" not in step.values or self.batches > 3:
+            return None
+        self.batches += 1
+        losses, trivial = step.history["loss"], step.values["loss/trivial"]
+        likelihood = step.loss_function in ("cross_entropy", "bce_logits", "bce")
+        if self.batches != 3 or not likelihood or not len(losses) or losses.steps[0] > 0 or not trivial > 0.1:
+            return None
+        ratio = losses.values[0] / trivial
+        if not ratio > self.FAR:
+            return None
+        seen = {"loss": losses.values[0], "ratio": ratio, "trivial": trivial, "too_large": ratio}
+        return Observation(severity="warning", seen=seen, expected={"loss": trivial}, since=0)
 
 
 @register
@@ -446,7 +499,7 @@ class DataOrder(Rule):
         pattern="Each of the first steps gets the same part of a larger tensor, or batches hold one class each.",
         title="{what}",
         causes={
-            "same": "Each step trains on the same batch, a small part of the data: the loop never asks for the next one",
+            "same": "Each step trains on the same batch, a small part of the data: the loop never takes the next one",
             "sorted": "The data is sorted by class and not shuffled: each stretch of steps unlearns the other classes",
         },
         fixes={

@@ -485,6 +485,8 @@ class Hooks:
     def remove(self) -> None:
         """Stop, and leave torch as it was."""
         self._stop()
+        for watched in self._watcher.watched:
+            watched.monitor.recorder.end_inspection()
         while self._undo:
             self._undo.pop()()
 
