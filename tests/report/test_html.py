@@ -123,7 +123,7 @@ class Elements(HTMLParser):
 
 
 def test_everything_about_a_run_is_on_the_page(write: Write) -> None:
-    action = Action(kind="cut_lr", step=31, finding="explosion", taken=True, reason="41 times its usual size")
+    action = Action(kind="hold_lr", step=31, finding="explosion", taken=True, reason="41 times its usual size")
     found = Elements(page_of(write(FINDING, action)))
     for part in (
         "Unhealthy",
@@ -132,7 +132,7 @@ def test_everything_about_a_run_is_on_the_page(write: Write) -> None:
         "ratio 41.3, normally 2",
         "one bad batch: it came and went",
         "lower the learning rate",
-        "The Guard lowered the learning rate 1 time.",
+        "The Guard held the learning rate 1 time.",
         "41 times its usual size",
         "from micro-batches of batches of 8",
         "dashed: your batch of 32",

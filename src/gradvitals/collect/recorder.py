@@ -1075,9 +1075,9 @@ class StepRecorder:
         due = self._due_at(self.step + 1)
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
-        if self._inspection is not None and state is self.optimizers[-1]:
-            if due.full or self._inspection.is_armed or self.count_nonfinite:
-                self.safe("inspection", self._arm_inspection, self.step + 1)
+        inspection = self._inspection
+        if inspection is not None and (due.full or inspection.is_armed or self.count_nonfinite):
+            self.safe("inspection", self._arm_inspection, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 

@@ -212,11 +212,14 @@ _NOTICES = (
         "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
         causes=(
             "an error inside gradvitals",
-            "the diagnosis was far behind: the disk is very slow, or its thread has stopped",
+            "the weights were broken before the first step, or every batch makes the loss NaN",
             "gradients are computed inside optimizer.step(closure)",
         ),
-        fixes=("look for a store_error beside it", "call backward before optimizer.step(), without a closure"),
-        severities=("warning",),
+        fixes=(
+            "look at the data and the loss of the first step",
+            "call backward before optimizer.step(), without a closure",
+        ),
+        severities=("warning", "critical"),
     ),
     _notice(
         "snapshot_error",

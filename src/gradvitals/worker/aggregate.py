@@ -822,10 +822,10 @@ class Aggregator:
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
         self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
-        estimate = self._adam.estimate(known, step.step, correlation)
+        value, low, high = self._adam.estimate(known, step.step, correlation)
         # A signal below zero for certain: gradients follow from each other, so these are not samples of them.
-        estimate = tuple(np.where(estimate[2] < 0, np.nan, part) for part in estimate)
-        values, tensors, layers, _ = _spread(layout, estimate)
+        value, low, high = (np.where(high < 0, np.nan, part) for part in (value, low, high))
+        values, tensors, layers, _ = _spread(layout, (value, low, high))
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
         if step.has("median_sum"):
