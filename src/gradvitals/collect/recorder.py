@@ -696,12 +696,12 @@ class StepRecorder:
             self.safe("audit", self._audit.arm)
 
     def _arm_inspection(self, step: int) -> None:
-        """Look at the batch of the step to come if it is one of the first, due for a reading, or after a NaN."""
+        """Inspect the next batch if it is one of the first, due for a detailed reading, or after a NaN."""
         inspection = self._inspection
         if inspection is None:
             return
         first = step < FIRST_STEPS
-        if first or self._due_at(step).full or self.count_nonfinite:
+        if first or self._due_at(step).detail or self.count_nonfinite:
             inspection.arm(first=first)
         elif inspection.is_armed:
             inspection.disarm()
@@ -1076,7 +1076,7 @@ class StepRecorder:
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
         inspection = self._inspection
-        if inspection is not None and (due.full or inspection.is_armed or self.count_nonfinite):
+        if inspection is not None and (due.detail or inspection.is_armed or self.count_nonfinite):
             self.safe("inspection", self._arm_inspection, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
