@@ -132,7 +132,7 @@ def _worker_megabytes(folder: Path, layout: Layout, steps: int) -> float:
         for number in range(steps):
             full = number % 10 == 0
             (made,) = _steps(layout, FULL if full else PLAIN, full=full, count=1, first=1001 + number)
-            while not journal.append(STEP, *encoder.encode(*made)):
+            while not journal.append(STEP, encoder.encode(*made)):
                 time.sleep(0.001)
         request("flush")
         status = Path(f"/proc/{process.pid}/status").read_text("utf-8").splitlines()

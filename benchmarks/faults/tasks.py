@@ -449,8 +449,10 @@ def prepare(recipe: Recipe, seed: int, *, build: Callable[[nn.Module], None] | N
         model.half()
     if isinstance(model, Discriminator):
         source.rival = Rival(model, recipe.lr)
+    pretrained = torch.Generator().manual_seed(3000 + seed)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(recipe.frozen) if recipe.frozen else True)
+        if recipe.frozen and name.startswith(recipe.frozen):  # no longer as torch initialized it
+            parameter.requires_grad_(False).mul_(1 + 0.3 * torch.randn(parameter.shape, generator=pretrained))
     return Training(
         recipe=recipe,
         model=model,

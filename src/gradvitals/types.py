@@ -78,7 +78,7 @@ METRICS: dict[str, str] = {
     "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
     "activation/dead_fraction": "share of a layer's units that its ReLU turns off for every sample of the batch",
     "activation/saturated_fraction": "share of a layer's outputs at the flat ends of its sigmoid or tanh",
-    "loss/val": "loss on validation data, as observed",
+    "val/loss": "loss on validation data, as observed",
     "monitor/overhead": "cost of monitoring over the step's time, as gradvitals estimates it",
 }
 """Every metric id and what it means: the same strings in the store, the commands and the docs."""
@@ -118,7 +118,7 @@ _INSPECTED = {
     "target/purity": "share of the most frequent class in the batch",
     "target/dominant": "the most frequent class in the batch",
     "target/classes": "classes in the batches inspected so far",
-    "loss/trivial": "loss of predicting the mean, or the frequency of each class, whatever the input",
+    "target/trivial_loss": "loss of predicting the mean, or the frequency of each class, whatever the input",
     "head/loss": "the loss function, as its place in LOSSES",
     "head/activation": "what the outputs go through, as its place in ACTIVATIONS",
     "head/units": "outputs of the last layer",

@@ -301,7 +301,7 @@ class Inspection:
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
             found["target/dominant"] = one.argmax()
-            found["loss/trivial"] = -torch.special.xlogy(share, share).sum()
+            found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
             if not self._first:  # what is pooled would differ in a run that was resumed
                 found = {name: found[name] for name in ("target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
@@ -321,10 +321,10 @@ class Inspection:
             found |= {"target/nonfinite": (~flat.isfinite()).sum()}
             found |= {"target/one_hot": ((finite.sum(1) == 1) & (finite.max(1).values == 1)).float().mean()}
             if head.loss == "mse":
-                found["loss/trivial"] = variance.mean()
+                found["target/trivial_loss"] = variance.mean()
             elif head.loss in ("bce", "bce_logits"):
                 p = mean.clamp(0, 1)
-                found["loss/trivial"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
+                found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
             if not self._first:
                 found = {"target/nonfinite": found["target/nonfinite"]}
         return found

@@ -748,7 +748,7 @@ class StepRecorder:
         self.step += 1
         self.draft = self._new_draft()
         self.transfer.add(record, draft.buffer)
-        if self.schedule.adapts and self.schedule.account(
+        if self.schedule.account(
             full=record.full,
             wall_seconds=record.wall_seconds,
             cost_seconds=self.safe.timer.take(),

@@ -113,8 +113,7 @@ class ReadSchedule:
         self._audit_every = config.audit_every if audits else None
         self._least_every = config.tensor_every
         self.share = config.overhead_budget or DEFAULT_SHARE
-        self.adapts = adapts and self.share < 1
-        """Whether readings are thinned if they cost too much."""
+        self._adapts = adapts and self.share < 1
         self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # full or plain: seconds, steps
         self._wall = [0.0, 0.0]
         self._seen = 0
@@ -141,6 +140,8 @@ class ReadSchedule:
         A plain step that reads a norm costs c, a full reading C more, a step takes t. With norms every k steps and full
         readings every n the share is (c / k + C / n) / t: each may take half of the budget.
         """
+        if not self._adapts:
+            return False
         self._seen += 1
         self._free -= cost_seconds
         if self._seen <= WARM_UP_STEPS:

@@ -135,7 +135,7 @@ class Step:
     @cached_property
     def loss_left(self) -> float:
         """The recent loss over that of the trivial prediction, or over the first losses if that is unknown."""
-        recent, trivial = self.history["loss"].last(50), self.fact("loss/trivial")
+        recent, trivial = self.history["loss"].last(50), self.fact("target/trivial_loss")
         level = trivial if 0 < trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
         return float(np.median(recent)) / level if len(recent) and level > 0 else math.nan
 

@@ -523,7 +523,7 @@ class _Aggregation:
         if count and ("micro0" in self.sections or "micro_heads0" in self.sections):
             self._take_parts(step, count)
         if (val := self.sections.get("val")) is not None:
-            step.values["loss/val"] = float(val.values.mean())
+            step.values["val/loss"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:
             step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
         for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
@@ -822,10 +822,9 @@ class Aggregator:
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
         self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
-        value, low, high = self._adam.estimate(known, step.step, correlation)
-        # A signal below zero for certain: gradients follow from each other, so these are not samples of them.
-        value, low, high = (np.where(high < 0, np.nan, part) for part in (value, low, high))
-        values, tensors, layers, _ = _spread(layout, (value, low, high))
+        values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
+        if values["gsnr_high"] < 0:  # gradients follow from each other, so the averages are not of samples
+            values = dict.fromkeys(values, math.nan)
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
         if step.has("median_sum"):

@@ -116,7 +116,8 @@ def main(settings: str) -> None:
     deadline = time.monotonic() + REPLY_SECONDS
     while not channel.flush() and time.monotonic() < deadline and not _parent_gone(0.01):
         pass
-    if not journal.has_records:
+    is_read = not worker.closed or not channel.has_messages  # else the training process reads it, and cleans up
+    if not journal.has_records and is_read:
         remove_files(setup.path, journal_path.parent)
 
 

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from gradvitals import notices
-from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading
+from gradvitals.types import INSPECTED, SEVERITIES, SOURCES, Action, Finding, Layout, Reading
 
 WORST_TENSORS: Mapping[str, bool] = {"grad/norm": True, "grad/spike_ratio": True, "update/ratio": True, "gsnr": False}
 """The metrics that single tensors are shown of, and whether the largest are the worst."""
@@ -70,6 +70,8 @@ class Selection:
         metrics: dict[str, float] = {}
         for reading in readings:
             for metric, value in reading.values.items():
+                if metric in INSPECTED:  # what the first batches look like is no curve
+                    continue
                 key = self._key(metric, reading.source)
                 may_break = self._wants_all or (reading.source is None and metric in MAY_BREAK)
                 if math.isfinite(value) or may_break:

@@ -558,7 +558,7 @@ class Memorizing(Rule):
 
     id = "memorizing"
     family = "loss"
-    needs = ("loss/val",)
+    needs = ("val/loss",)
     judges_after = 0
     closes_after = 10**9
     expects_fall = True
@@ -591,7 +591,7 @@ class Memorizing(Rule):
 
     def check(self, step: Step) -> Observation | None:
         """Fires at a validation."""
-        val = step.values.get("loss/val")
+        val = step.values.get("val/loss")
         losses = step.history["loss"].last(20)
         if val is None or not math.isfinite(val) or not len(losses):
             return None

@@ -407,7 +407,7 @@ class BadStart(Rule):
     id = "bad_start"
     family = "setup"
     is_symptom = True
-    needs = ("loss", "loss/trivial")
+    needs = ("loss", "target/trivial_loss")
     judges_after = 0
     closes_after = NEVER
     message = Message(
@@ -434,11 +434,13 @@ class BadStart(Rule):
 
     def check(self, step: Step) -> Observation | None:
         """Fires at the third inspected batch."""
-        if "loss/trivial" not in step.values or self.batches > 3:
+        if "target/trivial_loss" not in step.values or self.batches > 3:
             return None
         self.batches += 1
-        losses, trivial = step.history["loss"], step.values["loss/trivial"]
-        likelihood = step.loss_function in ("cross_entropy", "bce_logits", "bce")
+        losses, trivial = step.history["loss"], step.values["target/trivial_loss"]
+        # Binary losses of many targets, such as pixels, are often sums over them.
+        binary = step.loss_function in ("bce_logits", "bce") and step.value("target/columns") == 1
+        likelihood = binary or step.loss_function == "cross_entropy"
         if self.batches != 3 or not likelihood or not len(losses) or losses.steps[0] > 0 or not trivial > 0.1:
             return None
         ratio = losses.values[0] / trivial
