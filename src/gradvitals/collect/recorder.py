@@ -678,6 +678,7 @@ class StepRecorder:
         self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
             self._arm(state, self._due_at(step))
+        self._arm_inspection(step)
         self.draft = self._new_draft()
 
     def _arm(self, state: OptimizerState, due: Due) -> None:
@@ -689,8 +690,6 @@ class StepRecorder:
                 self.safe("microbatch", state.micro.disarm)
         if due.audit and self._audit is not None and state is self.optimizers[0]:
             self.safe("audit", self._audit.arm)
-        if self._inspection is not None and state is self.optimizers[-1]:
-            self.safe("inspection", self._arm_inspection, step)
 
     def _arm_inspection(self, step: int) -> None:
         """Look at the batch of the step to come if it is one of the first, due for a reading, or after a NaN."""
@@ -1061,6 +1060,10 @@ class StepRecorder:
         due = self._due_at(self.step + 1)
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
+        if self._inspection is not None and state is self.optimizers[-1]:
+            first = self.step + 1 < self.first + FIRST_STEPS
+            if first or due.full or self.count_nonfinite or self._inspection.is_armed:
+                self.safe("inspection", self._arm_inspection, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 
