@@ -245,6 +245,9 @@ SUMMED = {
 """Numbers that are kept as they came."""
 
 
+LEAST_SQUARE = 1e-34
+"""Mean squares below this come from elements whose squares leave the range of float32: not known."""
+
 PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") for half in ("lo", "hi"))
 
 
@@ -260,6 +263,9 @@ class Table:
         self.with_layers = (*self.with_whole, *(f"layer:{name}" for name in layout.layers))
         self.with_heads = (*self.with_layers, *(f"head:{name}" for name in layout.heads))
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
+        narrow = [info.dtype != "float64" for info in layout.tensors]
+        self.least_squares: Floats = LEAST_SQUARE * self.sizes * narrow
+        """The least sum of squares of each tensor that is known to be right."""
         self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
         """The layer of each tensor."""
         self.slots = slots
@@ -500,9 +506,9 @@ class _Aggregation:
             alternating=record.alternating,
             wall_seconds=record.wall_seconds,
             single_part=any(one.micro_batches == 1 for one in record.optimizers),
-            is_broken=self._is_broken(),
         )
         self._take_gradients(step)
+        step.is_broken = self._is_broken(step)
         for name, section in self.sections.items():
             if name in SQUARED:
                 sums = self._rows(name)
@@ -534,10 +540,12 @@ class _Aggregation:
             step.windows[row] = WindowSums(float(square), block_steps, whole)
         return step
 
-    def _is_broken(self) -> bool:
+    def _is_broken(self, step: StepSums) -> bool:
         """Whether NaN or Inf was in this process's own gradient, before any reduction, as far as it was looked at."""
         own = self.sections.get("own_norm")
-        return own is not None and not bool(np.isfinite(own.values).all())
+        if own is None or bool(np.isfinite(own.values).all()):
+            return False
+        return bool(np.isnan(own.values).any()) or not step.has("nonfinite") or step.total("nonfinite") > 0
 
     def _rows(self, name: str) -> RowSums:
         return RowSums(self.sections[name].sums(self.num_rows), self.sections[name].present(self.num_rows))
@@ -562,13 +570,20 @@ class _Aggregation:
             step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
         else:  # not counted: 1 for "at least one"
             broken = norms.present & ~np.isfinite(norms.values)
-            step.rows["nonfinite"] = RowSums(broken.astype(np.float64), norms.present)
+            some = 1.0 if self._is_surely_broken(step, norms) else math.nan
+            step.rows["nonfinite"] = RowSums(np.where(broken, some, 0.0), norms.present)
         if "max" in self.sections:
             largest = self._rows("max")
             step.rows["max"] = RowSums(largest.values / self.grad_scale, largest.present)
         if "heads" in self.sections:
             of_slots, _ = self._parts("heads", len(self.table.slot_rows))
             step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
+
+    def _is_surely_broken(self, step: StepSums, norms: RowSums) -> bool:
+        """Whether a norm that is not finite means NaN or Inf: squares of finite elements can overflow to Inf too."""
+        lost = step.loss is not None and not math.isfinite(step.loss)
+        found_inf = "found_inf" in self.sections and bool(self.sections["found_inf"].values.any())
+        return lost or found_inf or bool(np.isnan(norms.values[norms.present]).any())
 
     def _take_changes(self, step: StepSums) -> None:
         """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
@@ -772,9 +787,15 @@ class Aggregator:
         square = np.where(read, step.rows["norm"].values, np.nan)
         signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
+        # Parts are read as they enter the sum: about `count` times smaller than by themselves.
+        smallest = step.rows["parts"].values / (parts.weight * parts.count**2)
+        all_signal = np.where(_underflows(step.table, smallest, square, read), np.nan, all_signal)
         if layout.heads and "heads" in step.slots and "parts" in step.slots:
             heads, whole = step.by_head(step.slots["parts"]), step.by_head(step.slots["heads"])
             more_signal, more_noise = _signal_and_noise(heads, whole, parts)
+            least = step.table.least_squares[step.table.slot_rows].max()
+            lost = (heads + whole > 0) & (heads / (parts.weight * parts.count**2) < least)
+            more_signal = np.where(lost, np.nan, more_signal)
             names = step.table.with_heads
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
@@ -816,6 +837,8 @@ class Aggregator:
         noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
         begun = step.known("adam_step") >= 2  # one gradient has no spread
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
+        first, second = step.rows["first_moment"].values, step.rows["second_moment"].values
+        all_signal = np.where(_underflows(step.table, second, first, begun), np.nan, all_signal)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
         gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
@@ -847,6 +870,8 @@ class Aggregator:
             length = (window.block_steps or 0) * NUM_BLOCKS
             squares = np.array(self._window_norms[names[row]][-length:])
             if not length or len(squares) < length or window.sums is None:
+                continue
+            if 0 < squares.mean() < step.table.least_squares[row]:
                 continue
             total, *without = window.sums
             blocks = squares.reshape(NUM_BLOCKS, -1).sum(1)
@@ -904,6 +929,24 @@ def _with_sums(
         total = math.nan if broken.any() or not finite.any() else known.sum()
         whole.append(np.concatenate([[total], sums, np.where(broken | empty, np.nan, layers)]))
     return table.with_layers, whole[0], whole[1]
+
+
+def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether squares are too small for float32: of the whole model, every tensor, every layer.
+
+    Args:
+        table: The tensors.
+        smallest: Sums of squares of what was read of each tensor.
+        largest: Other sums of squares: if these are zero too, the gradient is taken to be zero.
+        read: Tensors that were read.
+    """
+    sums = [
+        np.concatenate(
+            [[some.sum()], some, np.bincount(table.depths, weights=some, minlength=len(table.layout.layers))]
+        )
+        for some in (np.where(read, numbers, 0.0) for numbers in (smallest, largest, table.least_squares))
+    ]
+    return np.asarray((sums[0] + sums[1] > 0) & (sums[0] < sums[2]))
 
 
 def _spread(

@@ -36,6 +36,9 @@ MAX_PENDING_BYTES = 64 << 20
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even if it is not due."""
 
+LARGE_NORM = 1e17
+"""From here on norms are read in float64: in float32 the squares of some element may overflow."""
+
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps were free of them."""
 
@@ -239,11 +242,11 @@ class Worker:
             self._layout = layout
             records.append(layout)
         general = readings[0]
-        broken = general.values.get("grad/nonfinite", 0) > 0
+        broken = not general.values.get("grad/nonfinite", 0) <= 0  # NaN: a norm is infinite, the elements may not be
         plain = not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
         if self._setup.wants_readings:
             self._channel.send({"what": "readings", "readings": list(readings), "plain": plain})
-        self._count_nonfinite(broken)
+        self._count_nonfinite(broken or general.values.get("grad/norm", 0) > LARGE_NORM)
         records += self._diagnose(readings, layout)
         if plain:
             readings[0] = replace(general, tensors={})
