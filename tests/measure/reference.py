@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import gradvitals as gv
+from gradvitals.functional.distributions import student_t_quantile
 
 Batch = tuple[Tensor, Tensor]
 Arrays = dict[str, np.ndarray]
@@ -351,6 +352,8 @@ class Truth:
                     signal, noise = recent.mean(0)
                     if abs(noise) < 1e-6 * abs(signal):
                         continue  # nothing but rounding
+                    if _is_below_zero(recent):
+                        continue  # independent samples do not do that, so nothing is reported
                     ratios[group] = scale * signal / noise if noise > 0 else math.nan
             result.append(ratios)
         return result
@@ -553,6 +556,16 @@ class Rig:
     def stages(self) -> list[str]:
         with gv.open_run(self.monitor.run_path) as run:
             return run.stage("grad/norm")[1].tolist()
+
+
+def _is_below_zero(pairs: np.ndarray) -> bool:
+    """Whether the interval of signal over noise, by the delta method, ends below zero."""
+    if len(pairs) < 2:
+        return False
+    (signal, noise), (spread, mixed) = pairs.mean(0), np.cov(pairs.T)
+    ratio = signal / noise
+    variance = spread[0] - 2 * ratio * spread[1] + ratio**2 * mixed[1]
+    return ratio + student_t_quantile(0.975, len(pairs) - 1) * math.sqrt(max(variance, 0.0) / len(pairs)) / noise < 0
 
 
 def assert_no_errors(monitor: gv.Monitor) -> None:

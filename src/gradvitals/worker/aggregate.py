@@ -350,6 +350,8 @@ class StepSums:
     """Whether the gradient of this process alone was seen to hold NaN or Inf."""
     single_part: bool = False
     """Whether micro-batches were counted and there was but one."""
+    weights_unknown: bool = False
+    """Whether micro-batches differ in size and it is not known yet how the loop weighs them."""
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.table.names)
@@ -385,9 +387,62 @@ class StepSums:
         )
 
 
-def aggregate(record: StepRecord, table: Table, config: Config) -> StepSums:
+class PartWeights:
+    """Finds out how a loop weighs micro-batches of unequal size.
+
+    The gradient of a micro-batch of b samples enters the sum as h = w g, and E‖g‖² = ‖μ‖² + tr Σ / b. If the loop
+    weighs by size, ‖h‖² grows like a power of b between 1 and 2. If it divides each loss by the number of
+    micro-batches, the power is between -1 and 0. So the slope of log ‖h‖² over log b, within steps, decides.
+
+    Args:
+        setting: "size" or "equal" if the user set it; None to find out.
+    """
+
+    def __init__(self, setting: str | None) -> None:
+        self.found = setting
+        self._is_set = setting is not None
+        self._xx = self._xy = self._yy = 0.0
+        self._free = PRIOR_READINGS
+
+    def weights(self, sizes: Floats, squares: Floats) -> Floats | None:
+        """The share of each micro-batch in the step's gradient; None if it is not known.
+
+        Args:
+            sizes: Samples in each.
+            squares: Squared norm of what each added to the gradient.
+        """
+        equal = np.full(len(sizes), 1 / len(sizes))
+        if not self._is_set and sizes.std() <= SAME_SIZE * sizes.mean():
+            return equal
+        if not self._is_set:
+            self._learn(sizes, squares)
+        by_size: Floats = sizes / sizes.sum()
+        return None if self.found is None else by_size if self.found == "size" else equal
+
+    def _learn(self, sizes: Floats, squares: Floats) -> None:
+        if not np.all((squares > 0) & np.isfinite(squares)):
+            return
+        x, y = np.log(sizes), np.log(squares)
+        x, y = x - x.mean(), y - y.mean()
+        self._xx, self._xy, self._yy = self._xx + x @ x, self._xy + x @ y, self._yy + y @ y
+        self._free += len(sizes) - 1
+        slope = self._xy / self._xx
+        spread = self._yy - slope * self._xy + PRIOR_READINGS * PRIOR_SPREAD**2
+        error = math.sqrt(spread / self._free / self._xx)
+        if abs(slope - 0.5) > 3 * error:
+            self.found = "size" if slope > 0.5 else "equal"
+
+
+SAME_SIZE = 0.05
+"""Sizes that vary by less, as a share of their mean, count as equal: the weights hardly matter."""
+
+PRIOR_SPREAD, PRIOR_READINGS = 0.5, 2.0
+"""The spread of log ‖h‖² that is assumed before any is seen, and how many micro-batches that is worth."""
+
+
+def aggregate(record: StepRecord, table: Table, weighting: PartWeights) -> StepSums:
     """Put the numbers of one step together."""
-    return _Aggregation(record, table, config).sums()
+    return _Aggregation(record, table, weighting).sums()
 
 
 @dataclass(frozen=True)
@@ -451,8 +506,8 @@ def _mean(losses: list[float], sizes: list[float | None]) -> float | None:
 class _Aggregation:
     """One step."""
 
-    def __init__(self, record: StepRecord, table: Table, config: Config) -> None:
-        self.record, self.table, self.config = record, table, config
+    def __init__(self, record: StepRecord, table: Table, weighting: PartWeights) -> None:
+        self.record, self.table, self.weighting = record, table, weighting
         self.num_rows = len(table.names)
         self.sections = record.sections
         self.grad_scale: Floats = table.ones
@@ -603,19 +658,26 @@ class _Aggregation:
 
     def _take_parts(self, step: StepSums, count: int) -> None:
         sizes, sizes_known = self._part_sizes(count)
-        by_size = self.config.micro_batch_weights == "size"
-        weights = sizes / sizes.sum() if by_size else np.full(count, 1 / count)
+        parts = [self._parts(f"micro{i}", self.num_rows) for i in range(count)]
+        slots = [self._parts(f"micro_heads{i}", len(self.table.slot_rows)) for i in range(count)]
+        slot_scale = self.part_scale[self.table.slot_rows]
+        totals = [
+            np.square(norms / self.part_scale).sum() + np.square(of_slots / slot_scale).sum()
+            for (norms, _), (of_slots, _) in zip(parts, slots, strict=True)
+        ]
+        weights = self.weighting.weights(sizes, np.array(totals))
+        if weights is None:
+            step.weights_unknown = True
+            return
         # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
         mine, reached = np.zeros((2, self.num_rows), dtype=bool)
         for one, rows in zip(self.record.optimizers, self.table.context.optimizer_rows, strict=True):
             mine[rows] = one.micro_batches == count
         squares, inner_squares, inner = np.zeros((3, self.num_rows))
         of_heads = np.zeros(len(self.table.slot_rows))
-        slot_scale = self.part_scale[self.table.slot_rows]
         has_inner = np.zeros(self.num_rows, dtype=bool)
         for i, weight in enumerate(weights):
-            norms, hit = self._parts(f"micro{i}", self.num_rows)
-            slot_norms, slot_hit = self._parts(f"micro_heads{i}", len(self.table.slot_rows))
+            (norms, hit), (slot_norms, slot_hit) = parts[i], slots[i]
             slot_squares = np.square(slot_norms / slot_scale)
             reached |= hit  # a row that no micro-batch was seen to reach came to life too late to be followed
             reached[self.table.slot_rows[slot_hit]] = True
@@ -983,7 +1045,8 @@ def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
 _SCALARS = (
     "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
     "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
-    "last_change", "num_sources", "wall_seconds", "counted", "single_part", "values",
+    "last_change", "num_sources", "wall_seconds", "counted", "single_part",
+    "weights_unknown", "values",
 )  # fmt: skip
 
 
