@@ -57,7 +57,8 @@ class Config:
         micro_batch_weights: How micro-batches of unequal size enter the sum: by their ``"size"``, or ``"equal"`` if
             the loop divides each loss by the number of micro-batches. None finds out from their norms.
         norm_window: Readings in the moving average and the variation of a norm.
-        gsnr_window: Readings that a live GSNR or noise scale, and its interval, are averaged over.
+        gsnr_window: Readings that a live GSNR and its interval are averaged over. The noise scale takes the
+            latter half of the run.
         window_steps: Steps in the sliding window of the ``"window"`` source.
         window_tensors: Parameters that the ``"window"`` source follows. None: the embedding and the output head, if the
             optimizer is not Adam-like.

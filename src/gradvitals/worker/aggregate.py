@@ -227,6 +227,75 @@ class RatioHistory:
             ring.load_state_dict(state[name])
 
 
+class NoiseScaleHistory:
+    """The noise scale of the whole model, over a window that grows with the run: its latter half.
+
+    A value that is shown only when its interval is bounded is selected for a signal that looks large by chance, and
+    far too low: a median of 150 for 421. So the readings that show that there is a signal are not the ones that the
+    value comes from. Once their interval leaves zero, as many new readings are awaited, and the value is of these and
+    later ones, whatever they say. Until then there is a lower end only.
+    """
+
+    MOST = 1024
+    """Entries kept; beyond that, neighbors are averaged."""
+
+    def __init__(self) -> None:
+        self._entries: list[list[float]] = []  # step, signal, noise
+        self._open: list[list[float]] = []
+        self._readings = 1  # per entry
+        self._since = math.inf  # the step from which on readings count for the value
+        self._needed = 0  # entries that it takes
+
+    def push(self, signal: float, noise: float, step: int) -> None:
+        """Remember one reading."""
+        if not math.isfinite(signal + noise):
+            return
+        self._open.append([float(step), signal, noise])
+        if len(self._open) == self._readings:
+            self._entries.append(_average(self._open))
+            self._open = []
+        if len(self._entries) > self.MOST:
+            pairs = zip(self._entries[0::2], self._entries[1::2], strict=False)
+            self._entries = [_average(list(pair)) for pair in pairs]
+            self._readings, self._needed = 2 * self._readings, (self._needed + 1) // 2
+
+    def estimate(self, step: int) -> dict[str, float]:
+        """B_simple = noise / signal per sample with its interval, turned over from that of signal over noise."""
+        self._entries = [entry for entry in self._entries if entry[0] >= step / 2]
+        fresh = [entry for entry in self._entries if entry[0] >= self._since]
+        is_shown = self._needed > 0 and len(fresh) >= self._needed
+        entries = np.array(fresh if is_shown else self._entries).reshape(-1, 3)[:, 1:]
+        value = low = high = math.nan
+        if len(entries) > 1:
+            (mean_x, mean_y), spread = entries.mean(0), np.cov(entries.T)
+            ratio = functional.ratio_of_means(mean_x, mean_y, spread[0, 0], spread[1, 1], spread[0, 1], len(entries))
+            value, low, high = (float(part) for part in ratio)
+        if low > 0 and not self._needed:
+            self._since, self._needed = step + 1.0, len(entries)
+        return {
+            "noise_scale": 1 / value if is_shown and value > 0 and high > 0 else math.nan,
+            "noise_scale_low": 1 / high if high > 0 else math.nan,
+            "noise_scale_high": 1 / low if is_shown and low > 0 else math.inf if high > 0 else math.nan,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as plain lists and numbers."""
+        entries, waiting = ([list(entry) for entry in some] for some in (self._entries, self._open))
+        numbers = {"readings": self._readings, "since": self._since, "needed": self._needed}
+        return {"entries": entries, "open": waiting, **numbers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._entries, self._open = [list(entry) for entry in state["entries"]], [list(one) for one in state["open"]]
+        self._readings, self._needed = int(state["readings"]), int(state["needed"])
+        self._since = float(state["since"])
+
+
+def _average(entries: list[list[float]]) -> list[float]:
+    """The mean signal and noise of some readings, at the step of the first."""
+    return [entries[0][0], *(sum(entry[place] for entry in entries) / len(entries) for place in (1, 2))]
+
+
 SQUARED = {"weight": "weight", "weight_before": "weight_before", "exp_avg_norm": "first_moment"}
 """Norms that are kept as squares, and what these are called."""
 
@@ -740,6 +809,7 @@ class Aggregator:
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
+        self._noise_scale = NoiseScaleHistory()
         self._adam = RatioHistory(config.gsnr_window)
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
@@ -862,11 +932,13 @@ class Aggregator:
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
             self._micro.push(names, all_signal, all_noise, step.step)
+            if parts.sizes_known:
+                self._noise_scale.push(float(all_signal[0]), float(all_noise[0]), step.step)
         per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
         mean_size = parts.samples / parts.count
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
         if parts.sizes_known:
-            values |= _noise_scale(*(float(part[0]) for part in per_sample))
+            values |= self._noise_scale.estimate(step.step)
         if step.has("inner_squares") and step.has("weight_before"):
             along = read & step.rows["inner_squares"].present
             weight = step.known("weight_before")
@@ -945,11 +1017,12 @@ class Aggregator:
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
-    def _histories(self) -> dict[str, NormHistory | RatioHistory]:
+    def _histories(self) -> dict[str, NormHistory | RatioHistory | NoiseScaleHistory]:
         return {
             "norms": self._norms,
             "micro": self._micro,
             "radial": self._radial,
+            "noise_scale": self._noise_scale,
             "adam": self._adam,
         }
 
@@ -1021,19 +1094,6 @@ def _spread(
     tensors = {name: part[1:last] for name, part in of.items()}
     layers, heads = ({name: part[cut] for name, part in of.items()} for cut in (slice(last, end), slice(end, None)))
     return values, tensors, layers, heads if len(heads["gsnr"]) else {}
-
-
-def _noise_scale(ratio: float, low: float, high: float) -> dict[str, float]:
-    """B_simple = noise / signal per sample, from the ratio the other way up and its interval.
-
-    Where the interval of the signal reaches zero the noise scale is not identifiable: nan, with a lower end only.
-    """
-    identifiable = low > 0
-    return {
-        "noise_scale": 1 / ratio if identifiable else math.nan,
-        "noise_scale_low": 1 / high if high > 0 else math.nan,
-        "noise_scale_high": 1 / low if identifiable else math.inf if high > 0 else math.nan,
-    }
 
 
 def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
