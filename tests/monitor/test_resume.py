@@ -13,8 +13,8 @@ from reference import Data, Transformer, assert_no_errors, next_token
 from torch import nn
 
 import gradvitals as gv
-from gradvitals.types import INSPECTED
 from gradvitals.errors import GradvitalsError
+from gradvitals.types import INSPECTED
 
 CONFIG = gv.Config(tensor_every=1, quiet=True, window_steps=20, gsnr_window=12, norm_window=15)
 
