@@ -231,7 +231,7 @@ class Truth:
                 each = [known[n] if mask is None else step.signal_and_noise(n, mask) for n, mask in members.items()]
                 table[group] = (sum(pair[0] for pair in each), sum(pair[1] for pair in each))
             pairs.append(table)
-        return ratios_of_means(pairs, [float(step.sizes.mean()) for step in self.steps])
+        return _reported(ratios_of_means(pairs, [float(step.sizes.mean()) for step in self.steps]))
 
     def radial_gsnr(self) -> list[dict[str, tuple[float, float, float]]]:
         """The same of the gradient's component along the weights."""
@@ -245,7 +245,7 @@ class Truth:
                 along = step.vectors(name) @ weight / np.linalg.norm(weight)
                 table[name] = signal_and_noise(along[:, None], step.sizes, step.weights)
             pairs.append(table)
-        return ratios_of_means(pairs, [float(step.sizes.mean()) for step in self.steps])
+        return _reported(ratios_of_means(pairs, [float(step.sizes.mean()) for step in self.steps]))
 
     def adam_gsnr(self, kind: str) -> list[dict[str, tuple[float, float, float]]]:
         """From the optimizer's moments: sums over a group first, from its second step on."""
@@ -331,6 +331,12 @@ def _norm(x: Vector) -> float:
 def _each(function: Callable[[Vector], float], arrays: Mapping[str, Vector]) -> Table:
     whole = np.concatenate([x.ravel() for x in arrays.values()])
     return {"": function(whole), **{name: function(x.ravel()) for name, x in arrays.items()}}
+
+
+def _reported(tables: list[dict[str, tuple[float, float, float]]]) -> list[dict[str, tuple[float, float, float]]]:
+    """Without signals that are below zero for certain: independent samples do not do that."""
+    nothing = (math.nan, math.nan, math.nan)
+    return [{group: nothing if ends[2] < 0 else ends for group, ends in table.items()} for table in tables]
 
 
 def ratios_of_means(
