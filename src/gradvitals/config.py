@@ -55,9 +55,10 @@ class Config:
         exclude: Regular expression. Parameters whose name contains a match are not watched.
         heads: Attention heads. None finds them, 0 turns them off, a number or ``{module name: number}`` sets them.
         micro_batch_weights: How micro-batches of unequal size enter the sum: by their ``"size"``, or ``"equal"`` if
-            the loop divides each loss by the number of micro-batches.
+            the loop divides each loss by the number of micro-batches. None finds out from their norms.
         norm_window: Readings in the moving average and the variation of a norm.
-        gsnr_window: Readings that a live GSNR or noise scale, and its interval, are averaged over.
+        gsnr_window: Readings that a live GSNR and its interval are averaged over. The noise scale takes the
+            latter half of the run.
         window_steps: Steps in the sliding window of the ``"window"`` source.
         window_tensors: Parameters that the ``"window"`` source follows. None: the embedding and the output head, if the
             optimizer is not Adam-like.
@@ -92,7 +93,7 @@ class Config:
     include: str | None = None
     exclude: str | None = None
     heads: int | Mapping[str, int] | None = None
-    micro_batch_weights: Literal["size", "equal"] = "size"
+    micro_batch_weights: Literal["size", "equal"] | None = None
     norm_window: int = 100
     gsnr_window: int = 20
     window_steps: int = 100
@@ -135,7 +136,10 @@ class Config:
             budget,
             "a share between 0 and 1, e.g. 0.01, or None",
         )
-        for name, choices in (("micro_batch_weights", ("size", "equal")), ("worker", ("process", "thread", None))):
+        for name, choices in (
+            ("micro_batch_weights", ("size", "equal", None)),
+            ("worker", ("process", "thread", None)),
+        ):
             expect(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(map(repr, choices))}")
         for name in ("diagnose", "quiet"):
             expect(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")

@@ -49,7 +49,7 @@ from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_id, run_meta
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding, Layout, Reading, json_ready
-from gradvitals.worker.aggregate import StepSums, Table, aggregate, sums_to_bytes
+from gradvitals.worker.aggregate import PartWeights, StepSums, Table, aggregate, sums_to_bytes
 from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
 from gradvitals.worker.journal import Journal, journal_folder
 from gradvitals.worker.process import WorkerProcess
@@ -228,6 +228,7 @@ class Monitor:
         self._state: dict[str, Any] = {}
         self._encoder, self._decoder = Encoder(), Decoder()
         self._table = Table(Context())
+        self._weighting = PartWeights(self.config.micro_batch_weights)
         self._layout = Layout()
         _close_earlier(model, optimizers, self.config.quiet)
         table = ParameterTable(model, optimizers, self.config)
@@ -591,7 +592,7 @@ class Monitor:
             self._table = Table(context)
         try:
             data = self._encoder.encode(record, parts)
-            self._reducer.add(aggregate(self._decoder.decode(data), self._table, self.config))
+            self._reducer.add(aggregate(self._decoder.decode(data), self._table, self._weighting))
         except Exception as error:
             self._reducer.leave()  # what comes later would be added to other steps
             self._on_error("aggregate", error)

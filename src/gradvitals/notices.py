@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradvitals.errors import ClippedTwiceError, NoStepError, ObserveError, RunError
+from gradvitals.format import number
 from gradvitals.types import Finding
 
 ABOUT_MONITORING = (
@@ -328,6 +329,22 @@ def ranks_lost(error: BaseException, missing: Sequence[int], step: int) -> Findi
         causes=("A process died or hangs", "The network between hosts is down", "Ranks take different steps"),
         fixes=("Look at the output of the missing rank",),
         rank=missing[0] if len(missing) == 1 else None,
+    )
+
+
+def rank_lr_differs(rank: int, lr: float, expected: float, step: int) -> Finding:
+    """A rank trains at a different learning rate than the others."""
+    return Finding(
+        id="rank_lr_differs",
+        severity="critical",
+        title=f"Rank {rank} has the learning rate {number(lr)}, the others {number(expected)}",
+        first_step=step,
+        evidence={"rank": rank, "lr": lr, "expected": expected},
+        causes=(
+            "The rank builds its optimizer or its schedule from different settings, or restored another checkpoint",
+        ),
+        fixes=(f"Set the learning rate of rank {rank} to {number(expected)}, and build schedules alike on every rank",),
+        rank=rank,
     )
 
 

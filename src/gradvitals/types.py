@@ -75,6 +75,7 @@ METRICS: dict[str, str] = {
     "ranks/out_of_step": "ranks whose random numbers or samples differ from those of the ranks they should agree with",
     "ranks/nonfinite": "1 if the rank's own loss or gradient, before the reduction, held NaN or Inf; only if one did",
     "ranks/errors": "errors of gradvitals itself on that rank, so far",
+    "ranks/lr": "learning rate of the rank's first parameter group",
     "ranks/step_seconds": "mean time of the rank's steps since the last full reading",
     "activation/dead_fraction": "share of a layer's units that its ReLU turns off for every sample of the batch",
     "activation/saturated_fraction": "share of a layer's outputs at the flat ends of its sigmoid or tanh",

@@ -150,7 +150,7 @@ DDP_TWISTS: dict[str, dict[str, Any]] = {
     "tied": {"tied": "head"},
     "not a number": {"fault": "nan", "steps": 6, "optimizer": "sgd"},
     "carried": {"fault": "carried", "optimizer": "sgd", "steps": 4},
-    "unequal micro-batches": {"sizes": "micro", "tell": "micro"},
+    "unequal micro-batches": {"sizes": "micro", "tell": "micro", "settings": {"micro_batch_weights": "size"}},
     "unequal ranks": {"sizes": "ranks"},
     "unequal micro-batches of equal weight": {
         "sizes": "micro",

@@ -304,6 +304,31 @@ def nan_on_one_of_many_shards(rank: int, folder: Path) -> dict[str, Any]:
     return {"findings": [(f.id, f.rank, f.first_step) for f in monitor.findings], "read_in_full": read_in_full}
 
 
+def _own_rate(rank: int, folder: Path, model: nn.Module, name: str) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 if rank == 0 else 0.02)
+    monitor = gv.watch(model, optimizer, run=folder / name, config=config())
+    train(model, optimizer, monitor, rank, 4)
+    monitor.close()
+    lr: list[float] = []
+    if rank == 0:
+        with gv.open_run(monitor.run_path) as run:
+            lr = run.series("lr")[1].tolist()
+    findings = [(f.id, f.rank, f.title) for f in monitor.findings if f.id == "rank_lr_differs"]
+    return {"findings": findings, "lr": lr}
+
+
+def another_rate_under_ddp(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(5)
+    return _own_rate(rank, folder, DistributedDataParallel(new_net()), "rate_ddp")
+
+
+def another_rate_under_fsdp(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = new_net()
+    fully_shard(model)
+    return _own_rate(rank, folder, model, "rate_fsdp")
+
+
 TROUBLES: dict[int, dict[str, Job]] = {
     2: {
         f"trouble: {job.__name__}": job
@@ -316,6 +341,8 @@ TROUBLES: dict[int, dict[str, Job]] = {
             losses_that_are_spread,
             rarely,
             one_stops_before_the_other,
+            another_rate_under_ddp,
+            another_rate_under_fsdp,
             watched_by_one_alone,
         )
     },

@@ -181,14 +181,12 @@ def test_noise_scale(name: str, results: Results) -> None:
             assert not found, "there are no samples to count in"
             continue
         size = float(truth.steps[step].sizes.mean())
-        value, bottom, top = (end / size for end in table[""])
-        if bottom > 0:
-            assert found[""] == pytest.approx(1 / value, rel=1e-4 * (1 + size * value) ** 2 / (size * value))
-            assert high[step][""] == pytest.approx(1 / bottom, rel=0.01)
-        else:
-            assert math.isnan(found[""])
-        if top > 0:
+        top = table[""][2] / size
+        if not math.isnan(found[""]):  # from the readings after those that showed a signal
+            assert low[step][""] <= found[""] <= high[step][""]
+        elif top > 0:
             assert low[step][""] == pytest.approx(1 / top, rel=0.01)
+            assert high[step][""] == math.inf
 
 
 @names(has_parts)

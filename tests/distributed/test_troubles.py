@@ -155,6 +155,14 @@ def test_nan_of_one_rank_of_many_shards_is_traced_to_it(results: Results) -> Non
     assert [finding for finding in found["findings"] if finding[0] == "nonfinite"] == [("nonfinite", 1, 7)]
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_rank_with_another_learning_rate_is_named(way: str, results: Results) -> None:
+    found = results.of(f"trouble: another_rate_under_{way}")[0]
+    assert found["lr"] == pytest.approx([0.01] * 4)  # one that a rank has, not the mean of both
+    assert [(name, rank) for name, rank, _ in found["findings"]] == [("rank_lr_differs", 1)]
+    assert "0.02" in found["findings"][0][2]
+
+
 # -- while training -------------------------------------------------------------------------------------------------
 
 

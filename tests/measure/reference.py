@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import gradvitals as gv
+from gradvitals.functional.distributions import student_t_quantile
 
 Batch = tuple[Tensor, Tensor]
 Arrays = dict[str, np.ndarray]
@@ -370,19 +371,27 @@ class Truth:
                     # A ratio far above 1 is the quotient by a small difference; one near 0 has a small numerator.
                     close(got, value, rtol * max(1.0, abs(value)), what, atol=rtol)
 
+    def noise_scales(self) -> list[float]:
+        """Noise over signal, from half-time on, once earlier readings have shown that there is a signal."""
+        pairs = [found.get("", (math.nan, math.nan)) for found in self.pairs("gsnr", "microbatch", "values")]
+        since = needed = None
+        result = []
+        for now in range(len(pairs)):
+            recent = [i for i in range(now + 1) if i >= now / 2 and math.isfinite(sum(pairs[i]))]
+            fresh = [i for i in recent if since is not None and i > since]
+            shown = needed is not None and len(fresh) >= needed
+            signal, noise = np.mean([pairs[i] for i in fresh], axis=0) if shown else (math.nan, math.nan)
+            result.append(noise / signal if signal > 0 else math.nan)
+            if needed is None and len(recent) > 1 and _end(np.array([pairs[i] for i in recent]), -1) > 0:
+                since, needed = now, len(recent)
+        return result
+
     def _check_noise_scale(self, run: gv.Run, wanted: Sequence[int], first: int, rtol: float) -> None:
-        truth = self.ratios("gsnr", "microbatch", "values")
-        lows = dict(zip(*run.series("gsnr_low", source="microbatch"), strict=True))
+        truth = self.noise_scales()
         found = dict(zip(*run.series("noise_scale"), strict=True))
         for index in wanted:
-            if "" not in truth[index]:
-                continue
-            ratio = truth[index][""] / float(np.mean(self.steps[index].sizes))
-            got, low = found[first + index], lows[first + index]
-            if low > 0:
-                close(got, 1 / ratio, rtol * max(1, 1 / ratio), f"noise_scale at step {index}")
-            else:
-                assert math.isnan(got), f"noise_scale at step {index} is {got}, not identifiable"
+            if len(self.steps[index].parts) > 1:
+                close(found[first + index], truth[index], rtol * max(1, truth[index]), f"noise_scale at step {index}")
 
 
 def plain(step: StepTruth, metric: str) -> tuple[float, dict[str, float]]:
@@ -553,6 +562,15 @@ class Rig:
     def stages(self) -> list[str]:
         with gv.open_run(self.monitor.run_path) as run:
             return run.stage("grad/norm")[1].tolist()
+
+
+def _end(pairs: np.ndarray, sign: int) -> float:
+    """The lower (-1) or upper (1) end of the interval of signal over noise, by the delta method."""
+    (signal, noise), (spread, mixed) = pairs.mean(0), np.cov(pairs.T)
+    ratio = signal / noise
+    variance = max(spread[0] - 2 * ratio * spread[1] + ratio**2 * mixed[1], 0.0)
+    half = student_t_quantile(0.975, len(pairs) - 1) * math.sqrt(variance / len(pairs)) / noise
+    return float(ratio + sign * half)
 
 
 def assert_no_errors(monitor: gv.Monitor) -> None:

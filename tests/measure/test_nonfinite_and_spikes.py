@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Rig, assert_no_errors, close, mlp, plain
+from reference import Rig, assert_no_errors, close, mlp, plain, regression
 from torch import nn
 
 import gradvitals as gv
@@ -182,3 +182,53 @@ def test_tiny_and_huge_gradients(tmp_path: Path) -> None:
     for gsnr, norm in found[1:]:
         np.testing.assert_allclose(gsnr, found[0][0], rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(norm, found[0][1], rtol=1e-4)
+
+
+def scale_by(rig: Rig, factor: float) -> Callable[[], None]:
+    """Multiply every gradient, which float32 holds though its square does not."""
+
+    def plant() -> None:
+        for parameter in rig.model.parameters():
+            parameter.grad.mul_(factor)
+
+    return plant
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("element", [1e19, 1e25])
+def test_a_finite_gradient_whose_squares_overflow_is_finite(tmp_path: Path, element: float, clip: bool) -> None:
+    rig = make(tmp_path, clip=(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1)) if clip else None, tensor_every=50)
+    plants = {step: scale_by(rig, element) for step in (5, 6)}
+    with run_with(rig, 9, plants) as run:
+        assert not run.series("grad/nonfinite")[1].any()
+        assert not [finding for finding in run.findings if finding.id == "nonfinite"]
+        norms = run.series("grad/norm")[1]
+        assert norms[5] > 1e17  # infinity is the norm in float32; the next step is read in float64
+        close(norms[6] / element, plain(rig.truth.steps[6], "grad/norm")[0], 1e-5, "norm in float64")
+        close(norms[7], plain(rig.truth.steps[7], "grad/norm")[0], 1e-5, "norm after it")
+
+
+@pytest.mark.parametrize("element", [1e-14, 1e-17, 1e-19, 1e-22, 1e-24, 1e25])
+def test_gsnr_at_the_ends_of_float32_is_right_or_unknown(tmp_path: Path, element: float) -> None:
+    """All gradients times a factor have the same GSNR, as far as squares can tell."""
+    torch.manual_seed(0)
+    values = {}
+    for factor in (1.0, element):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+        rig = Rig(tmp_path / str(factor), model, optimizer, loss=lambda m, b, f=factor: f * regression(m, b))
+        rig.steps(6).monitor.close()
+        with gv.open_run(rig.monitor.run_path) as run:
+            values[factor] = {
+                source: np.append(
+                    run.matrix("gsnr", source=source)[1], run.series("gsnr", source=source)[1][:, None], 1
+                )
+                for source in ("microbatch", "adam")
+            }
+    for source, right in values[1.0].items():
+        found = values[element][source]
+        known = np.isfinite(found)
+        np.testing.assert_allclose(found[known], right[known], rtol=1e-3, atol=1e-4)
+        assert not np.isinf(found).any()
+        assert known[-1].all() == (element == 1e-14), source

@@ -14,6 +14,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
+from gradvitals.types import INSPECTED
 
 CONFIG = gv.Config(tensor_every=1, quiet=True, window_steps=20, gsnr_window=12, norm_window=15)
 
@@ -70,7 +71,8 @@ class Loop:
         return self
 
 
-VOLATILE = {"monitor/overhead", "update/cosine"}  # the direction of the step before is not in a checkpoint
+# The direction of the step before is not in a checkpoint, and the first batches after a resume are looked at anew.
+VOLATILE = {"monitor/overhead", "update/cosine", *INSPECTED}
 
 
 def assert_same_record(one: Path, other: Path) -> None:

@@ -76,6 +76,13 @@ def test_identical_micro_batches_with_inexact_division_equal_the_base(k: int) ->
     assert base_and_reduced("sgd", {"lr": 0.1}, {}, wrap=False, steps=steps)
 
 
+@pytest.mark.parametrize("k", [8, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_identical_parts_in_16_bits_are_no_noise(dtype: torch.dtype, k: int) -> None:
+    part = gradients(1, 1, [(500,)])[0][0]
+    assert (factors_of_one_step([part] * k, dtype=dtype)[0] == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_constant_element_does_not_determine_its_tensors_factors(dtype: torch.dtype) -> None:
     """Rounding of a variance of 0 must not become an r that dwarfs all others."""

@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from operator import is_
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -353,6 +354,8 @@ class OptimizerState:
         self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
         self.backward.note_read()
         buffer, plain = self.reading, not due.full and not count_nonfinite
+        if count_nonfinite:  # those of the loop overflow from 2e19 on
+            known = NOTHING_KNOWN
         if known.joined is not None and len(known.rows) == len(self.held) and not table.aside:
             self.defers, reused = False, len(self.held)
             buffer.add("norm", known.joined, known.rows)
@@ -417,7 +420,8 @@ class OptimizerState:
             return
         own = [(row, grad) for row, grad in found if row not in norms]
         if own:
-            safe("norm", reductions.add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
+            add_norms = partial(reductions.add_norms, wide=count_nonfinite)
+            safe("norm", add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
         if heads:
             safe("heads", add_heads, buffer, "heads", table.heads, rows, grads)
         if LARGEST in asked:
@@ -651,7 +655,8 @@ class StepRecorder:
         self._context = Context()
         self._due = (-1, Due(False, False, False))
         self.context_changed = True
-        self.transfer = Transfer(deliver)
+        self._deliver = deliver
+        self.transfer = Transfer(self._hand_on if on_host else deliver)
         several = topology is not None and topology.num_sources > 1
         self.optimizers = [OptimizerState(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
         self._assign_rows()
@@ -683,6 +688,7 @@ class StepRecorder:
         self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
             self._arm(state, self._due_at(step))
+        self._arm_inspection(step)
         self.draft = self._new_draft()
 
     def _arm(self, state: OptimizerState, due: Due) -> None:
@@ -755,6 +761,28 @@ class StepRecorder:
             paid_norm=draft.paid_norm,
         ):
             self.on_schedule_change()
+
+    def _hand_on(self, record: StepRecord, parts: list[Part]) -> None:
+        """Deliver a step that was in host memory all along, while its gradients are still there."""
+        for name, rows, norms in parts:
+            if name == "norm" and np.max(norms, initial=0.0) == math.inf and record.step == self.step - 1:
+                self.safe("grad/nonfinite", self._count_infinite, parts, rows)
+        self._deliver(record, parts)
+
+    @torch.no_grad()
+    def _count_infinite(self, parts: list[Part], rows: Sequence[int]) -> None:
+        """Tell infinite elements from finite ones whose squares overflow, which the norm does not.
+
+        The optimizer has stepped and the gradients may be clipped, which leaves finite elements finite. With a NaN
+        anywhere it would not, but then `np.max` is NaN and nothing is counted here.
+        """
+        if any(name == "nonfinite" for name, _, _ in parts):
+            return
+        found = {row: grad for row in rows if (grad := self.table.gradient(row)) is not None}
+        if len(found) == len(rows):
+            buffer = ReadingBuffer()
+            reductions.add_nonfinite_counts(buffer, "nonfinite", list(found), list(found.values()))
+            parts += buffer.host_parts()
 
     def _learn_order(self) -> None:
         self._order_known = True
@@ -1075,9 +1103,11 @@ class StepRecorder:
         due = self._due_at(self.step + 1)
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
-        inspection = self._inspection
-        if inspection is not None and (due.detail or inspection.is_armed or self.count_nonfinite):
-            self.safe("inspection", self._arm_inspection, self.step + 1)
+        inspection, following = self._inspection, self.step + 1
+        if inspection is not None and (
+            following < FIRST_STEPS or due.detail or inspection.is_armed or self.count_nonfinite
+        ):
+            self.safe("inspection", self._arm_inspection, following)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
 

@@ -79,7 +79,7 @@ SCALARS = (
     "parts_square_per_sample",
 )
 
-RANK_NUMBERS = ("ranks/step_seconds", "ranks/errors")
+RANK_NUMBERS = ("ranks/step_seconds", "ranks/errors", "ranks/lr")
 """One number of every rank, at full steps."""
 
 RANK_FLAGS = ("ranks/nonfinite",)
@@ -236,6 +236,7 @@ class StepPacker:
         step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
         step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0
         step.single_part, step.num_sources = own.single_part, topology.num_sources
+        step.weights_unknown = own.weights_unknown
         for name in self.names(kind):
             values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
             read = present > 0
@@ -251,6 +252,8 @@ class StepPacker:
             numbers = cursor.take(world)
             if name in RANK_NUMBERS or numbers.any():
                 step.ranks[name] = numbers.copy()
+        if topology.num_stages > 1:
+            step.ranks.pop("ranks/lr", None)  # stages train different parameters, maybe at different rates
         if "change" in step.rows:
             step.changes = (told["change_square"], told["change_dot"] if told["change_dot_told"] else None)
         if told["parts_told"] == world and "parts" in step.rows:
@@ -580,12 +583,14 @@ class RankReducer:
         for step in steps:
             broken = step.is_broken or (step.loss is not None and not math.isfinite(step.loss))
             if (parts := step.rows.get("parts")) is not None:
-                broken |= not np.isfinite(parts.values[parts.present]).all()
+                overflows = step.has("nonfinite") and step.total("nonfinite") == 0
+                broken |= not overflows and not np.isfinite(parts.values[parts.present]).all()
             step.ranks["ranks/nonfinite"] = np.array([float(broken)])
             self._seconds.append(step.wall_seconds)
             if step.full:
                 step.ranks["ranks/step_seconds"] = np.array([np.mean(self._seconds)])
                 step.ranks["ranks/errors"] = np.array([float(self.errors)])
+                step.ranks["ranks/lr"] = np.array([math.nan if step.lr is None else step.lr])
                 self._seconds = []
 
     def _table_of(self, own: StepSums) -> Table:

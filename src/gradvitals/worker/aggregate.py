@@ -226,6 +226,75 @@ class RatioHistory:
             ring.load_state_dict(state[name])
 
 
+class NoiseScaleHistory:
+    """The noise scale of the whole model, over a window that grows with the run: its latter half.
+
+    A value that is shown only when its interval is bounded is selected for a signal that looks large by chance, and
+    far too low: a median of 150 for 421. So the readings that show that there is a signal are not the ones that the
+    value comes from. Once their interval leaves zero, as many new readings are awaited, and the value is of these and
+    later ones, whatever they say. Until then there is a lower end only.
+    """
+
+    MOST = 1024
+    """Entries kept; beyond that, neighbors are averaged."""
+
+    def __init__(self) -> None:
+        self._entries: list[list[float]] = []  # step, signal, noise
+        self._open: list[list[float]] = []
+        self._readings = 1  # per entry
+        self._since = math.inf  # the step from which on readings count for the value
+        self._needed = 0  # entries that it takes
+
+    def push(self, signal: float, noise: float, step: int) -> None:
+        """Remember one reading."""
+        if not math.isfinite(signal + noise):
+            return
+        self._open.append([float(step), signal, noise])
+        if len(self._open) == self._readings:
+            self._entries.append(_average(self._open))
+            self._open = []
+        if len(self._entries) > self.MOST:
+            pairs = zip(self._entries[0::2], self._entries[1::2], strict=False)
+            self._entries = [_average(list(pair)) for pair in pairs]
+            self._readings, self._needed = 2 * self._readings, (self._needed + 1) // 2
+
+    def estimate(self, step: int) -> dict[str, float]:
+        """B_simple = noise / signal per sample with its interval, turned over from that of signal over noise."""
+        self._entries = [entry for entry in self._entries if entry[0] >= step / 2]
+        fresh = [entry for entry in self._entries if entry[0] >= self._since]
+        is_shown = self._needed > 0 and len(fresh) >= self._needed
+        entries = np.array(fresh if is_shown else self._entries).reshape(-1, 3)[:, 1:]
+        value = low = high = math.nan
+        if len(entries) > 1:
+            (mean_x, mean_y), spread = entries.mean(0), np.cov(entries.T)
+            ratio = functional.ratio_of_means(mean_x, mean_y, spread[0, 0], spread[1, 1], spread[0, 1], len(entries))
+            value, low, high = (float(part) for part in ratio)
+        if low > 0 and not self._needed:
+            self._since, self._needed = step + 1.0, len(entries)
+        return {
+            "noise_scale": 1 / value if is_shown and value > 0 and high > 0 else math.nan,
+            "noise_scale_low": 1 / high if high > 0 else math.nan,
+            "noise_scale_high": 1 / low if is_shown and low > 0 else math.inf if high > 0 else math.nan,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as plain lists and numbers."""
+        entries, waiting = ([list(entry) for entry in some] for some in (self._entries, self._open))
+        numbers = {"readings": self._readings, "since": self._since, "needed": self._needed}
+        return {"entries": entries, "open": waiting, **numbers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._entries, self._open = [list(entry) for entry in state["entries"]], [list(one) for one in state["open"]]
+        self._readings, self._needed = int(state["readings"]), int(state["needed"])
+        self._since = float(state["since"])
+
+
+def _average(entries: list[list[float]]) -> list[float]:
+    """The mean signal and noise of some readings, at the step of the first."""
+    return [entries[0][0], *(sum(entry[place] for entry in entries) / len(entries) for place in (1, 2))]
+
+
 SQUARED = {"weight": "weight", "weight_before": "weight_before", "exp_avg_norm": "first_moment"}
 """Norms that are kept as squares, and what these are called."""
 
@@ -244,6 +313,9 @@ SUMMED = {
 """Numbers that are kept as they came."""
 
 
+LEAST_SQUARE = 1e-34
+"""Mean squares below this come from elements whose squares leave the range of float32: not known."""
+
 PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") for half in ("lo", "hi"))
 
 
@@ -259,6 +331,9 @@ class Table:
         self.with_layers = (*self.with_whole, *(f"layer:{name}" for name in layout.layers))
         self.with_heads = (*self.with_layers, *(f"head:{name}" for name in layout.heads))
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
+        narrow = [info.dtype != "float64" for info in layout.tensors]
+        self.least_squares: Floats = LEAST_SQUARE * self.sizes * narrow
+        """The least sum of squares of each tensor that is known to be right."""
         self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
         """The layer of each tensor."""
         self.slots = slots
@@ -343,6 +418,8 @@ class StepSums:
     """Whether the gradient of this process alone was seen to hold NaN or Inf."""
     single_part: bool = False
     """Whether micro-batches were counted and there was but one."""
+    weights_unknown: bool = False
+    """Whether micro-batches differ in size and it is not known yet how the loop weighs them."""
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.table.names)
@@ -378,9 +455,62 @@ class StepSums:
         )
 
 
-def aggregate(record: StepRecord, table: Table, config: Config) -> StepSums:
+class PartWeights:
+    """Finds out how a loop weighs micro-batches of unequal size.
+
+    The gradient of a micro-batch of b samples enters the sum as h = w g, and E‖g‖² = ‖μ‖² + tr Σ / b. If the loop
+    weighs by size, ‖h‖² grows like a power of b between 1 and 2. If it divides each loss by the number of
+    micro-batches, the power is between -1 and 0. So the slope of log ‖h‖² over log b, within steps, decides.
+
+    Args:
+        setting: "size" or "equal" if the user set it; None to find out.
+    """
+
+    def __init__(self, setting: str | None) -> None:
+        self.found = setting
+        self._is_set = setting is not None
+        self._xx = self._xy = self._yy = 0.0
+        self._free = PRIOR_READINGS
+
+    def weights(self, sizes: Floats, squares: Floats) -> Floats | None:
+        """The share of each micro-batch in the step's gradient; None if it is not known.
+
+        Args:
+            sizes: Samples in each.
+            squares: Squared norm of what each added to the gradient.
+        """
+        equal = np.full(len(sizes), 1 / len(sizes))
+        if not self._is_set and sizes.std() <= SAME_SIZE * sizes.mean():
+            return equal
+        if not self._is_set:
+            self._learn(sizes, squares)
+        by_size: Floats = sizes / sizes.sum()
+        return None if self.found is None else by_size if self.found == "size" else equal
+
+    def _learn(self, sizes: Floats, squares: Floats) -> None:
+        if not np.all((squares > 0) & np.isfinite(squares)):
+            return
+        x, y = np.log(sizes), np.log(squares)
+        x, y = x - x.mean(), y - y.mean()
+        self._xx, self._xy, self._yy = self._xx + x @ x, self._xy + x @ y, self._yy + y @ y
+        self._free += len(sizes) - 1
+        slope = self._xy / self._xx
+        spread = self._yy - slope * self._xy + PRIOR_READINGS * PRIOR_SPREAD**2
+        error = math.sqrt(spread / self._free / self._xx)
+        if abs(slope - 0.5) > 3 * error:
+            self.found = "size" if slope > 0.5 else "equal"
+
+
+SAME_SIZE = 0.05
+"""Sizes that vary by less, as a share of their mean, count as equal: the weights hardly matter."""
+
+PRIOR_SPREAD, PRIOR_READINGS = 0.5, 2.0
+"""The spread of log ‖h‖² that is assumed before any is seen, and how many micro-batches that is worth."""
+
+
+def aggregate(record: StepRecord, table: Table, weighting: PartWeights) -> StepSums:
     """Put the numbers of one step together."""
-    return _Aggregation(record, table, config).sums()
+    return _Aggregation(record, table, weighting).sums()
 
 
 @dataclass(frozen=True)
@@ -444,8 +574,8 @@ def _mean(losses: list[float], sizes: list[float | None]) -> float | None:
 class _Aggregation:
     """One step."""
 
-    def __init__(self, record: StepRecord, table: Table, config: Config) -> None:
-        self.record, self.table, self.config = record, table, config
+    def __init__(self, record: StepRecord, table: Table, weighting: PartWeights) -> None:
+        self.record, self.table, self.weighting = record, table, weighting
         self.num_rows = len(table.names)
         self.sections = record.sections
         self.grad_scale: Floats = table.ones
@@ -499,9 +629,9 @@ class _Aggregation:
             alternating=record.alternating,
             wall_seconds=record.wall_seconds,
             single_part=any(one.micro_batches == 1 for one in record.optimizers),
-            is_broken=self._is_broken(),
         )
         self._take_gradients(step)
+        step.is_broken = self._is_broken(step)
         for name, section in self.sections.items():
             if name in SQUARED:
                 sums = self._rows(name)
@@ -535,10 +665,12 @@ class _Aggregation:
             step.windows[row] = WindowSums(float(square), block_steps, whole)
         return step
 
-    def _is_broken(self) -> bool:
+    def _is_broken(self, step: StepSums) -> bool:
         """Whether NaN or Inf was in this process's own gradient, before any reduction, as far as it was looked at."""
         own = self.sections.get("own_norm")
-        return own is not None and not bool(np.isfinite(own.values).all())
+        if own is None or bool(np.isfinite(own.values).all()):
+            return False
+        return bool(np.isnan(own.values).any()) or not step.has("nonfinite") or step.total("nonfinite") > 0
 
     def _rows(self, name: str) -> RowSums:
         return RowSums(self.sections[name].sums(self.num_rows), self.sections[name].present(self.num_rows))
@@ -563,13 +695,20 @@ class _Aggregation:
             step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
         else:  # not counted: 1 for "at least one"
             broken = norms.present & ~np.isfinite(norms.values)
-            step.rows["nonfinite"] = RowSums(broken.astype(np.float64), norms.present)
+            some = 1.0 if self._is_surely_broken(step, norms) else math.nan
+            step.rows["nonfinite"] = RowSums(np.where(broken, some, 0.0), norms.present)
         if "max" in self.sections:
             largest = self._rows("max")
             step.rows["max"] = RowSums(largest.values / self.grad_scale, largest.present)
         if "heads" in self.sections:
             of_slots, _ = self._parts("heads", len(self.table.slot_rows))
             step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
+
+    def _is_surely_broken(self, step: StepSums, norms: RowSums) -> bool:
+        """Whether a norm that is not finite means NaN or Inf: squares of finite elements can overflow to Inf too."""
+        lost = step.loss is not None and not math.isfinite(step.loss)
+        found_inf = "found_inf" in self.sections and bool(self.sections["found_inf"].values.any())
+        return lost or found_inf or bool(np.isnan(norms.values[norms.present]).any())
 
     def _take_changes(self, step: StepSums) -> None:
         """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
@@ -589,19 +728,26 @@ class _Aggregation:
 
     def _take_parts(self, step: StepSums, count: int) -> None:
         sizes, sizes_known = self._part_sizes(count)
-        by_size = self.config.micro_batch_weights == "size"
-        weights = sizes / sizes.sum() if by_size else np.full(count, 1 / count)
+        parts = [self._parts(f"micro{i}", self.num_rows) for i in range(count)]
+        slots = [self._parts(f"micro_heads{i}", len(self.table.slot_rows)) for i in range(count)]
+        slot_scale = self.part_scale[self.table.slot_rows]
+        totals = [
+            np.square(norms / self.part_scale).sum() + np.square(of_slots / slot_scale).sum()
+            for (norms, _), (of_slots, _) in zip(parts, slots, strict=True)
+        ]
+        weights = self.weighting.weights(sizes, np.array(totals))
+        if weights is None:
+            step.weights_unknown = True
+            return
         # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
         mine, reached = np.zeros((2, self.num_rows), dtype=bool)
         for one, rows in zip(self.record.optimizers, self.table.context.optimizer_rows, strict=True):
             mine[rows] = one.micro_batches == count
         squares, inner_squares, inner = np.zeros((3, self.num_rows))
         of_heads = np.zeros(len(self.table.slot_rows))
-        slot_scale = self.part_scale[self.table.slot_rows]
         has_inner = np.zeros(self.num_rows, dtype=bool)
         for i, weight in enumerate(weights):
-            norms, hit = self._parts(f"micro{i}", self.num_rows)
-            slot_norms, slot_hit = self._parts(f"micro_heads{i}", len(self.table.slot_rows))
+            (norms, hit), (slot_norms, slot_hit) = parts[i], slots[i]
             slot_squares = np.square(slot_norms / slot_scale)
             reached |= hit  # a row that no micro-batch was seen to reach came to life too late to be followed
             reached[self.table.slot_rows[slot_hit]] = True
@@ -664,6 +810,7 @@ class Aggregator:
         self._norms = NormHistory(config.norm_window)
         self._micro = RatioHistory(config.gsnr_window)
         self._radial = RatioHistory(config.gsnr_window)
+        self._noise_scale = NoiseScaleHistory()
         self._adam = RatioHistory(config.gsnr_window)
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
@@ -773,18 +920,26 @@ class Aggregator:
         square = np.where(read, step.rows["norm"].values, np.nan)
         signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
+        # Parts are read as they enter the sum: about `count` times smaller than by themselves.
+        smallest = step.rows["parts"].values / (parts.weight * parts.count**2)
+        all_signal = np.where(_underflows(step.table, smallest, square, read), np.nan, all_signal)
         if layout.heads and "heads" in step.slots and "parts" in step.slots:
             heads, whole = step.by_head(step.slots["parts"]), step.by_head(step.slots["heads"])
             more_signal, more_noise = _signal_and_noise(heads, whole, parts)
+            least = step.table.least_squares[step.table.slot_rows].max()
+            lost = (heads + whole > 0) & (heads / (parts.weight * parts.count**2) < least)
+            more_signal = np.where(lost, np.nan, more_signal)
             names = step.table.with_heads
             all_signal, all_noise = np.append(all_signal, more_signal), np.append(all_noise, more_noise)
         if not step.outlier:
             self._micro.push(names, all_signal, all_noise, step.step)
+            if parts.sizes_known:
+                self._noise_scale.push(float(all_signal[0]), float(all_noise[0]), step.step)
         per_sample = self._micro.estimate(np.isfinite(all_signal) & np.isfinite(all_noise), step.step)
         mean_size = parts.samples / parts.count
         values, tensors, layers, heads_out = _spread(layout, [mean_size * part for part in per_sample])
         if parts.sizes_known:
-            values |= _noise_scale(*(float(part[0]) for part in per_sample))
+            values |= self._noise_scale.estimate(step.step)
         if step.has("inner_squares") and step.has("weight_before"):
             along = read & step.rows["inner_squares"].present
             weight = step.known("weight_before")
@@ -817,6 +972,8 @@ class Aggregator:
         noise = np.where(np.abs(noise) <= ROUNDING * np.abs(signal), 0.0, noise)
         begun = step.known("adam_step") >= 2  # one gradient has no spread
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
+        first, second = step.rows["first_moment"].values, step.rows["second_moment"].values
+        all_signal = np.where(_underflows(step.table, second, first, begun), np.nan, all_signal)
         # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
         gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
@@ -851,6 +1008,8 @@ class Aggregator:
             squares = np.array(self._window_norms[names[row]][-length:])
             if not length or len(squares) < length or window.sums is None:
                 continue
+            if 0 < squares.mean() < step.table.least_squares[row]:
+                continue
             total, *without = window.sums
             blocks = squares.reshape(NUM_BLOCKS, -1).sum(1)
             value[row] = _gsnr_of_sums(blocks.sum(), total, length)
@@ -861,11 +1020,12 @@ class Aggregator:
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
-    def _histories(self) -> dict[str, NormHistory | RatioHistory]:
+    def _histories(self) -> dict[str, NormHistory | RatioHistory | NoiseScaleHistory]:
         return {
             "norms": self._norms,
             "micro": self._micro,
             "radial": self._radial,
+            "noise_scale": self._noise_scale,
             "adam": self._adam,
         }
 
@@ -909,6 +1069,24 @@ def _with_sums(
     return table.with_layers, whole[0], whole[1]
 
 
+def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether squares are too small for float32: of the whole model, every tensor, every layer.
+
+    Args:
+        table: The tensors.
+        smallest: Sums of squares of what was read of each tensor.
+        largest: Other sums of squares: if these are zero too, the gradient is taken to be zero.
+        read: Tensors that were read.
+    """
+    sums = [
+        np.concatenate(
+            [[some.sum()], some, np.bincount(table.depths, weights=some, minlength=len(table.layout.layers))]
+        )
+        for some in (np.where(read, numbers, 0.0) for numbers in (smallest, largest, table.least_squares))
+    ]
+    return np.asarray((sums[0] + sums[1] > 0) & (sums[0] < sums[2]))
+
+
 def _spread(
     layout: Layout, estimate: Any
 ) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
@@ -921,19 +1099,6 @@ def _spread(
     return values, tensors, layers, heads if len(heads["gsnr"]) else {}
 
 
-def _noise_scale(ratio: float, low: float, high: float) -> dict[str, float]:
-    """B_simple = noise / signal per sample, from the ratio the other way up and its interval.
-
-    Where the interval of the signal reaches zero the noise scale is not identifiable: nan, with a lower end only.
-    """
-    identifiable = low > 0
-    return {
-        "noise_scale": 1 / ratio if identifiable else math.nan,
-        "noise_scale_low": 1 / high if high > 0 else math.nan,
-        "noise_scale_high": 1 / low if identifiable else math.inf if high > 0 else math.nan,
-    }
-
-
 def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
     return functional.gsnr_from_norms(sum_of_squares / count, square_of_sum / count**2, count)
 
@@ -943,7 +1108,8 @@ def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
 _SCALARS = (
     "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
     "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
-    "last_change", "num_sources", "wall_seconds", "counted", "single_part", "values",
+    "last_change", "num_sources", "wall_seconds", "counted", "single_part",
+    "weights_unknown", "values",
 )  # fmt: skip
 
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gradvitals import notices
 from gradvitals.config import Config
 from gradvitals.diagnose import Diagnosis, RunInfo
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
 from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading, Severity, Source
-from gradvitals.worker.aggregate import Aggregator, StepSums, Table, aggregate, sums_from_bytes
+from gradvitals.worker.aggregate import Aggregator, PartWeights, StepSums, Table, aggregate, sums_from_bytes
 from gradvitals.worker.channel import Channel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.publish import Destination, Publisher
@@ -36,8 +38,17 @@ MAX_PENDING_BYTES = 64 << 20
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even if it is not due."""
 
+LARGE_NORM = 1e17
+"""From here on norms are read in float64: in float32 the squares of some element may overflow."""
+
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps were free of them."""
+
+UNKNOWN_WEIGHTS = 20
+"""Readings of micro-batches of unequal size after which their weights should have been found out."""
+
+SAME_RATE = 1e-6
+"""Learning rates that differ by less, as a share, are the same."""
 
 OPENED = 100
 """Findings that a Guard can catch up on."""
@@ -171,7 +182,9 @@ class Worker:
         self._failed = self._finished = False
         self._notices: list[Finding] = []
         self._latest: dict[Source | None, dict[str, float]] = {}
-        self._single_batch_readings = 0
+        self._other_rates: set[int] = set()
+        self._single_batch_readings = self._unknown_weights = 0
+        self._weighting = PartWeights(self._config.micro_batch_weights)
         self._clean_steps = CLEAN_STEPS
         self._reported_ranks: set[int] = set()
         self._seen_errors: set[tuple[str, type[Exception], str]] = set()
@@ -210,7 +223,7 @@ class Worker:
     def _take(self, kind: int, data: bytes) -> None:
         if kind == STEP:
             record = self._decoder.decode(data)
-            self._finish(aggregate(record, self._table, self._config))
+            self._finish(aggregate(record, self._table, self._weighting))
         elif kind == SUMS:
             self._finish(sums_from_bytes(data, self._table))
         elif kind == CONTEXT:
@@ -232,18 +245,20 @@ class Worker:
         for reading in readings:
             self._latest[reading.source] = {**self._latest.get(reading.source, {}), **reading.values}
         self._note_single_batches(step)
+        self._note_unknown_weights(step)
         self._note_errors_elsewhere(step)
+        self._note_rates(step)
         records: list[Record] = []
         layout = step.table.layout
         if layout is not self._layout:
             self._layout = layout
             records.append(layout)
         general = readings[0]
-        broken = general.values.get("grad/nonfinite", 0) > 0
+        broken = not general.values.get("grad/nonfinite", 0) <= 0  # NaN: a norm is infinite, the elements may not be
         plain = not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
         if self._setup.wants_readings:
             self._channel.send({"what": "readings", "readings": list(readings), "plain": plain})
-        self._count_nonfinite(broken)
+        self._count_nonfinite(broken or general.values.get("grad/norm", 0) > LARGE_NORM)
         records += self._diagnose(readings, layout)
         if plain:
             readings[0] = replace(general, tensors={})
@@ -382,12 +397,35 @@ class Worker:
             reason = "this loop runs one backward pass per step; GSNR at one set of weights needs two or more"
             self.report(notices.source_unavailable("micro-batches", reason, step.step))
 
+    def _note_unknown_weights(self, step: StepSums) -> None:
+        self._unknown_weights = self._unknown_weights + 1 if step.weights_unknown else self._unknown_weights
+        if step.weights_unknown and self._unknown_weights == UNKNOWN_WEIGHTS:
+            reason = (
+                "they differ in size and their norms do not show how the loop weighs them; set "
+                'Config(micro_batch_weights="equal") if it divides each loss by their number, "size" if it weighs '
+                "each loss by its samples"
+            )
+            self.report(notices.source_unavailable("micro-batches", reason, step.step))
+
     def _note_errors_elsewhere(self, step: StepSums) -> None:
         """Report once that gradvitals met an error on another rank, whose numbers may be missing since."""
         for rank, errors in enumerate(step.ranks.get("ranks/errors", ())):
             if errors > 0 and rank not in self._reported_ranks and rank != self._setup.meta.get("rank", 0):
                 self._reported_ranks.add(rank)
                 self.report(notices.error_on_rank(rank, step.step))
+
+    def _note_rates(self, step: StepSums) -> None:
+        """Report once each rank whose learning rate is not that of most."""
+        rates = step.ranks.get("ranks/lr")
+        if rates is None or not np.isfinite(rates).any():
+            return
+        values, counts = np.unique(rates[np.isfinite(rates)], return_counts=True)
+        # If no rate has a majority, the lead rank's is the one that the readings show.
+        usual = values[counts.argmax()] if 2 * counts.max() > len(rates) or step.lr is None else step.lr
+        for rank in np.flatnonzero(np.abs(rates - usual) > SAME_RATE * np.abs(usual)).tolist():
+            if rank not in self._other_rates:
+                self._other_rates.add(rank)
+                self.report(notices.rank_lr_differs(rank, float(rates[rank]), float(usual), step.step))
 
 
 class _Store:
