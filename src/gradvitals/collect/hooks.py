@@ -168,8 +168,8 @@ def _wrap_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             finally:
                 _NAMES["torch"] = torch
             grads, norms, joined = _proxy.grads, _proxy.norms, _proxy.joined
-            _proxy.start()
         finally:
+            _proxy.start()  # holds no gradients between calls
             _proxy.lock.release()
         if len(norms) == len(tensors):
             _notify("on_total_norm", grads, norms, joined)

@@ -9,6 +9,7 @@ finite. Numbers stay on their device and leave with the step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -151,6 +152,66 @@ def _leaves(node: Any) -> Iterator[Tensor]:
             yield before.variable
 
 
+class _Wrapper:
+    """Wraps a function of torch for all Monitors together, from the first that listens to the last.
+
+    One wrapper for all: Monitors come and go in any order, and a wrapper of each would pile up.
+
+    Args:
+        owner: The module or class that holds the function.
+        name: Its name there.
+        before: Called with a listener and the arguments before each call.
+        after: Called with a listener and the result after each call.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., None] | None = None,
+        after: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        self._owner, self._name, self._before, self._after = owner, name, before, after
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def add(self, listener: Any) -> None:
+        """Call this listener too."""
+        self._listeners.add(listener)
+        if self._replacement is not None:
+            return
+        original = self._original = getattr(self._owner, self._name)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if self._before is not None:
+                self._call(self._before, *args, **kwargs)
+            result = original(*args, **kwargs)
+            if self._after is not None:
+                self._call(self._after, result)
+            return result
+
+        self._replacement = replacement
+        setattr(self._owner, self._name, replacement)
+
+    def discard(self, listener: Any) -> None:
+        """Call this listener no more; with the last one gone, torch is as it was."""
+        self._listeners.discard(listener)
+        # If another tool has wrapped the function since, ours stays, and does nothing without listeners.
+        if not self._listeners and getattr(self._owner, self._name) is self._replacement:
+            setattr(self._owner, self._name, self._original)
+            self._replacement = None
+
+    def _call(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                method(listener, *args, **kwargs)
+            except Exception:  # ours, in the middle of the script's own call: it must continue
+                self._listeners.discard(listener)
+
+
 class Inspection:
     """Inspects the batches of a model, from `arm` to the backward pass of the next step.
 
@@ -161,18 +222,14 @@ class Inspection:
 
     def __init__(self, table: ParameterTable, buffer: Callable[[], ReadingBuffer]) -> None:
         self._table, self._buffer = table, buffer
-        self._undo: list[Callable[[], None]] = []
+        self.is_armed = False
+        """Whether the next backward pass is inspected."""
         self._has_hooks = False
         """Whether saved tensors are packed by someone's hooks: to look at them may compute the forward pass again."""
         self._first = False
         self._counts: Tensor | None = None
         self._sums: tuple[Tensor, Tensor, int] | None = None
         self._failed = False
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether the next backward pass is inspected."""
-        return bool(self._undo)
 
     def arm(self, *, first: bool) -> None:
         """Inspect the next backward pass.
@@ -183,36 +240,25 @@ class Inspection:
         if self._failed or _is_compiled():
             return
         self._first = first
-        if self._undo:
-            return
-        original, entered, reference = torch.autograd.backward, saved_tensors_hooks.__enter__, weakref.ref(self)
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            owner = reference()
-            if owner is not None and owner._undo:
-                owner._look(tensors)
-            return original(tensors, *args, **kwargs)
-
-        def enter(hooks: saved_tensors_hooks) -> None:
-            owner = reference()
-            if owner is not None:
-                owner._has_hooks = True
-            entered(hooks)
-
-        def restore() -> None:
-            if torch.autograd.backward is backward:  # else another tool has wrapped it; ours does nothing from now on
-                torch.autograd.backward = original
-            if saved_tensors_hooks.__enter__ is enter:
-                saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
-
-        torch.autograd.backward = backward
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-        self._undo = [restore]
+        if not self.is_armed:
+            self.is_armed = True
+            _BACKWARD.add(self)
+            _SAVED_HOOKS.add(self)
 
     def disarm(self) -> None:
-        """Take everything away."""
-        while self._undo:
-            self._undo.pop()()
+        """Inspect nothing until it is armed again."""
+        self.is_armed = False
+        _BACKWARD.discard(self)
+        _SAVED_HOOKS.discard(self)
+
+    def before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        """Look at the graph of a loss."""
+        if self.is_armed:
+            self._look(tensors)
+
+    def before_saved_hooks(self, *_: Any) -> None:
+        """Note that the script packs saved tensors."""
+        self._has_hooks = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what is known of the targets so far."""
@@ -236,7 +282,7 @@ class Inspection:
             if root is not None and root.grad_fn is not None and root.numel() == 1 and not self._has_hooks:
                 with torch.no_grad():
                     self._inspect(root)
-        except Exception:  # a graph that is unlike all others: it is not worth a word, and must not end the training
+        except Exception:  # an unusual graph: not inspected, and the backward pass continues
             self._failed = True
             self.disarm()
 
@@ -295,8 +341,8 @@ class Inspection:
         found: dict[str, Tensor | float] = {}
         if labels is not None and head.classes > 0:
             one = torch.zeros(head.classes, device=labels.device)
-            inside = labels.clamp(0, head.classes - 1)
-            one.scatter_add_(0, inside, torch.ones_like(inside, dtype=one.dtype))
+            counted = (labels >= 0) & (labels < head.classes)  # not what ignore_index pads with
+            one.scatter_add_(0, labels.clamp(0, head.classes - 1), counted.to(one.dtype))
             self._counts = one if self._counts is None or len(self._counts) != len(one) else self._counts + one
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
@@ -599,6 +645,9 @@ VALIDATED = (
 )
 """Losses of torch.nn.functional whose values count as validation losses."""
 
+MAX_LOSSES = 10_000
+"""Losses of one evaluation that are averaged."""
+
 MAX_SILENT = 20
 """Evaluations in a row without such a loss, after which nobody listens any more."""
 
@@ -616,63 +665,43 @@ class Validation:
     def __init__(self, model: nn.Module, report: Callable[[Tensor], None]) -> None:
         self._model, self._report = weakref.ref(model), weakref.WeakMethod(report)
         self._losses: list[Tensor] = []
-        self._undo: list[Callable[[], None]] = []
         self._silent = 0
-        original, reference = nn.Module.train, weakref.ref(self)
-
-        def train(module: nn.Module, mode: bool = True) -> nn.Module:
-            owner = reference()
-            if owner is not None and module is owner._model():
-                owner._switch(mode)
-            return original(module, mode)
-
-        def restore() -> None:
-            if nn.Module.train is train:
-                nn.Module.train = original  # type: ignore[method-assign]
-
-        nn.Module.train = train  # type: ignore[assignment, method-assign]
-        self._restore = restore
+        _TRAIN.add(self)
 
     def stop(self) -> None:
         """Report what is left, and take everything away."""
+        _TRAIN.discard(self)
         self._switch(True)
-        self._restore()
+
+    def before_train(self, module: nn.Module, mode: bool = True) -> None:
+        """A module is about to switch between training and evaluation."""
+        if module is self._model():
+            self._switch(mode)
+
+    def after_loss(self, loss: Any) -> None:
+        """A loss was computed while the model evaluates."""
+        single = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.requires_grad
+        if single and len(self._losses) < MAX_LOSSES and (not self._losses or self._losses[0].device == loss.device):
+            self._losses.append(loss.detach().reshape(()).float())
+            self._silent = 0
 
     def _switch(self, trains: bool) -> None:
-        while self._undo:
-            self._undo.pop()()
+        for wrapper in _LOSSES:
+            wrapper.discard(self)
         losses, self._losses = self._losses, []
         report = self._report()
         if losses and report is not None:
             report(torch.stack(losses).mean())
         if not trains and self._silent < MAX_SILENT and not _is_compiled():
             self._silent += 1
-            for name in VALIDATED:
-                self._wrap(name)
+            for wrapper in _LOSSES:
+                wrapper.add(self)
 
-    def _wrap(self, name: str) -> None:
-        original, reference = getattr(nn.functional, name), weakref.ref(self)
 
-        def loss_function(*args: Any, **kwargs: Any) -> Any:
-            loss, owner = original(*args, **kwargs), reference()
-            if owner is None:
-                return loss
-            if (
-                isinstance(loss, Tensor)
-                and loss.numel() == 1
-                and not loss.requires_grad
-                and len(owner._losses) < 10_000
-            ):
-                owner._losses.append(loss.detach().reshape(()).float())
-                owner._silent = 0
-            return loss
-
-        def restore() -> None:
-            if getattr(nn.functional, name) is loss_function:
-                setattr(nn.functional, name, original)
-
-        setattr(nn.functional, name, loss_function)
-        self._undo.append(restore)
+_BACKWARD = _Wrapper(torch.autograd, "backward", before=Inspection.before_backward)
+_SAVED_HOOKS = _Wrapper(saved_tensors_hooks, "__enter__", before=Inspection.before_saved_hooks)
+_TRAIN = _Wrapper(nn.Module, "train", before=Validation.before_train)
+_LOSSES = [_Wrapper(nn.functional, name, after=Validation.after_loss) for name in VALIDATED]
 
 
 def _is_initial(weight: Tensor) -> Tensor:
