@@ -37,6 +37,9 @@ CALM_VALUES = frozenset(
 CALM_RATIO = 2.0
 """A norm of a calm step is less than this many times its moving average."""
 
+CALM_LR = 0.1
+"""The learning rate of a calm step changed by no more than this share."""
+
 CALM_MOVE = 4.0
 """The loss of a calm step changed by less than this many times its usual change."""
 
@@ -172,7 +175,10 @@ class Diagnosis:
         highest = values.get("grad/spike_ratio", 1.0)
         if ratios is not None and len(ratios):
             highest = max(highest, float(np.fmax.reduce(ratios)))
-        return highest < CALM_RATIO and not values.get("grad/nonfinite") and history.loss_is_calm(values, CALM_MOVE)
+        lowest, rates = values.get("grad/spike_ratio", 1.0), history["lr"].last(1)
+        steady = "lr" not in values or (len(rates) and abs(values["lr"] - rates[0]) <= CALM_LR * abs(rates[0]))
+        usual = lowest > 1 / CALM_RATIO**2 and highest < CALM_RATIO and not values.get("grad/nonfinite")
+        return bool(steady and usual) and history.loss_is_calm(values, CALM_MOVE)
 
     def finish(self) -> list[Finding]:
         """Judge the run as a whole, and close findings that its last steps did not show. Returns what has changed."""

@@ -130,6 +130,7 @@ def _fix(message: Message, key: str, text: str, blanks: _Blanks) -> Fix:
     """Returns a fix with what a program can do of it."""
     change: dict[str, Any] = dict(message.changes.get(key, {}))
     lines = [message.snippets[key].format_map(blanks)] if key in message.snippets else []
+    lines = [re.sub(r"(?<=\d),(?=\d{3}\b)", "", line) for line in lines]  # 1,250 would be a tuple
     for name in re.findall(r"\{(\w+)\}", message.fixes[key]):
         value = blanks.get(name)
         if (

@@ -35,6 +35,10 @@ OTHERS = "others"
 """The family of rules that are not gradvitals' own."""
 
 
+NEVER = 10**9
+"""Clean steps after which a finding resolves that does not resolve by itself."""
+
+
 class SkipReason(Enum):
     """Why a check was skipped."""
 

@@ -218,7 +218,7 @@ class LossLevel:
     def learn(self, step: int, loss: float) -> None:
         """Add the loss of a step that was made."""
         self.hurt = None
-        if math.isnan(loss):
+        if not math.isfinite(loss):
             return
         self.signed = self.signed or loss < 0
         self.losses = [*self.losses[1 - LEVEL_STEPS :], loss]

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradvitals.diagnose import FAMILIES, RULES, Rule
+from gradvitals.diagnose.rule import NEVER
 from gradvitals.errors import GradvitalsError
 from gradvitals.types import SEVERITIES, Severity
 
@@ -66,6 +67,7 @@ class Entry:
             return f"{severity}Not found by a rule: gradvitals reports it when it happens."
         start = f" Silent for the first {self.min_steps:,} steps." if self.min_steps else ""
         end = f" Resolves after {self.closes_after:,} clean step{'' if self.closes_after == 1 else 's'}."
+        end = end if self.closes_after < NEVER else " Stays open until the run ends."
         return f"{severity}Needs {_listed(map(_metric, self.needs), 'and')}.{start}{end}"
 
     def to_json(self) -> dict[str, Any]:
@@ -207,6 +209,16 @@ _NOTICES = (
         severities=("info", "warning"),
     ),
     _notice(
+        "rank_lr_differs",
+        "Learning rates differ",
+        "A rank steps with another learning rate than the first one.",
+        causes=(
+            "the rank built its optimizer or scheduler with other settings, or steps its scheduler at other times",
+        ),
+        fixes=("build optimizer and scheduler the same way on every rank, and step the scheduler on all of them",),
+        severities=("warning",),
+    ),
+    _notice(
         "guard_error",
         "Guard stopped",
         "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
@@ -292,6 +304,8 @@ def passed_text(rule: str) -> str:
 
 
 PHRASES = (
+    (r"\{loss\} (applies|expects)", r"the loss \1"),
+    (r"before \{loss\}", "before the loss"),
     (r" of \{\w+\}, which", " that"),
     (r"\bstep \{\w+\}", "that step"),
     (r"\bStep \{\w+\}", "That step"),
@@ -345,7 +359,7 @@ def without_numbers(text: str) -> str:
     """
     for phrase, reads in PHRASES:
         text = re.sub(phrase, reads, text)
-    text = PLACEHOLDER.sub(lambda match: WORDS.get(match[1], "some"), text)
+    text = PLACEHOLDER.sub(lambda match: WORDS.get(match[1], "…"), text)
     text = re.sub(r"\s+", " ", text).replace(" ,", ",").strip()
     return text if text.startswith(("optimizer.", "requires_grad", "zero_grad")) else text[:1].upper() + text[1:]
 

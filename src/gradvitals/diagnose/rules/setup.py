@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradvitals.diagnose.message import Message, Observation
-from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import ACTIVATIONS, Severity
 
-NEVER = 10**9
 """What is wrong with a setup stays wrong until the run ends."""
 
 REGRESSION = ("mse", "l1", "smooth_l1")
@@ -149,8 +148,8 @@ class LossMismatch(Rule):
         },
         fixes={
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
-            "double_softmax": "Remove the softmax from the model: {loss} expects logits",
-            "double_sigmoid": "Remove the sigmoid from the model: {loss} expects logits",
+            "double_softmax": "Remove the softmax before {loss}, which expects logits",
+            "double_sigmoid": "Remove the sigmoid before {loss}, which expects logits",
             "no_log": "Use cross_entropy on the output of the last linear layer",
             "relu_output": "Remove the ReLU after the last layer{instead}",
             "bounded": "Remove the {activation} after the last layer, or scale the targets to [{low}, {high}]",
