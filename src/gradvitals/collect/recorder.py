@@ -192,6 +192,8 @@ class OptimizerState:
         self.expects_clip = False
         self.clips_by_hand = False
         self.in_scaler_step = False
+        self.reads_wide = False
+        """Whether norms are summed in float64."""
         self.settled = False
         """Whether a whole step has shown which parameter backward reaches first."""
         self._reported_twice = False
@@ -354,7 +356,8 @@ class OptimizerState:
         self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
         self.backward.note_read()
         buffer, plain = self.reading, not due.full and not count_nonfinite
-        if count_nonfinite:  # those of the loop overflow from 2e19 on
+        self.reads_wide = count_nonfinite and may_defer  # a Guard needs the same numbers when it runs again
+        if self.reads_wide:  # those of the loop overflow from 2e19 on
             known = NOTHING_KNOWN
         if known.joined is not None and len(known.rows) == len(self.held) and not table.aside:
             self.defers, reused = False, len(self.held)
@@ -420,7 +423,7 @@ class OptimizerState:
             return
         own = [(row, grad) for row, grad in found if row not in norms]
         if own:
-            add_norms = partial(reductions.add_norms, wide=count_nonfinite)
+            add_norms = partial(reductions.add_norms, wide=self.reads_wide)
             safe("norm", add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
         if heads:
             safe("heads", add_heads, buffer, "heads", table.heads, rows, grads)

@@ -212,11 +212,9 @@ _NOTICES = (
         "rank_lr_differs",
         "Learning rates differ",
         "A rank steps with another learning rate than the first one.",
-        causes=(
-            "the rank built its optimizer or scheduler with other settings, or steps its scheduler at other times",
-        ),
-        fixes=("build optimizer and scheduler the same way on every rank, and step the scheduler on all of them",),
-        severities=("warning",),
+        causes=("the rank builds its optimizer or its schedule from different settings",),
+        fixes=("build optimizer and schedule the same way on every rank",),
+        severities=("critical",),
     ),
     _notice(
         "guard_error",

@@ -213,7 +213,7 @@ class Worker:
                 self._journal.release()
         if count:
             self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
-        if self.store is not None:
+        if self.store is not None and not self.closed:
             self.store.dropped_before = self._journal.dropped
             self.store.commit_if_due()
         if self.store is None or self.store.is_settled:
