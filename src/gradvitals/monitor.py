@@ -211,7 +211,6 @@ class Monitor:
         self._latest: dict[str, float] = {}
         self._actions: deque[Action] = deque(maxlen=10_000)
         self._opened: deque[tuple[int, Finding]] = deque(maxlen=100)
-        self._diagnosed = -1
         self._readers: list[Callable[[Reading], object]] = [on_reading] if on_reading is not None else []
         self._at_close: list[Callable[[], object]] = []
         self._when_closed: list[Callable[[Monitor], object]] = []
@@ -344,29 +343,6 @@ class Monitor:
         """Reads the gradients."""
         return self._recorder
 
-    def opened_findings(self, until: int, seconds: float) -> list[tuple[int, Finding]] | None:
-        """Findings that opened or got worse, with the step that showed it, once steps up to `until` are diagnosed.
-
-        Returns:
-            What came since the last call, of steps up to `until`; None if that is not known within so many seconds.
-        """
-        deadline = time.monotonic() + seconds
-        self._receive()
-        expected = until if until >= self._recorder.first else -1  # steps before a restart were diagnosed then
-        if self._diagnosed < expected:
-            self.hurry()
-        while self._diagnosed < expected:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.0005)
-            self._recorder.poll()
-            if self._reducer is not None:
-                self._reducer.poll()
-            self._receive()
-        found = [(step, finding) for step, finding in self._opened if step <= until]
-        self._opened = deque(((step, f) for step, f in self._opened if step > until), maxlen=100)
-        return found
-
     @property
     def diagnoses(self) -> bool:
         """Whether this rank diagnoses the run."""
@@ -410,14 +386,6 @@ class Monitor:
         self._recorder.flush()
         self._opened.clear()
         self._command({"do": "start_over"})
-
-    def hurry(self) -> None:
-        """Have the steps made so far diagnosed now rather than with the next ones; does not wait."""
-        self._recorder.flush()
-        if self._reducer is not None:
-            self._reducer.poll()
-        if self._worker is not None:
-            self._worker.wake()
 
     def at_close(self, callback: Callable[[], object]) -> None:
         """Have this called when the Monitor closes, while it still writes."""
@@ -757,7 +725,7 @@ class Monitor:
             for message in self._channel.receive():
                 what = message["what"]
                 if what == "latest":
-                    self._latest, self._diagnosed = message["values"], message["step"]
+                    self._latest = message["values"]
                 elif what == "finding":
                     self._take_finding(message)
                 elif what == "readings":

@@ -1,9 +1,9 @@
 """A look at the batches where bugs show: what the model is fed, what it puts out, and the loss that meets it.
 
 Everything is read from the graph that autograd has built when backward starts: the names of its operations, and the
-tensors they saved. So it does not matter whether a model uses modules or functions. Nothing is wrapped except
-``torch.autograd.backward``, and only for the first steps, for those due for a full reading, and while gradients are not
-finite. Numbers stay on their device and leave with the step.
+tensors they saved. So it does not matter whether a model uses modules or functions. ``torch.autograd.backward`` is
+wrapped for the first steps, for those due for a detailed reading, and while gradients are not finite. Numbers stay on
+their device and leave with the step.
 """
 
 from __future__ import annotations

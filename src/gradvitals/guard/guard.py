@@ -642,7 +642,7 @@ class GuardLoop:
         self._judge_nonfinite(step, by_scaler=True)
 
     def _judge_nonfinite(self, step: int, *, by_scaler: bool = False) -> None:
-        """A step is not finite: roll back if the weights are not either, or if it goes on; in the end, give up."""
+        """A step is not finite: roll back if the weights are not either, or if it happens again; at last, give up."""
         if step == self._last_nonfinite:
             return
         self._nonfinite, self._last_nonfinite = self._nonfinite + 1, step
