@@ -1,1 +1,1 @@
-"""What strangers run: public scripts, and small ones in the manner of each framework, bare and under `gradvitals run`."""
+"""Public scripts and small ones in the manner of each framework, bare and under `gradvitals run`."""

@@ -40,10 +40,8 @@ def main():
     obs = envs.reset()
     for global_step in range(3000):
         epsilon = max(0.05, 1.0 - global_step / 1500)
-        if random.random() < epsilon:
-            action = random.randrange(2)
-        else:
-            action = int(torch.argmax(q_network(torch.tensor([obs]))))
+        explores = random.random() < epsilon
+        action = random.randrange(2) if explores else int(torch.argmax(q_network(torch.tensor([obs]))))
         following, reward, done = envs.step(action)
         buffer.append((obs, action, reward, following, float(done and envs.t < 50)))
         obs = envs.reset() if done else following

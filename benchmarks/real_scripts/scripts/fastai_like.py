@@ -46,7 +46,8 @@ class Learner:
         self.sched = torch.optim.lr_scheduler.OneCycleLR(self.opt, self.lr, total_steps=steps, cycle_momentum=False)
         for _ in range(epochs):
             self.model.train()
-            for self.xb, self.yb in self.loader:
+            for batch in self.loader:
+                self.xb, self.yb = batch
                 self.one_batch()
 
 

@@ -1,5 +1,7 @@
 """The forward-forward algorithm: each layer has an optimizer of its own, and layers are trained one after the other."""
 
+from itertools import pairwise
+
 import torch
 from clock import Clock
 from torch import nn
@@ -30,7 +32,7 @@ class Layer(nn.Linear):
 class Net(nn.Module):
     def __init__(self, sizes):
         super().__init__()
-        self.layers = nn.ModuleList([Layer(*pair) for pair in zip(sizes[:-1], sizes[1:], strict=True)])
+        self.layers = nn.ModuleList([Layer(*pair) for pair in pairwise(sizes)])
 
     def train_all(self, positive, negative, clock):
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""A recurrent language model that updates its weights by hand, as the word language model of PyTorch's examples does."""
+"""A recurrent language model that updates its weights by hand, as that of PyTorch's examples does."""
 
 import torch
 from clock import Clock

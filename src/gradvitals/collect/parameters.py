@@ -422,7 +422,9 @@ class ParameterTable:
         }
         idle: set[int] = set()
         if self.arrivals:  # what backward does not reach and no optimizer steps, such as an EMA copy
-            stepped = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+            stepped = {
+                id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+            }
             idle = {row for row, parameter in enumerate(self.parameters) if id(parameter) not in stepped}
             idle.difference_update(self.arrivals)
         self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order, classes, idle)

@@ -24,11 +24,11 @@ class BackwardPasses:
     It wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
 
     Args:
-        before: Called before a pass.
+        before: Called before a pass with what backward was called on.
         after: Called after a pass with the loss: one number, unscaled and detached, or None.
     """
 
-    def __init__(self, before: Callable[[], None], after: Callable[[Tensor | None], None]) -> None:
+    def __init__(self, before: Callable[[Any], None], after: Callable[[Tensor | None], None]) -> None:
         self.events = TorchEvents()
         self._before = before
         self._after = after
@@ -44,7 +44,7 @@ class BackwardPasses:
             if not self._active or _is_inside() or _is_recorded():
                 return original(tensors, grad_tensors, *args, **kwargs)
             try:
-                self._before()
+                self._before(tensors)
             except Exception as error:
                 self._fail(error)
             result = original(tensors, grad_tensors, *args, **kwargs)
@@ -139,6 +139,22 @@ def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
     """
     monitor.recorder.draft.observed.adds_up = True
     monitor.observe(loss)
+
+
+def divisor_of(tensors: Any) -> int | None:
+    """Returns the whole number that a loop has divided its loss by; None if it has not."""
+    node: Any = tensors.grad_fn if isinstance(tensors, Tensor) and tensors.dim() == 0 else None
+    for _ in range(4):  # past the multiplication of a GradScaler, and a change of dtype
+        name = "" if node is None else node.name()
+        if not name.startswith(("DivBackward", "MulBackward", "ToCopyBackward")):
+            return None
+        factor = getattr(node, "_saved_other", None)
+        if isinstance(factor, Tensor) and factor.dim() == 0 and factor.is_cpu:
+            number = float(factor) if name.startswith("Div") else 1 / (float(factor) or math.inf)
+            if number >= 2 and abs(number - round(number)) < 1e-6:
+                return round(number)
+        node = node.next_functions[0][0]
+    return None
 
 
 def _is_inside() -> bool:
