@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ class UpdateFinder:
             return None
         model = find([OwnUpdates(updated, 1)])[0].model
         owned = {id(parameter) for parameter in model.parameters()} | set(map(id, updated))
-        return find([OwnUpdates([tensor for tensor, _ in self._sampled if id(tensor) in owned], self._passes)])[0]
+        found = find([OwnUpdates([tensor for tensor, _ in self._sampled if id(tensor) in owned], self._passes)])[0]
+        return found if found.has_modules else replace(found, name="tensors of the script")
 
     @torch.no_grad()
     def after_backward(self) -> None:

@@ -251,6 +251,8 @@ class Watcher:
         """Whether a run has ended whose verdict another rank prints."""
         self.events = TorchEvents()
         """What torch's hooks showed before a model had a Monitor of its own."""
+        self.made: dict[str, None] = {}
+        """The classes of the optimizers that the script has made."""
         self._num_started = 0
         self._names: set[str] = set()
         self._makers: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
@@ -289,6 +291,8 @@ class Watcher:
         self._only = None
         with self._finding:
             self._makers[optimizer] = threading.current_thread()
+        if not isinstance(optimizer, OwnUpdates):
+            self.made[type(optimizer).__name__] = None
 
     def before_backward(self, tensors: Any) -> None:
         """A backward pass starts. The first one shows that training starts: models and optimizers exist by now."""
