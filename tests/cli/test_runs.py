@@ -76,7 +76,7 @@ def test_a_run_that_is_not_there_brings_up_those_that_are(here: Path, name: str,
 def test_no_runs_at_all(here: Path) -> None:
     result = gradvitals("doctor")
     assert result.exit_code == 2
-    assert "there are no runs in runs; record one with `gradvitals run train.py`" in result.stderr
+    assert "there are no runs in gradvitals_runs; record one with `gradvitals run train.py`" in result.stderr
     assert "There are no runs in runs." in gradvitals("ls").output
 
 

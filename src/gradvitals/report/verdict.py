@@ -465,7 +465,7 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
         verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
     more = [text] if (text := describe_restarts(restarts(run))) else []
-    if read < EARLY_STEPS and not verdict.ranked:
+    if read < EARLY_STEPS and not verdict.ranked and not run.is_live:
         more += _seen(run)
     if "loss" not in run.metrics("values"):
         ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
@@ -476,9 +476,9 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
 
 def _seen(run: Run) -> Iterator[str]:
     """Yields what the first steps of a run have shown, while there is too little to judge."""
-    parts = []
+    parts, known = [], run.metrics("values")
     for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
-        values = run.series(metric)[1]
+        values = run.series(metric)[1] if metric in known else ()
         if len(values) > 1:
             parts.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
     if parts:

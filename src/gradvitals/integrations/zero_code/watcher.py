@@ -465,6 +465,9 @@ class Watcher:
         """Watch a model. Returns None, and prints why, if that is not possible."""
         if _has_others():
             self.prints = dist.get_rank() == 0
+        if resume is None:
+            variables = dict(vars(sys.modules["__main__"]))
+            found = replace(found, name=distinct_name(found, self._names, variables))
         if resume is None and self._num_started >= MAX_RUNS:
             self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
         elif _has_others() and not self._launched:
@@ -479,9 +482,6 @@ class Watcher:
             try:
                 if _has_others():
                     patience.start()  # so that a long wait is not silent
-                if resume is None:
-                    variables = dict(vars(sys.modules["__main__"]))
-                    found = replace(found, name=distinct_name(found, self._names, variables))
                 home = thread or self._makers.get(found.optimizers[0], threading.current_thread())
                 watched = Watched(found, self._watch, resume, home, None if resume else self._print)
                 watched.catch_up(self._losses.get(home, ()), self.events)
