@@ -144,6 +144,9 @@ class KnownNorms:
 
 NOTHING_KNOWN = KnownNorms()
 
+SURELY_SINGLE = 4
+"""Steps of one backward pass in a row after which the next ones are expected to have one too."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -200,6 +203,9 @@ class OptimizerState:
         self.in_scaler_step = False
         self.reads_wide = False
         """Whether norms are summed in float64."""
+        self.has_single_passes = False
+        """Whether the last steps had one backward pass each, so that there are no micro-batches to compare."""
+        self._single_passes = 0
         self.settled = False
         """Whether a whole step has shown which parameter backward reaches first."""
         self._reported_twice = False
@@ -266,6 +272,12 @@ class OptimizerState:
         for parameter in (*reached[:1], *trainable[-1:]):
             self.backward.follow(parameter)
             return
+
+    def end_passes(self) -> None:
+        """The optimizer has stepped: the next backward pass is the first of a new step."""
+        self._single_passes = self._single_passes + 1 if self.backward.backwards == 1 else 0
+        self.has_single_passes = self._single_passes >= SURELY_SINGLE
+        self.backward.reset()
 
     def _discarded(self, passes: int, surely: bool) -> None:
         if self.micro is not None and self.micro.armed:
@@ -737,6 +749,9 @@ class StepRecorder:
 
     def _arm_micro(self, state: OptimizerState, due: Due) -> None:
         assert state.micro is not None
+        if state.has_single_passes and not state.micro.reduced:
+            state.micro.disarm()
+            return
         state.micro.arm(radial=due.detail and "radial_gsnr" in self.config.metrics)
 
     def _new_draft(self) -> Draft:
@@ -909,7 +924,7 @@ class StepRecorder:
         size = math.nan if batch_size is None else batch_size
         plain.ring.put(plain.loss, (self.step, wall, seconds, lr, max_norm, size, flags, backward.backwards))
         self.observes_expected, state.expects_clip = max(1, plain.observes), plain.clipped
-        backward.reset()
+        state.end_passes()
         state.changes.forget()
         plain.active = False
         self.step += 1
@@ -1245,6 +1260,8 @@ class StepRecorder:
             self.safe("window", self._push_windows, state)
         if state.micro is not None and state.micro.armed:
             self.safe("microbatch", self._take_microbatches, state)
+        elif self.draft.due.full and state.has_single_passes:
+            state.step.micro_batches = min(state.backward.backwards, 1)
 
     def _take_microbatches(self, state: OptimizerState) -> None:
         assert state.micro is not None
@@ -1284,7 +1301,7 @@ class StepRecorder:
         observed = self.draft.observed
         observed.passes = max(observed.passes, state.backward.backwards)
         record.carried = record.carried or state.backward.carried
-        state.backward.reset()
+        state.end_passes()
         due = self._due_at(self.step + 1)
         self._prepare(state, due, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
