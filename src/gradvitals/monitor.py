@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -55,7 +56,19 @@ from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadCh
 from gradvitals.worker.journal import Journal, journal_folder
 from gradvitals.worker.process import WorkerProcess
 from gradvitals.worker.publish import Destination, Publisher, runs_in_worker, wants_readings
-from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
+from gradvitals.worker.record import (
+    COMMAND,
+    CONTEXT,
+    PLAIN,
+    STEP,
+    SUMS,
+    Context,
+    Decoder,
+    Encoder,
+    Part,
+    StepRecord,
+    encode_plain,
+)
 from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
@@ -247,6 +260,7 @@ class Monitor:
             optimizers,
             self.config,
             deliver=self._deliver,
+            deliver_plain=self._deliver_plain,
             on_error=self._on_error,
             batch_size=batch_size,
             topology=start.topology,
@@ -555,6 +569,19 @@ class Monitor:
         if self._channel.has_messages:
             self._receive()
 
+    def _deliver_plain(self, rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> None:
+        """Plain steps are on the host: into the journal with them."""
+        if os.getpid() != self._pid:
+            return
+        context = self._recorder.take_context() if self._recorder.context_changed else None
+        if self._journal is None:
+            self._open(int(steps["step"][0]))
+        if context is not None:
+            self._write_context(context)
+        self._write(PLAIN, encode_plain(rows, steps, norms), len(steps))
+        if self._channel.has_messages:
+            self._receive()
+
     def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:
         assert self._reducer is not None
         if context is not None:
@@ -590,13 +617,13 @@ class Monitor:
                 leave_context(data, self._journal.path.parent)
         self._write(CONTEXT, data)
 
-    def _write(self, kind: int, data: bytes) -> None:
+    def _write(self, kind: int, data: bytes, count: int = 1) -> None:
         journal = self._journal
         assert journal is not None
         with self._writing:
             fits = journal.append(kind, data)
         if not fits:
-            journal.drop()
+            journal.drop(count)
             self._revive_worker()
 
     def _open(self, first_step: int) -> None:

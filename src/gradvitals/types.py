@@ -339,6 +339,48 @@ class Reading:
         return cls(**{**data, **arrays, "values": values})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlainReadings:
+    """The readings of plain steps in a row, as columns. None of them has a source."""
+
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    batch_sizes: NDArray[np.float64]
+    """NaN if the loop did not report it."""
+    values: Mapping[str, NDArray[np.float64]]
+    """One number per step."""
+    present: Mapping[str, NDArray[np.bool_]]
+    """Which steps have a value, by metric."""
+    tensors: Mapping[str, FloatArray]
+    """One number per step and tensor, for steps that have the metric of that name."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def part(self, start: int, end: int) -> PlainReadings:
+        """Returns the readings of some of the steps, without single tensors."""
+        return replace(
+            self,
+            steps=self.steps[start:end],
+            times=self.times[start:end],
+            batch_sizes=self.batch_sizes[start:end],
+            values={name: column[start:end] for name, column in self.values.items()},
+            present={name: column[start:end] for name, column in self.present.items()},
+            tensors={},
+        )
+
+    def reading(self, index: int) -> Reading:
+        """Returns the reading of one step."""
+        size = float(self.batch_sizes[index])
+        return Reading(
+            step=int(self.steps[index]),
+            time=float(self.times[index]),
+            batch_size=None if math.isnan(size) else size,
+            values={name: float(column[index]) for name, column in self.values.items() if self.present[name][index]},
+            tensors={name: column[index] for name, column in self.tensors.items() if self.present[name][index]},
+        )
+
+
 class Fix(str):
     """What to do about a finding: a sentence, and the same for a program.
 

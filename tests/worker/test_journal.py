@@ -37,7 +37,7 @@ def test_a_full_journal_refuses_and_counts(tmp_path: Path) -> None:
     accepted = 0
     while writer.append(1, bytes(1000)):
         accepted += 1
-    writer.drop()
+    writer.drop(1)
     reader = Journal.open(tmp_path / "journal")
     assert accepted == len(list(reader.read())) == 8
     assert reader.dropped == 1

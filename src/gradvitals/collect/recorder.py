@@ -28,11 +28,12 @@ from gradvitals.collect.backward import AlternatingOptimizers, BackwardCounter
 from gradvitals.collect.inspection import FIRST_STEPS, Inspection, Validation
 from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
-from gradvitals.collect.observed import Observed
+from gradvitals.collect.observed import Observation, Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
+from gradvitals.collect.plain import PlainStep
 from gradvitals.collect.reductions import LARGEST, NONFINITE, NONZERO, NORM, FusedReducer
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
-from gradvitals.collect.transfer import EXACT, Known, ReadingBuffer, Transfer
+from gradvitals.collect.transfer import EXACT, DeliverPlain, DeviceRing, HostRing, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
 from gradvitals.config import Config
 from gradvitals.distributed.audit import Audit
@@ -40,7 +41,7 @@ from gradvitals.distributed.fsdp import Place, parts_of, sharded_units, why_no_p
 from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.errors import ClippedTwiceError, LoopError
-from gradvitals.worker.record import Context, OptimizerStep, Part, StepRecord
+from gradvitals.worker.record import ALTERNATING, CARRIED, CLIPPED, HAS_NORMS, Context, OptimizerStep, Part, StepRecord
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,9 @@ class KnownNorms:
 
 NOTHING_KNOWN = KnownNorms()
 
+SURELY_SINGLE = 4
+"""Steps of one backward pass in a row after which the next ones are expected to have one too."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -154,6 +158,11 @@ class Draft:
     observed: Observed = field(default_factory=Observed)
     paid_norm: bool = False
     """Whether norms were read that the loop did not compute itself."""
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing was put into it."""
+        return self.buffer.is_empty and self.observed.is_empty
 
 
 class OptimizerState:
@@ -194,6 +203,9 @@ class OptimizerState:
         self.in_scaler_step = False
         self.reads_wide = False
         """Whether norms are summed in float64."""
+        self.has_single_passes = False
+        """Whether the last steps had one backward pass each, so that there are no micro-batches to compare."""
+        self._single_passes = 0
         self.settled = False
         """Whether a whole step has shown which parameter backward reaches first."""
         self._reported_twice = False
@@ -260,6 +272,12 @@ class OptimizerState:
         for parameter in (*reached[:1], *trainable[-1:]):
             self.backward.follow(parameter)
             return
+
+    def end_passes(self) -> None:
+        """The optimizer has stepped: the next backward pass is the first of a new step."""
+        self._single_passes = self._single_passes + 1 if self.backward.backwards == 1 else 0
+        self.has_single_passes = self._single_passes >= SURELY_SINGLE
+        self.backward.reset()
 
     def _discarded(self, passes: int, surely: bool) -> None:
         if self.micro is not None and self.micro.armed:
@@ -608,6 +626,7 @@ class StepRecorder:
         optimizers: The optimizers that step them. A step ends when each has stepped, or one steps again.
         config: What to read and how often.
         deliver: Called on the training thread with the record of a step and its numbers, once they are on the host.
+        deliver_plain: Called with plain steps in a row: their packed rows, the steps, and their norms.
         on_error: Called with the name of a part and its error; that part stops, training does not.
         batch_size: Samples per optimizer step, if it is the same at every step.
         topology: The ranks that train the model; None for a single process.
@@ -620,16 +639,16 @@ class StepRecorder:
         config: Config,
         *,
         deliver: Callable[[StepRecord, list[Part]], None],
+        deliver_plain: DeliverPlain,
         on_error: Callable[[str, Exception], None],
         batch_size: float | None = None,
         topology: Topology | None = None,
     ) -> None:
         self.config, self.on_error, self.batch_size = config, on_error, batch_size
-        on_gpu = any(parameter.is_cuda for parameter in table.parameters)
+        on_gpu = self._on_gpu = any(parameter.is_cuda for parameter in table.parameters)
         on_host = all(parameter.device.type == "cpu" for parameter in table.parameters)
         alone = topology is None and len(optimizers) == 1
-        adapts = alone and (on_host or config.overhead_budget is not None)
-        self.schedule = ReadSchedule(config, audits=topology is not None, adapts=adapts)
+        self.schedule = ReadSchedule(config, audits=topology is not None, adapts=alone)
         self.on_schedule_change: Callable[[], None] = lambda: None
         self.autocast: str | None = None
         """The dtype that autocast computes in, if it was seen to."""
@@ -659,7 +678,14 @@ class StepRecorder:
         self._due = (-1, Due(False, False, False))
         self.context_changed = True
         self._deliver = deliver
-        self.transfer = Transfer(self._hand_on if on_host else deliver)
+        self.transfer = Transfer(self._hand_on if on_host else deliver, deliver_plain)
+        self._plain = PlainStep()
+        self._plain_rows: list[int] = []
+        """The rows of the ring, in its order."""
+        self._plain_parameters: list[nn.Parameter] = []
+        self._alone = alone
+        """Whether steps can be plain: one process, one optimizer."""
+        self._on_host, self._deliver_plain = on_host, deliver_plain
         several = topology is not None and topology.num_sources > 1
         self.optimizers = [OptimizerState(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
         self._assign_rows()
@@ -687,6 +713,7 @@ class StepRecorder:
 
     def start(self, step: int) -> None:
         """Start with the step of this number."""
+        self._plain.active = False
         self.step = self.first = step
         self._due = (-1, Due(False, False, False))
         for state in self.optimizers:
@@ -722,6 +749,9 @@ class StepRecorder:
 
     def _arm_micro(self, state: OptimizerState, due: Due) -> None:
         assert state.micro is not None
+        if state.has_single_passes and not state.micro.reduced:
+            state.micro.disarm()
+            return
         state.micro.arm(radial=due.detail and "radial_gsnr" in self.config.metrics)
 
     def _new_draft(self) -> Draft:
@@ -738,6 +768,7 @@ class StepRecorder:
 
     def finish(self) -> None:
         """Hand the step on and start the next."""
+        self._leave_plain()
         draft, record = self.draft, self.draft.record
         for state in self.optimizers:
             state.expects_clip, state.settled = state.clipped, True
@@ -757,6 +788,8 @@ class StepRecorder:
         self.step += 1
         self.draft = self._new_draft()
         self.transfer.add(record, draft.buffer)
+        if self._alone and self._can_be_plain():
+            self._begin_plain(self.draft.due)
         if self.schedule.account(
             full=record.full,
             wall_seconds=record.wall_seconds,
@@ -764,6 +797,151 @@ class StepRecorder:
             paid_norm=draft.paid_norm,
         ):
             self.on_schedule_change()
+
+    # -- plain steps --------------------------------------------------------------------------------------------
+
+    def _can_be_plain(self) -> bool:
+        """Whether the loop does nothing that a plain step cannot take, and has room for its numbers."""
+        state = self.optimizers[0]
+        inspection = self._inspection
+        if (
+            state._dense is None
+            or len(state.held) != len(state.parameters)
+            or state.scaler is not None
+            or state.clips_by_hand
+            or state.vitals.available
+            or state.vitals.expected
+            or self.assumed_scaler is not None
+            or self.table.windows
+            or self.guarded
+            or self.observes_expected == math.inf
+            or (state.micro is not None and state.micro.armed)
+            or (inspection is not None and inspection.is_armed)
+            or hasattr(state.optimizer, "found_inf")
+        ):
+            return False
+        rows = self._clip_order if state.expects_clip and self._clip_order else state.held
+        if len(rows) != len(state.held):
+            return False
+        if self._plain.ring is None or rows is not self._plain_rows:
+            self._plain_rows = rows
+            self._plain_parameters = [self.table.parameters[row] for row in rows]
+            if self._on_host:
+                self._plain.ring = HostRing(rows, self._deliver_plain)
+            else:
+                self._plain.ring = DeviceRing(rows, self._plain_parameters[0].device)
+                self.transfer.use(self._plain.ring)
+        return True
+
+    def _begin_plain(self, due: Due) -> None:
+        """Start the step as a plain one, if nothing else is due."""
+        if not (due.full or due.audit or due.change or self.count_nonfinite or self.guarded):
+            assert self._plain.ring is not None
+            self._plain.begin(self._plain.ring, due.norm)
+
+    def _plainly(self, work: Callable[..., bool], *args: Any) -> bool:
+        """Do a part of a plain step; returns whether that is all there is to do. Else the step is no longer plain."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return True  # a CUDA graph must not capture anything of ours
+        started = time.perf_counter()
+        try:
+            done = work(*args)
+        except Exception as error:
+            self._alone = done = False
+            self.safe.fail("plain", error)
+        self.safe.timer.seconds += time.perf_counter() - started
+        if not done:
+            self.safe("plain", self._leave_plain)
+        return done
+
+    def _leave_plain(self) -> None:
+        """The step is no longer plain: go on with what was read of it so far."""
+        plain, state = self._plain, self.optimizers[0]
+        if not plain.active or plain.ring is None:
+            return
+        plain.active = False
+        self.observes = plain.observes
+        if plain.loss is not None:
+            self.draft.observed.calls.append(Observation(plain.ring.loss_value(plain.loss), None, plain.passes))
+        if plain.has_norms:
+            state.reading, state.read_at = ReadingBuffer(), plain.read_at
+            state.reading.add("norm", plain.ring.norms(), self._plain_rows)
+            self.draft.paid_norm = plain.paid
+        if plain.clipped:
+            state.clipped = state.step.clipped = True
+            self.draft.record.max_norm = state.loops_limit = plain.max_norm
+
+    def _observe_plain(self, loss: Tensor | float | None) -> bool:
+        plain, state = self._plain, self.optimizers[0]
+        passes = state.backward.backwards
+        if not plain.observe(loss, passes, self.draft.observed.adds_up):
+            return False
+        if state.expects_clip or plain.observes < self.observes_expected or plain.read_at == passes:
+            return True
+        return plain.read_norms(self._plain_parameters, passes)
+
+    def _total_norm_plain(self, grads: Sequence[Tensor], joined: Tensor | None) -> bool:
+        plain, passes = self._plain, self.optimizers[0].backward.backwards
+        if plain.read_at == passes:
+            return True
+        if self._rows_of(grads) is not self._plain_rows:
+            return False
+        if type(joined) is Tensor and joined.dtype == torch.float32:
+            return plain.take_norms(joined, passes)
+        return plain.read_norms(self._plain_parameters, passes)
+
+    def _clip_plain(self, parameters: Sequence[Tensor], max_norm: float | None) -> bool:
+        plain, state = self._plain, self.optimizers[0]
+        if id(parameters[0]) not in state.members:
+            return False
+        passes = state.backward.backwards
+        is_read = plain.clipped or plain.read_at == passes
+        if not is_read and not plain.read_norms(self._plain_parameters, passes):
+            return False
+        plain.clipped, plain.max_norm = True, max_norm
+        return True
+
+    def _reach_plain(self) -> bool:
+        """The optimizer is about to step."""
+        plain, backward = self._plain, self.optimizers[0].backward
+        if plain.clipped:
+            return True
+        if backward.altered():
+            return False
+        return plain.read_at == backward.backwards or plain.read_norms(self._plain_parameters, backward.backwards)
+
+    def _end_plain(self) -> bool:
+        """The optimizer has stepped."""
+        plain, state, draft = self._plain, self.optimizers[0], self.draft
+        lr = state.optimizer.param_groups[0].get("lr")
+        if type(lr) is not float or not draft.is_blank or plain.ring is None:
+            return False
+        backward, batch_size, now = state.backward, self.batch_size, time.perf_counter()
+        seconds, self._last_end, wall = now - self._last_end, now, time.time()
+        flags = HAS_NORMS * plain.has_norms | CLIPPED * plain.clipped | CARRIED * backward.carried
+        flags |= ALTERNATING * self._alternating.is_game
+        max_norm = math.nan if plain.max_norm is None else plain.max_norm
+        size = math.nan if batch_size is None else batch_size
+        plain.ring.put(plain.loss, (self.step, wall, seconds, lr, max_norm, size, flags, backward.backwards))
+        self.observes_expected, state.expects_clip = max(1, plain.observes), plain.clipped
+        state.end_passes()
+        state.changes.forget()
+        plain.active = False
+        self.step += 1
+        due = self._due_at(self.step)
+        if due.full or due.audit or due.change or self.count_nonfinite:
+            self._prepare(state, due, self.step)
+            self.draft = self._new_draft()
+        else:
+            draft.record.step, draft.due = self.step, due
+            self._begin_plain(due)
+        if not self._on_host:
+            self.transfer.note_time(wall)
+        if self.schedule.account(
+            full=False, wall_seconds=seconds, cost_seconds=self.safe.timer.take(), paid_norm=plain.paid
+        ):
+            self.on_schedule_change()
+        return True
 
     def _hand_on(self, record: StepRecord, parts: list[Part]) -> None:
         """Deliver a step that was in host memory all along, while its gradients are still there."""
@@ -842,6 +1020,7 @@ class StepRecorder:
             self.safe("observe", self._forget, state, passes, surely)
 
     def _forget(self, state: OptimizerState, passes: int, surely: bool) -> None:
+        self._leave_plain()
         alone = len(self.optimizers) == 1  # else each of them reports it
         norms = state.forget_reading(passes)
         if not any(one.stepped for one in self.optimizers):
@@ -875,7 +1054,9 @@ class StepRecorder:
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         """Note a loss and, if no clipping is expected to come, read the gradients now."""
         self.thread = threading.get_ident()
-        if not self.muted:
+        if self.muted:
+            return
+        if not (self._plain.active and batch_size is None and self._plainly(self._observe_plain, loss)):
             self.safe("observe", self._note, loss, batch_size)
 
     def end_inspection(self) -> None:
@@ -890,6 +1071,7 @@ class StepRecorder:
         self.safe("validation", self.draft.buffer.add, "val", value)
 
     def _note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
+        self._leave_plain()
         states, passes = self.optimizers, 0
         fresh = again = False
         for state in states:
@@ -914,10 +1096,13 @@ class StepRecorder:
 
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         """The loop computed norms, most likely to clip: read now and reuse them."""
-        if not self.muted and threading.get_ident() == self.thread:
+        if self.muted or threading.get_ident() != self.thread:
+            return
+        if not (self._plain.active and self._plainly(self._total_norm_plain, grads, joined)):
             self.safe("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
+        self._leave_plain()
         rows = self._rows_of(grads)
         for state in self.optimizers:
             if not state.stepped and not state.row_set.isdisjoint(rows) and state.is_stale(self.observes):
@@ -942,7 +1127,10 @@ class StepRecorder:
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
         """These gradients are about to be clipped: the last moment to read them whole."""
-        if self.muted:
+        if self.muted or not parameters:
+            return
+        is_plain = self._plain.active and self.thread == threading.get_ident()
+        if is_plain and self._plainly(self._clip_plain, parameters, max_norm):
             return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
@@ -950,6 +1138,7 @@ class StepRecorder:
             self.safe("clip", self._on_clip, ours, max_norm)
 
     def _on_clip(self, states: Sequence[OptimizerState], max_norm: float | None) -> None:
+        self._leave_plain()
         for state in states:
             if state.stepped:
                 continue
@@ -972,6 +1161,7 @@ class StepRecorder:
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
+        self.safe("plain", self._leave_plain)
         for state in self.optimizers:
             if state.optimizer is optimizer:
                 state.scaler = scaler
@@ -987,6 +1177,7 @@ class StepRecorder:
 
     def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
         """A pipeline turned sums into means: the micro-batches are to be divided alike."""
+        self.safe("plain", self._leave_plain)
         for state in self.optimizers:
             if not state.members.isdisjoint(map(id, parameters)):
                 state.step.divided *= factor
@@ -1005,6 +1196,10 @@ class StepRecorder:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self.thread = threading.get_ident()
             closure = hooks.closure_of(args, kwargs)
+            if self._plain.active:
+                if closure is None and self._plainly(self._reach_plain):
+                    return None
+                self.safe("plain", self._leave_plain)
             if closure is None:
                 if not state.in_scaler_step and (state.stepped or not state.arrived):
                     self.safe("read", self._reach_alone, state)
@@ -1028,6 +1223,8 @@ class StepRecorder:
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             state.in_scaler_step = False
+            if self._plain.active and self._plainly(self._end_plain):
+                return
             if state.reads_update(self.draft.due):
                 self.safe("after", state.after_update, self.draft, self.table, self.safe)
             else:
@@ -1063,6 +1260,8 @@ class StepRecorder:
             self.safe("window", self._push_windows, state)
         if state.micro is not None and state.micro.armed:
             self.safe("microbatch", self._take_microbatches, state)
+        elif self.draft.due.full and state.has_single_passes:
+            state.step.micro_batches = min(state.backward.backwards, 1)
 
     def _take_microbatches(self, state: OptimizerState) -> None:
         assert state.micro is not None
@@ -1102,22 +1301,25 @@ class StepRecorder:
         observed = self.draft.observed
         observed.passes = max(observed.passes, state.backward.backwards)
         record.carried = record.carried or state.backward.carried
-        state.backward.reset()
+        state.end_passes()
         due = self._due_at(self.step + 1)
-        if due.full or due.audit or self.draft.due.full:
-            self._arm(state, due)
-        inspection, following = self._inspection, self.step + 1
-        if inspection is not None and (
-            following < FIRST_STEPS or due.detail or inspection.is_armed or self.count_nonfinite
-        ):
-            self.safe("inspection", self._arm_inspection, following)
+        self._prepare(state, due, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):
             self.finish()
+
+    def _prepare(self, state: OptimizerState, due: Due, step: int) -> None:
+        """Install the hooks that the step to come needs, and take away those of this one."""
+        if due.full or due.audit or self.draft.due.full:
+            self._arm(state, due)
+        inspection = self._inspection
+        if inspection is not None and (step < FIRST_STEPS or due.detail or inspection.is_armed or self.count_nonfinite):
+            self.safe("inspection", self._arm_inspection, step)
 
     # -- for a Guard --------------------------------------------------------------------------------------------
 
     def arrive(self, optimizer: torch.optim.Optimizer) -> StepInputs | None:
         """Read what this optimizer is about to step with; its own hook then reads nothing again."""
+        self.safe("plain", self._leave_plain)
         state = self._state_of(optimizer)
         if not self.guarded:
             self.guarded = True
@@ -1133,6 +1335,7 @@ class StepRecorder:
 
     def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer's step will not be made."""
+        self.safe("plain", self._leave_plain)
         state = self._state_of(optimizer)
         state.in_scaler_step = False
         self.draft.record.skipped = True
@@ -1151,6 +1354,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Hand on a step that some optimizer has made, and take every hook away."""
+        self.safe("plain", self._leave_plain)
         if any(state.stepped for state in self.optimizers):
             self.safe("step", self.finish)
         self.safe("observe", self.draft.observed.check_end)

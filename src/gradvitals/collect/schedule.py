@@ -10,7 +10,8 @@ from gradvitals.config import Config
 YOUNG_STEPS = 500
 """While a run is this young it is read more often: most of what goes wrong is there from the start."""
 
-YOUNG_EVERY = 10
+FIRST_STEPS, FIRST_EVERY = 100, 10
+YOUNG_EVERY = 25
 AUDIT_YOUNG_EVERY = 50
 
 CHANGE_EVERY = 10
@@ -35,22 +36,25 @@ PAUSE_FACTOR = 3.0
 """A step that took so many times the shortest one was interrupted: by an evaluation, a checkpoint, or a stop."""
 
 
-def is_due(step: int, every: int, factor: int = 1, young_every: int = YOUNG_EVERY) -> bool:
-    """Whether a step is one of every n; in a young run also one of every ten, and at first a power of two.
+def is_due(step: int, every: int, factor: int = 1, young_every: int | None = None) -> bool:
+    """Whether a step is one of every n; in a young run one of fewer, and at first a power of two.
 
     Args:
         step: The step.
         every: Steps from one reading to the next.
         factor: For what is read only with every so many of these readings.
-        young_every: Steps from one reading to the next at most, while the run is young.
+        young_every: Steps from one reading to the next at most, while the run is young; None for 10, then 25.
 
     >>> [step for step in range(45) if is_due(step, 50)]
     [0, 1, 2, 4, 8, 10, 20, 30, 40]
-    >>> [step for step in range(480, 700) if is_due(step, 50)]
-    [480, 490, 500, 550, 600, 650]
+    >>> [step for step in range(80, 160) if is_due(step, 50)]
+    [80, 90, 100, 125, 150]
+    >>> [step for step in range(440, 700) if is_due(step, 50)]
+    [450, 475, 500, 550, 600, 650]
     """
-    young = min(every, young_every) if step < YOUNG_STEPS else every
-    return step % (young * factor) == 0 or (step < young * factor and step & (step - 1) == 0)
+    if step < YOUNG_STEPS:
+        every = min(every, young_every or (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY))
+    return step % (every * factor) == 0 or (step < every * factor and step & (step - 1) == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,8 @@ class ReadSchedule:
 
     def due(self, step: int) -> Due:
         """What is due at this step."""
-        young = YOUNG_EVERY * max(1, self.every // self._least_every)
+        times = self.every // self._least_every
+        young = None if times <= 1 else times * (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY)
         full = is_due(step, self.every, young_every=young)
         audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
         if full or audit:
@@ -131,7 +136,7 @@ class ReadSchedule:
         if self.every_step:
             return _EVERYTHING_PLAIN
         norm = step % self.norm_every == 0
-        change = (step < YOUNG_STEPS and norm) or (step + 1) % CHANGE_EVERY <= 1
+        change = (step < FIRST_STEPS and norm) or (step + 1) % CHANGE_EVERY <= 1
         return Due(False, False, False, norm, change)
 
     def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:

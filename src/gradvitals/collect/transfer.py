@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradvitals.worker.record import Part, StepRecord
+from gradvitals.worker.record import HAS_LOSS, HAS_NORMS, PLAIN_STEP, Part, StepRecord, pack_rows
 
 SEND_SECONDS = 0.25
-"""Plain steps are sent together, as many as fit into this time."""
+"""Steps are sent together, as many as fit into this time."""
 
 SEND_STEPS = 32
 """And at most so many."""
@@ -80,6 +82,11 @@ class ReadingBuffer:
         return self._parts.keys()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._parts and not self._later
+
+    @property
     def is_on_host(self) -> bool:
         """Whether nothing needs to be copied."""
         return not self._parts.keys() - {HOST}
@@ -103,29 +110,154 @@ def _floating(values: Tensor) -> Tensor:
     return values.double() if values.device.type in ("cpu", "cuda") else values.float()  # not all devices have doubles
 
 
-class _Copy:
-    """The numbers of some steps on their way to the host."""
+DeliverPlain = Callable[[bytes, NDArray[np.void], NDArray[np.float32]], None]
+"""Takes packed rows, plain steps, and one norm per step and row."""
 
-    def __init__(self, steps: Sequence[tuple[StepRecord, ReadingBuffer]]) -> None:
+LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a ring keeps losses of without losing digits."""
+
+
+class HostRing:
+    """The ring of a model in host memory: it has room for one step, which is delivered as it ends."""
+
+    def __init__(self, rows: Sequence[int], deliver: DeliverPlain) -> None:
+        self._rows = pack_rows(rows)
+        self._deliver = deliver
+        self._norms = np.zeros(len(rows), dtype=np.float32)
+        self._step = np.zeros(1, dtype=PLAIN_STEP)
+        self._none = np.zeros((1, 0), dtype=np.float32)
+
+    def note_loss(self, loss: Tensor | float, before: object) -> object:
+        """Keep a loss as a number."""
+        if type(loss) is Tensor:
+            if not loss.is_cpu or loss.dim() or not loss.is_floating_point() or torch.compiler.is_compiling():
+                return None
+            loss = loss.item()
+        elif type(loss) is not float:
+            return None
+        return loss if before is None else before + loss  # type: ignore[operator]
+
+    def loss_value(self, loss: object) -> Tensor | float:
+        """The number."""
+        assert isinstance(loss, float)
+        return loss
+
+    def note_norms(self, norms: Tensor) -> bool:
+        """Keep norms that are finite; what lies behind others is worth a closer look."""
+        self._norms = norms.numpy()
+        return math.isfinite(float(self._norms.sum()))
+
+    def norms(self) -> Tensor:
+        """The norms that were kept."""
+        return torch.from_numpy(self._norms)
+
+    def put(self, loss: object, values: Sequence[float]) -> None:
+        """Deliver the step."""
+        number, time, wall, lr, max_norm, batch_size, flags, passes = values
+        value = math.nan if loss is None else loss
+        flags = int(flags) | (HAS_LOSS if loss is not None else 0)
+        self._step[0] = (number, time, wall, value, lr, max_norm, batch_size, flags, passes)
+        norms = self._norms.reshape(1, -1) if flags & HAS_NORMS else self._none
+        self._deliver(self._rows, self._step, norms)
+
+
+class DeviceRing:
+    """The ring of a model on a device. Nothing here waits for the device.
+
+    Args:
+        rows: The row of the model that each norm belongs to.
+        device: Where the gradients are.
+    """
+
+    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
+        self.rows = pack_rows(rows)
+        self.count = 0
+        """Steps in it."""
+        self.steps = np.zeros(SEND_STEPS, dtype=PLAIN_STEP)
+        self._memory = torch.zeros((SEND_STEPS, 1 + len(rows)), dtype=torch.float32, device=device)
+        self._losses = self._memory[:, 0].unbind(0)
+        self._norms = self._memory[:, 1:].unbind(0)
+        self._device = device
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has no room for another step."""
+        return self.count == SEND_STEPS
+
+    def note_loss(self, loss: Tensor | float, before: object) -> object:
+        """Keep a loss in the ring."""
+        if type(loss) is not Tensor or loss.dtype not in LOSS_DTYPES or loss.dim() or loss.device != self._device:
+            return None
+        slot = self._losses[self.count]
+        return slot.copy_(loss.detach()) if before is None else slot.add_(loss.detach())
+
+    def loss_value(self, loss: object) -> Tensor | float:
+        """A copy: the ring is written again."""
+        assert isinstance(loss, Tensor)
+        return loss.clone()
+
+    def note_norms(self, norms: Tensor) -> bool:
+        """Keep norms in the ring."""
+        self._norms[self.count].copy_(norms)
+        return True
+
+    def norms(self) -> Tensor:
+        """A copy: the ring is written again."""
+        return self._norms[self.count].clone()
+
+    def put(self, loss: object, values: Sequence[float]) -> None:
+        """End the step."""
+        number, time, wall, lr, max_norm, batch_size, flags, passes = values
+        flags = int(flags) | (HAS_LOSS if loss is not None else 0)
+        self.steps[self.count] = (number, time, wall, math.nan, lr, max_norm, batch_size, flags, passes)
+        self.count += 1
+
+    def take(self) -> tuple[NDArray[np.void], Tensor]:
+        """Empty it. Returns its steps and, still on the device, a row per step: its loss, then its norms."""
+        count, self.count = self.count, 0
+        return self.steps[:count].copy(), self._memory[:count]
+
+
+def landed(steps: NDArray[np.void], numbers: NDArray[np.float32]) -> tuple[NDArray[np.void], NDArray[np.float32]]:
+    """Return the steps of a ring with their losses, and their norms, once its rows are on the host."""
+    has_loss = steps["flags"] & HAS_LOSS > 0
+    steps["loss"][has_loss] = numbers[has_loss, 0]
+    return steps, numbers[:, 1:]
+
+
+class _Copy:
+    """The numbers of some steps on their way to the host.
+
+    Args:
+        steps: Each with the number of plain steps before it.
+        ring: Holds the plain steps among them.
+    """
+
+    def __init__(self, steps: Sequence[tuple[StepRecord, ReadingBuffer, int]], ring: DeviceRing | None) -> None:
         self.steps = steps
+        self.ring: tuple[bytes, NDArray[np.void], Tensor] | None = None
+        """Packed rows, the plain steps, and their numbers."""
         self._events: list[torch.cuda.Event] = []
         self._arrays: list[tuple[Tensor, list[tuple[int, str, Sequence[int], int]]]] = []
-        devices = dict.fromkeys(device for _, buffer in steps for device in buffer.devices if device != HOST)
+        devices = dict.fromkeys(device for _, buffer, _ in steps for device in buffer.devices if device != HOST)
         for device in devices:
-            self._start(device)
+            flat, places = self._joined(device)
+            self._arrays.append((self._to_host(flat), places))
+        if ring is not None and ring.count:
+            plain, numbers = ring.take()
+            self.ring = (ring.rows, plain, self._to_host(numbers))
 
     @torch.no_grad()
-    def _start(self, device: torch.device) -> None:
-        flat, places = self._joined(device)
-        if device.type == "cuda":
-            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            host.copy_(flat, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-        else:
-            host = flat.cpu()
-        self._arrays.append((host, places))
+    def _to_host(self, numbers: Tensor) -> Tensor:
+        """Start to copy a tensor."""
+        if not numbers.is_cuda:
+            return numbers.to("cpu", copy=True)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(numbers.device))
+        self._events.append(event)
+        return host
 
     def _joined(self, device: torch.device) -> tuple[Tensor, list[tuple[int, str, Sequence[int], int]]]:
         """One flat tensor of everything on a device, and where in it each part of each step starts.
@@ -137,7 +269,7 @@ class _Copy:
         joined: list[Tensor] = []
         places: list[tuple[int, str, Sequence[int], int]] = []
         start = 0
-        for index, (_, buffer) in enumerate(self.steps):
+        for index, (_, buffer, _) in enumerate(self.steps):
             for name, rows, values in buffer.parts(device):
                 if isinstance(values, Tensor):
                     joined.append(_floating(values))
@@ -159,7 +291,7 @@ class _Copy:
 
     def parts(self) -> list[list[Part]]:
         """The numbers of every step. Only once they have arrived."""
-        found: list[list[Part]] = [buffer.host_parts() for _, buffer in self.steps]
+        found: list[list[Part]] = [buffer.host_parts() for _, buffer, _ in self.steps]
         for host, places in self._arrays:
             array = host.numpy()
             for index, name, rows, start in places:
@@ -172,40 +304,66 @@ class Transfer:
 
     Args:
         deliver: Called on the training thread with a step and its numbers.
+        deliver_plain: Called with plain steps and their norms.
     """
 
-    def __init__(self, deliver: Callable[[StepRecord, list[Part]], None]) -> None:
+    def __init__(self, deliver: Callable[[StepRecord, list[Part]], None], deliver_plain: DeliverPlain) -> None:
         self._deliver = deliver
+        self._deliver_plain = deliver_plain
         self.each_step = False
         """Whether every step is sent by itself: someone acts on what is read."""
-        self._waiting: list[tuple[StepRecord, ReadingBuffer]] = []
+        self._ring: DeviceRing | None = None
+        self._waiting: list[tuple[StepRecord, ReadingBuffer, int]] = []
         self._copies: deque[_Copy] = deque()
         self._sent_at = 0.0
 
+    def use(self, ring: DeviceRing) -> None:
+        """Take plain steps from this ring from now on."""
+        self.send()
+        self._ring = ring
+
     def add(self, record: StepRecord, buffer: ReadingBuffer) -> None:
         """Take a finished step. One that is in host memory already is handed on at once."""
-        if not self._waiting and not self._copies and buffer.is_on_host:
+        before = self._ring.count if self._ring is not None else 0
+        if not self._waiting and not self._copies and not before and buffer.is_on_host:
             self._deliver(record, buffer.host_parts())
             return
-        self._waiting.append((record, buffer))
-        late = record.time - self._sent_at >= SEND_SECONDS or len(self._waiting) >= SEND_STEPS
-        if record.full or late or self.each_step:
+        self._waiting.append((record, buffer, before))
+        if record.full or self.each_step or len(self._waiting) >= SEND_STEPS:
             self.send()
-        self.poll()
+        self.note_time(record.time)
 
-    def send(self) -> None:
+    def note_time(self, time: float) -> None:
+        """Send what has waited too long, or has no more room, and hand on what has arrived."""
+        if time - self._sent_at >= SEND_SECONDS or (self._ring is not None and self._ring.is_full):
+            self.send(time)
+        if self._copies:
+            self.poll()
+
+    def send(self, time: float | None = None) -> None:
         """Start to copy what is waiting."""
-        if self._waiting:
+        if time is not None:
+            self._sent_at = time
+        if self._waiting or (self._ring is not None and self._ring.count):
             waiting, self._waiting = self._waiting, []
-            self._sent_at = waiting[-1][0].time
-            self._copies.append(_Copy(waiting))
+            self._copies.append(_Copy(waiting, self._ring))
 
     def poll(self) -> None:
         """Hand on the steps that have arrived. Never waits."""
         while self._copies and self._copies[0].is_done():
             copy = self._copies.popleft()
-            for (record, _), parts in zip(copy.steps, copy.parts(), strict=True):
+            done = 0
+            rows, plain, norms = b"", None, None
+            if copy.ring is not None:
+                rows, plain, numbers = copy.ring
+                plain, norms = landed(plain, numbers.numpy())
+            for (record, _, before), parts in zip(copy.steps, copy.parts(), strict=True):
+                if plain is not None and norms is not None and before > done:
+                    self._deliver_plain(rows, plain[done:before], norms[done:before])
+                    done = before
                 self._deliver(record, parts)
+            if plain is not None and norms is not None and done < len(plain):
+                self._deliver_plain(rows, plain[done:], norms[done:])
 
     def finish(self, seconds: float) -> None:
         """Send everything and wait for it, for at most so many seconds."""

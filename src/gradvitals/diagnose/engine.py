@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradvitals.diagnose.causes import link_to_roots
-from gradvitals.diagnose.history import History, Series
+from gradvitals.diagnose.history import Floats, History, Series
 from gradvitals.diagnose.message import Message, Observation, explain
 from gradvitals.diagnose.rule import Rule, build_rules, plain, restored
 from gradvitals.diagnose.step import RunInfo, Step
-from gradvitals.types import SEVERITIES, Finding, Layout, Reading
+from gradvitals.types import SEVERITIES, Finding, Layout, PlainReadings, Reading
 
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
@@ -36,6 +37,9 @@ CALM_VALUES = frozenset(
 
 CALM_RATIO = 2.0
 """A norm of a calm step is less than this many times its moving average."""
+
+LARGE_NORM = 1e17
+"""From here on norms are read in float64: in float32 the squares of some element may overflow."""
 
 CALM_LR = 0.1
 """The learning rate of a calm step changed by no more than this share."""
@@ -180,6 +184,35 @@ class Diagnosis:
         usual = lowest > 1 / CALM_RATIO**2 and highest < CALM_RATIO and not values.get("grad/nonfinite")
         return bool(steady and usual) and history.loss_is_calm(values, CALM_MOVE)
 
+    def skim(self, plain: PlainReadings, start: int, layout: Layout) -> int:
+        """Remember the calm ones of plain steps, up to one that is not calm.
+
+        Args:
+            plain: The steps.
+            start: The first of them to look at.
+            layout: What their tensors stand for.
+
+        Returns:
+            The first step that `read` must see; the number of steps if there is none.
+        """
+        self.describe(layout)
+        history = self.history
+        if history.steps_seen < CALM_AFTER:
+            return start
+        calm = _calm_steps(plain, history["lr"].last(1))
+        losses = plain.values["loss"].tolist() if plain.present["loss"].any() else None
+        end = start
+        while end < len(plain) and calm[end] and history.steps_seen + end - start >= CALM_AFTER:
+            if losses is not None and plain.present["loss"][end]:
+                if not abs(losses[end] - history.last_loss) < CALM_MOVE * history.loss_move:
+                    break
+                history.push_loss(losses[end])
+            end += 1
+        if end > start:
+            history.push_plain(plain.part(start, end))
+            self._last = int(plain.steps[end - 1])
+        return end
+
     def finish(self) -> list[Finding]:
         """Judge the run as a whole, and close findings that its last steps did not show. Returns what has changed."""
         silent = {name: self._last - entry.last_seen for name, entry in self._open.items()}
@@ -295,6 +328,24 @@ class Diagnosis:
         self._last = state["last"]
         for name in self._open.keys() - {rule.id for rule in self.rules}:
             self._close(name)  # its rule no longer exists
+
+
+def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
+    """Which plain steps are calm, but for their losses."""
+    values, present = plain.values, plain.present
+    calm: NDArray[np.bool_] = plain.steps % CALM_EVERY != 0
+    for name in values.keys() - CALM_VALUES:
+        calm &= ~present[name]
+    rates = values["lr"]
+    before = np.concatenate((last_lr if len(last_lr) else [np.nan], rates[:-1]))
+    calm &= np.abs(rates - before) <= CALM_LR * np.abs(before)
+    if "grad/norm" in values:
+        ratio, highest = values["grad/spike_ratio"], plain.tensors["grad/spike_ratio"]
+        if highest.shape[1]:
+            highest = np.fmax(np.fmax.reduce(highest, axis=1), ratio)
+        usual = (ratio > 1 / CALM_RATIO**2) & (highest.reshape(len(plain), -1)[:, 0] < CALM_RATIO)
+        calm &= ~present["grad/norm"] | (usual & (values["grad/nonfinite"] == 0) & (values["grad/norm"] < LARGE_NORM))
+    return calm
 
 
 def _explained(finding: Finding, seen: Observation, message: Message | None) -> Finding:

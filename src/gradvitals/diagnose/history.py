@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import Baseline
-from gradvitals.types import SOURCES, Reading, Source
+from gradvitals.types import SOURCES, PlainReadings, Reading, Source
 
 Floats = NDArray[np.float64]
 
@@ -77,6 +77,14 @@ class Series:
             return
         self.steps.append(float(step))
         self.values.append(value)
+        if len(self.values) > 2 * LENGTH:
+            del self.steps[:-LENGTH], self.values[:-LENGTH]
+
+    def extend(self, steps: Floats, values: Floats) -> None:
+        """Append the finite values of some steps."""
+        finite = np.isfinite(values)
+        self.steps += steps[finite].tolist()
+        self.values += values[finite].tolist()
         if len(self.values) > 2 * LENGTH:
             del self.steps[:-LENGTH], self.values[:-LENGTH]
 
@@ -366,6 +374,20 @@ class History:
         """Remember that a step was read."""
         self.numbers.append(step)
         self.steps_seen += 1
+        if len(self.numbers) > 2 * LENGTH:
+            del self.numbers[:-LENGTH]
+
+    def push_plain(self, plain: PlainReadings) -> None:
+        """Remember plain steps, except how far their losses moved."""
+        for name, values in plain.values.items():
+            present = plain.present[name]
+            if present.any():
+                self.series.setdefault(name, Series()).extend(plain.steps[present].astype(np.float64), values[present])
+        if "grad/norm" in plain.values:
+            for norm in plain.values["grad/norm"][plain.present["grad/norm"]].tolist():
+                self.norm.learn_one(norm)
+        self.numbers += plain.steps.tolist()
+        self.steps_seen += len(plain)
         if len(self.numbers) > 2 * LENGTH:
             del self.numbers[:-LENGTH]
 

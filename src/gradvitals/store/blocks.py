@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.store.schema import MAX_BLOB_BYTES, MAX_ROWS, ROW_BITS
-from gradvitals.types import Finding, Layout, Reading, TensorInfo, json_ready
+from gradvitals.types import Finding, Layout, PlainReadings, Reading, TensorInfo, json_ready
 
 Kind = Literal["values", "tensors", "layers", "heads", "ranks"]
 KINDS: tuple[Kind, ...] = ("values", "tensors", "layers", "heads", "ranks")
@@ -74,6 +74,25 @@ def frames_of(reading: Reading) -> list[Frame]:
             key = GroupKey(kind, source, stage, tuple(columns), num_rows)
             frames.append(Frame(key, np.concatenate(list(columns.values())).tobytes()))
     return frames or [Frame(GroupKey("values", source, stage, (), 1), b"")]
+
+
+def plain_frames(plain: PlainReadings) -> list[Frame]:
+    """Lay out the global values of plain steps, a frame for each."""
+    names = tuple(sorted(plain.values))
+    if not names:
+        return []
+    has = np.stack([plain.present[name] for name in names], axis=1)
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
+        numbers = np.stack([plain.values[name] for name in names], axis=1).astype(FLOAT)
+    frames = []
+    keys: dict[bytes, GroupKey] = {}
+    for row, here in zip(numbers, has, strict=True):
+        key = keys.get(pattern := here.tobytes())
+        if key is None:
+            columns = tuple(name for name, is_there in zip(names, here, strict=True) if is_there)
+            key = keys[pattern] = GroupKey("values", None, "raw", columns, 1)
+        frames.append(Frame(key, row[here].tobytes()))
+    return frames
 
 
 def transposed(blobs: list[bytes], key: GroupKey) -> list[bytes]:

@@ -8,7 +8,7 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +27,13 @@ from gradvitals.store.blocks import (
     dump_layout,
     finding_key,
     frames_of,
+    plain_frames,
     transposed,
 )
 from gradvitals.store.process import is_alive, pid_space
-from gradvitals.types import Action, Finding, Layout, Reading
+from gradvitals.types import Action, Finding, Layout, PlainReadings, Reading
 
-Record = Reading | Finding | Action | Layout
+Record = Reading | PlainReadings | Finding | Action | Layout
 
 LIVE_SECONDS = 5.0
 """A run whose heartbeat is younger than this is being written."""
@@ -198,6 +199,8 @@ class RunWriter:
         """
         if isinstance(record, Reading):
             self._write_reading(record)
+        elif isinstance(record, PlainReadings):
+            self._write_plain(record)
         elif isinstance(record, Finding):
             self._write_finding(record)
         elif isinstance(record, Action):
@@ -227,6 +230,18 @@ class RunWriter:
             row = (group, number, step, when, batch_size, data)
             self._execute("INSERT INTO tail VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
             self._in_tail[group] = self._in_tail.get(group, 0) + 1
+
+    def _write_plain(self, plain: PlainReadings) -> None:
+        frames = plain_frames(plain)
+        groups = [self._group(key) for key, _ in frames]
+        for group in groups:
+            self._in_tail[group] = self._in_tail.get(group, 0) + 1
+        numbers = range(self._next_reading, self._next_reading + len(frames))
+        self._next_reading = numbers.stop
+        sizes = [None if size != size else size for size in plain.batch_sizes.tolist()]
+        steps, times, data = plain.steps.tolist(), plain.times.tolist(), [data for _, data in frames]
+        rows = zip(groups, numbers, steps, times, sizes, data, strict=True)
+        self._execute("INSERT INTO tail VALUES (NULL, ?, ?, ?, ?, ?, ?)", many=rows)
 
     def _write_layout(self, layout: Layout) -> None:
         texts = dump_layout(layout)
@@ -335,11 +350,13 @@ class RunWriter:
     ) -> None:
         self.close()
 
-    def _execute(self, sql: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+    def _execute(
+        self, sql: str, values: tuple[Any, ...] = (), *, many: Iterable[tuple[Any, ...]] | None = None
+    ) -> sqlite3.Cursor:
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
-            return self._db.execute(sql, values)
+            return self._db.execute(sql, values) if many is None else self._db.executemany(sql, many)
         except sqlite3.Error:
             with suppress(sqlite3.Error):
                 if self._db.in_transaction:

@@ -16,8 +16,21 @@ from numpy.typing import NDArray
 
 from gradvitals import functional
 from gradvitals.config import Config
-from gradvitals.types import INSPECTED, Layout, Reading, Stage
-from gradvitals.worker.record import STAGES, Context, Flags, Floats, StepRecord, pack, unpack
+from gradvitals.types import INSPECTED, Layout, PlainReadings, Reading, Stage
+from gradvitals.worker.record import (
+    ALTERNATING,
+    CARRIED,
+    HAS_LOSS,
+    HAS_NORMS,
+    STAGES,
+    Context,
+    Flags,
+    Floats,
+    PlainSteps,
+    StepRecord,
+    pack,
+    unpack,
+)
 
 NUM_BLOCKS = 10
 """Blocks of steps in a sliding window."""
@@ -120,6 +133,27 @@ class NormHistory:
         mean = self._sum / count
         variance = np.maximum(self._sum_sq - count * mean**2, 0) / (count - 1)
         self._remember(norms)
+        return norms / mean, np.sqrt(variance) / mean
+
+    def push_many(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
+        """Judge the norms of several steps in a row, each by those before it: a row of ratios and variations each."""
+        if names != self.names:
+            self._align(names)
+        number, order = len(norms), np.roll(np.arange(self.window), -self._position)
+        finite = np.isfinite(norms)
+        counted = np.concatenate((self._counted[order], finite))
+        values = np.concatenate((self._values[order], np.where(finite, norms, 0.0)))
+        squares = values**2
+        sums = (
+            np.lib.stride_tricks.sliding_window_view(some, self.window, axis=0)[:number].sum(-1)
+            for some in (counted, values, squares)
+        )
+        count, total, total_sq = sums
+        count = np.where(count >= 2, count, np.nan)
+        mean = total / count
+        variance = np.maximum(total_sq - count * mean**2, 0) / (count - 1)
+        self._values, self._counted, self._position = values[-self.window :], counted[-self.window :], 0
+        self._recount()
         return norms / mean, np.sqrt(variance) / mean
 
     def _remember(self, norms: Floats) -> None:
@@ -839,6 +873,51 @@ class Aggregator:
             if reading is not None:
                 readings.append(reading)
         return readings
+
+    @np.errstate(all="ignore")
+    def plain(self, plain: PlainSteps, table: Table) -> PlainReadings:
+        """The readings of plain steps."""
+        steps, flags = plain.steps, plain.steps["flags"]
+        has_loss, has_norms = flags & HAS_LOSS > 0, flags & HAS_NORMS > 0
+        values: dict[str, Floats] = {"loss": steps["loss"], "lr": steps["lr"]}
+        present: dict[str, Flags] = {"loss": has_loss, "lr": np.ones(len(steps), dtype=bool)}
+        tensors: dict[str, Floats] = {}
+        for name, number in (("grad/carried", flags & CARRIED), ("step/in_turn", flags & ALTERNATING)):
+            if number.any():
+                values[name], present[name] = np.ones(len(steps)), number > 0
+        limits = steps["max_norm"]
+        if not np.isnan(limits).all():
+            values["clip/max_norm"], present["clip/max_norm"] = limits, ~np.isnan(limits)
+        if has_norms.any():
+            norms = np.full((len(steps), 1 + len(table.names)), np.nan)
+            norms[:, 1 + plain.places.rows] = plain.norms
+            read = norms[has_norms]
+            read[:, 0] = np.sqrt(np.square(read[:, 1 + plain.places.rows]).sum(1))
+            norms[has_norms] = read
+            ratios, variations = np.full((2, *norms.shape), np.nan)
+            ratios[has_norms], variations[has_norms] = self._norms.push_many(table.with_whole, read)
+            # Squares of finite elements can overflow, but no NaN comes of that.
+            surely = np.isnan(norms[:, 1 + plain.places.rows]).any(1) | (has_loss & ~np.isfinite(steps["loss"]))
+            broken = np.where(surely, 1.0, np.nan)[:, None]
+            nonfinite = np.full_like(norms, np.nan)
+            known = norms[:, 1 + plain.places.rows]
+            nonfinite[:, 1 + plain.places.rows] = np.where(np.isfinite(known), 0.0, broken)
+            nonfinite[:, 0] = nonfinite[:, 1 + plain.places.rows].sum(1)
+            for name, numbers in (
+                ("grad/norm", norms),
+                ("grad/nonfinite", nonfinite),
+                ("grad/spike_ratio", ratios),
+                ("grad/norm_cv", variations),
+            ):
+                values[name], tensors[name], present[name] = numbers[:, 0], numbers[:, 1:], has_norms
+        return PlainReadings(
+            steps=steps["step"],
+            times=steps["time"],
+            batch_sizes=steps["batch_size"],
+            values=values,
+            present=present,
+            tensors=tensors,
+        )
 
     # -- norms, loss, weights -----------------------------------------------------------------------------------
 

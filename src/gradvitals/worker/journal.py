@@ -119,9 +119,9 @@ class Journal:
         _COUNTER.pack_into(memory, HEAD, self._head)
         return True
 
-    def drop(self) -> None:
-        """Count a record that found no room."""
-        self._set(DROPPED, self._counter(DROPPED) + 1)
+    def drop(self, count: int) -> None:
+        """Count steps that found no room."""
+        self._set(DROPPED, self._counter(DROPPED) + count)
 
     def close_writer(self) -> None:
         """Note that nothing more will be written."""

@@ -23,8 +23,26 @@ from gradvitals.types import Layout, Reading, Stage, TensorInfo
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-STEP, CONTEXT, SUMS, COMMAND = 1, 2, 3, 4
+STEP, CONTEXT, SUMS, COMMAND, PLAIN = 1, 2, 3, 4, 5
 """Kinds of records in the journal."""
+
+PLAIN_STEP = np.dtype(
+    [
+        ("step", "<i8"),
+        ("time", "<f8"),
+        ("wall_seconds", "<f8"),
+        ("loss", "<f8"),
+        ("lr", "<f8"),
+        ("max_norm", "<f8"),
+        ("batch_size", "<f8"),
+        ("flags", "<u4"),
+        ("passes", "<u4"),
+    ]
+)
+"""A plain step in the journal. What is not known is NaN."""
+
+HAS_NORMS, HAS_LOSS, CLIPPED, CARRIED, ALTERNATING = (1 << bit for bit in range(5))
+"""Flags of a plain step."""
 
 STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
@@ -390,6 +408,67 @@ class Decoder:
         if len(values) != len(places.rows):
             raise ValueError("numbers and rows are not as many")
         return Section(values, places)
+
+
+# -- plain steps --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlainSteps:
+    """Some plain steps in a row, read of the same rows of the model."""
+
+    places: Places
+    steps: NDArray[np.void]
+    """Of `PLAIN_STEP`."""
+    norms: NDArray[np.float32]
+    """One per step and row; of a step without `HAS_NORMS` they mean nothing."""
+
+
+def pack_rows(rows: Sequence[int]) -> bytes:
+    """Rows as `encode_plain` takes them."""
+    return np.asarray(rows, dtype="<i4").tobytes()
+
+
+def encode_plain(rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> bytes:
+    """The bytes of some plain steps: packed rows, the steps, and one norm per step and row (or no norms at all)."""
+    return b"".join((_PLAIN.pack(len(steps), len(rows), norms.nbytes), rows, steps.tobytes(), norms.tobytes()))
+
+
+_PLAIN = struct.Struct("<III")  # steps; bytes of rows, of norms
+
+
+def decode_plain(data: bytes, known: dict[bytes, Places]) -> PlainSteps:
+    """The inverse of `encode_plain`.
+
+    Args:
+        data: The bytes.
+        known: Rows that were decoded before; new ones are added.
+
+    Raises:
+        RunError: If lengths do not fit.
+    """
+    try:
+        count, row_bytes, norm_bytes = _PLAIN.unpack_from(data)
+        at = _PLAIN.size
+        packed, at = data[at : at + row_bytes], at + row_bytes
+        steps = np.frombuffer(data, PLAIN_STEP, count, at)
+        norms = np.frombuffer(data, "<f4", norm_bytes // 4, at + steps.nbytes)
+        places = known.get(packed)
+        if places is None:
+            places = known[packed] = Places(np.frombuffer(packed, "<i4").astype(np.intp))
+        width = len(places.rows)
+        norms = norms.reshape(count, width) if norm_bytes else np.full((count, width), np.nan, dtype="<f4")
+    except (struct.error, ValueError) as error:
+        raise RunError(f"plain steps in the journal are damaged ({error})") from error
+    return PlainSteps(places, steps, norms)
+
+
+def join_plain(parts: Sequence[PlainSteps]) -> PlainSteps:
+    """Plain steps of the same rows, in one piece."""
+    if len(parts) == 1:
+        return parts[0]
+    steps = np.frombuffer(b"".join([part.steps.tobytes() for part in parts]), PLAIN_STEP)
+    return PlainSteps(parts[0].places, steps, np.concatenate([part.norms for part in parts]))
 
 
 def _or_none(value: float) -> float | None:

@@ -18,14 +18,34 @@ import numpy as np
 from gradvitals import notices
 from gradvitals.config import Config
 from gradvitals.diagnose import Diagnosis, RunInfo
+from gradvitals.diagnose.engine import LARGE_NORM
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
-from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading, Severity, Source
-from gradvitals.worker.aggregate import Aggregator, PartWeights, StepSums, Table, aggregate, sums_from_bytes
+from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, PlainReadings, Reading, Severity, Source
+from gradvitals.worker.aggregate import (
+    Aggregator,
+    PartWeights,
+    StepSums,
+    Table,
+    aggregate,
+    sums_from_bytes,
+)
 from gradvitals.worker.channel import Channel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.publish import Destination, Publisher
-from gradvitals.worker.record import COMMAND, CONTEXT, STEP, SUMS, Context, Decoder
+from gradvitals.worker.record import (
+    COMMAND,
+    CONTEXT,
+    PLAIN,
+    STEP,
+    SUMS,
+    Context,
+    Decoder,
+    Places,
+    PlainSteps,
+    decode_plain,
+    join_plain,
+)
 
 COMMIT_SECONDS = 0.25
 """From one commit to the next."""
@@ -37,9 +57,6 @@ MAX_PENDING_BYTES = 64 << 20
 
 STORED_SPIKE_RATIO = 2.0
 """A step whose norm is this far over its moving average keeps its per-tensor numbers even if it is not due."""
-
-LARGE_NORM = 1e17
-"""From here on norms are read in float64: in float32 the squares of some element may overflow."""
 
 CLEAN_STEPS = 20
 """After a non-finite gradient, elements are counted until this many steps were free of them."""
@@ -174,6 +191,8 @@ class Worker:
         self._setup, self._journal, self._channel = setup, journal, channel
         self._config = setup.config
         self._decoder = Decoder()
+        self._places: dict[bytes, Places] = {}
+        self._plain: list[PlainSteps] = []
         self._table = Table(Context())
         self._layout: Layout | None = None
         self._interpreter = Aggregator(self._config, self._on_error)
@@ -205,12 +224,20 @@ class Worker:
         for kind, data in self._journal.read():
             count += 1
             try:
-                self._take(kind, data)
+                if kind == PLAIN:
+                    self._collect(decode_plain(data, self._places))
+                else:
+                    self._finish_plain()
+                    self._take(kind, data)
             except Exception as error:  # one record is lost, not those around it
                 self._on_error("worker", error)
             if count % 64 == 0 and self._journal.fill > 0.5 and self.store is not None:
                 self.store.commit()
                 self._journal.release()
+        try:
+            self._finish_plain()
+        except Exception as error:
+            self._on_error("worker", error)
         if count:
             self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
         if self.store is not None and not self.closed:
@@ -231,6 +258,39 @@ class Worker:
         elif kind == COMMAND:
             self._obey(json.loads(data))
 
+    def _collect(self, steps: PlainSteps) -> None:
+        """Keep plain steps until others come, or there are no more."""
+        if self._plain and self._plain[0].places is not steps.places:
+            self._finish_plain()
+        self._plain.append(steps)
+
+    def _finish_plain(self) -> None:
+        """Deal with the plain steps that were collected. Only those that are not calm are looked at one by one."""
+        if not self._plain:
+            return
+        collected, self._plain = self._plain, []
+        plain = self._interpreter.plain(join_plain(collected), self._table)
+        end, layout = len(plain), self._table.layout
+        if layout is not self._layout:
+            self._layout = layout
+            self._keep([layout])
+        latest = plain.reading(end - 1)
+        self._step = max(self._step, latest.step)
+        self._latest[None] = {**self._latest.get(None, {}), **latest.values}
+        at = 0
+        while at < end:
+            first = at
+            if not (self._publisher or self._setup.wants_readings or self._clean_steps < CLEAN_STEPS):
+                if self.diagnosis is None or self._failed:
+                    at = skip_calm(plain, at)
+                else:
+                    at = self.diagnosis.diagnosis.skim(plain, at, layout)
+            if at > first and self.store is not None:
+                self.store.put(plain.part(first, at))
+            if at < end:
+                self._show([plain.reading(at)], layout, full=False)
+                at += 1
+
     def use_context(self, context: Context) -> None:
         """From here on numbers stand for this."""
         self._table = Table(context)
@@ -248,21 +308,24 @@ class Worker:
         self._note_unknown_weights(step)
         self._note_errors_elsewhere(step)
         self._note_rates(step)
-        records: list[Record] = []
         layout = step.table.layout
         if layout is not self._layout:
             self._layout = layout
-            records.append(layout)
+            self._keep([layout])
+        self._show(readings, layout, full=step.full)
+
+    def _show(self, readings: list[Reading], layout: Layout, *, full: bool) -> None:
+        """Show the readings of one step to everyone who wants them."""
         general = readings[0]
         broken = not general.values.get("grad/nonfinite", 0) <= 0  # NaN: a norm is infinite, the elements may not be
-        plain = not step.full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
+        plain = not full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
         if self._setup.wants_readings:
             self._channel.send({"what": "readings", "readings": list(readings), "plain": plain})
         self._count_nonfinite(broken or general.values.get("grad/norm", 0) > LARGE_NORM)
-        records += self._diagnose(readings, layout)
+        changed = self._diagnose(readings, layout)
         if plain:
             readings[0] = replace(general, tensors={})
-        self._keep([*records, *readings])
+        self._keep([*changed, *readings])
 
     def _count_nonfinite(self, broken: bool) -> None:
         counted = self._clean_steps < CLEAN_STEPS
@@ -288,7 +351,7 @@ class Worker:
     def _send_finding(self, finding: Finding, *, opened: bool = False, step: int = 0, notice: bool = False) -> None:
         self._channel.send({"what": "finding", "finding": finding, "opened": opened, "step": step, "notice": notice})
 
-    def _keep(self, records: Sequence[Record]) -> None:
+    def _keep(self, records: Sequence[Reading | Finding | Action | Layout]) -> None:
         self._publisher.put(records)
         if self.store is not None:
             for record in records:
@@ -437,7 +500,7 @@ class _Store:
         self._writer: RunWriter | None = None
         self._broken = False
         self._pending: list[Record] = []
-        self._pending_bytes = 0
+        self._pending_bytes = self._pending_count = 0
         self._dropped = 0
         self.dropped_before = 0
         """Records that found no room in the journal."""
@@ -449,17 +512,18 @@ class _Store:
         if not self._has_room(record) and not self._broken:
             self.commit()
         if not self._has_room(record):
-            self._dropped += 1
+            self._dropped += _num_steps(record)
             return
         self._pending.append(record)
+        self._pending_count += _num_steps(record)
         self._pending_bytes += _num_bytes(record)
 
     def _has_room(self, record: Record) -> bool:
         # Findings, actions and layouts are few and matter more: they may wait where readings no longer may.
         size = self._setup.config.queue_size
-        room = size if isinstance(record, Reading) else 2 * size
+        room = size if isinstance(record, (Reading, PlainReadings)) else 2 * size
         fits = not self._pending or self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES
-        return len(self._pending) < room and fits
+        return self._pending_count < room and fits
 
     @property
     def is_settled(self) -> bool:
@@ -500,7 +564,7 @@ class _Store:
             self._report(error, store=True)
             return False
         self._dropped += unfit
-        self._pending, self._pending_bytes = [], 0
+        self._pending, self._pending_bytes, self._pending_count = [], 0, 0
         return True
 
     def _write_pending(self, writer: RunWriter) -> int:
@@ -512,7 +576,7 @@ class _Store:
             except (sqlite3.Error, OSError, RunError):
                 raise
             except Exception as error:
-                unfit += 1
+                unfit += _num_steps(record)
                 self._report(error)
         return unfit
 
@@ -520,7 +584,7 @@ class _Store:
         """Write what is left and mark the run as finished."""
         stored = self.commit() or self.commit()  # a disk may have room again
         try:
-            self._dropped += len(self._pending)
+            self._dropped += self._pending_count
             if self._writer is not None and not self._broken:
                 self._writer.dropped = self._dropped + self.dropped_before
                 self._writer.close()
@@ -545,6 +609,21 @@ class _Store:
         else:
             reported = error
         self._on_error(reported)
+
+
+def skip_calm(plain: PlainReadings, start: int) -> int:
+    """Returns the first step from `start` on that single tensors are kept of; the number of steps if there is none."""
+    if "grad/norm" not in plain.values:
+        return len(plain)
+    kept = ~(plain.values["grad/nonfinite"][start:] <= 0) | (
+        plain.values["grad/spike_ratio"][start:] >= STORED_SPIKE_RATIO
+    )
+    kept &= plain.present["grad/norm"][start:]
+    return start + int(kept.argmax()) if kept.any() else len(plain)
+
+
+def _num_steps(record: Record) -> int:
+    return len(record) if isinstance(record, PlainReadings) else 1
 
 
 def _num_bytes(record: Record) -> int:
