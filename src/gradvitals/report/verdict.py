@@ -478,8 +478,7 @@ def _seen(run: Run) -> Iterator[str]:
     """Yields what the first steps of a run have shown, while there is too little to judge."""
     parts, known = [], run.metrics("values")
     for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
-        values = run.series(metric)[1] if metric in known else ()
-        if len(values) > 1:
+        if metric in known and len(values := run.series(metric)[1]) > 1:
             parts.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
     if parts:
         yield f"Seen: {', '.join(parts)}."

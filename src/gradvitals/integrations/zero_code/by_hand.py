@@ -38,29 +38,31 @@ class OwnUpdates(torch.optim.Optimizer):
         self._seen: tuple[Any, ...] = ()
         self.has_new_gradients = False
         """Whether the script had changed the gradients, and so may have zeroed them, when the last step was seen."""
-        self._before = _sample(self._probe).clone()
+        self._before = _sample(self._probe)
 
     def after_backward(self) -> None:
         """A backward pass has reached the parameters."""
         self._passes += 1
         if self._passes == self._expected:
             self._begin()
-        self._seen = self._state()
+        self._seen, self._before = self._state(), _sample(self._probe).clone()
 
-    def end_step(self) -> bool:
-        """A backward pass starts, or the script is over. Returns whether a step was made since the last pass."""
-        if not self._passes or (self._state() == self._seen and torch.equal(_sample(self._probe), self._before)):
-            return False
+    def made_step(self) -> bool:
+        """Returns whether the script has updated the weights since the last backward pass."""
+        is_same = self._state() == self._seen and torch.equal(_sample(self._probe), self._before)
+        return self._passes > 0 and not is_same
+
+    def end_step(self) -> None:
+        """The script has updated the weights."""
         if not self._begun:
             self._begin()
         self.has_new_gradients = self._state()[1:] != self._seen[1:]
         for hook in list(self._optimizer_step_post_hooks.values()):
             hook(self, (), {})
         self._expected, self._passes, self._begun = self._passes, 0, False
-        return True
 
     def _begin(self) -> None:
-        self._begun, self._before = True, _sample(self._probe).clone()
+        self._begun = True
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
 

@@ -194,7 +194,7 @@ COUNTED_STEPS = 3
 
 
 class SampleCount:
-    """Counts the samples of the first steps of a model, and reports the number if it is the same in each.
+    """Counts the samples of the first steps of a model, and reports those of a step if steps or passes are alike.
 
     The number of samples is the first dimension of the tensors that the model is called with, if they agree on it and
     each backward pass reaches one call of the model. Otherwise nothing is reported.
@@ -228,11 +228,11 @@ class SampleCount:
         """Whether the number may still be found."""
         return bool(self._handles)
 
-    def after_backward(self) -> None:
-        """A backward pass of the model is over."""
-        if self._handles:
+    def after_backward(self, *, counts: bool) -> None:
+        """A backward pass of the model is over; one that does not count had samples that were counted before."""
+        if self._handles and counts:
             self._samples.append(next(iter(self._reached.values())) if len(self._reached) == 1 else None)
-            self._reached = {}
+        self._reached = {}
 
     def forget(self) -> None:
         """The backward pass that has just run is the first of its step; ignore those before."""
@@ -251,8 +251,9 @@ class SampleCount:
         self._started, self._samples = True, []
         if len(self._steps) == COUNTED_STEPS:
             self.stop()
-            if len(set(self._steps)) == 1:
-                self._report(float(self._steps[0]), float(*self._passes) if len(self._passes) == 1 else None)
+            per_pass = float(*self._passes) if len(self._passes) == 1 else None
+            if per_pass is not None or len(set(self._steps)) == 1:
+                self._report(float(max(self._steps)), per_pass)
 
     def stop(self) -> None:
         """Remove the hooks."""

@@ -88,6 +88,8 @@ class Watched:
         self._micro_batches: int | None = None
         """Backward passes of a step whose losses the script divides by their number."""
         self._divisor: int | None = None
+        self._summed = 1
+        """Backward passes of the last step whose losses were not divided by their number."""
         self._samples_per_pass: float | None = None
         self._step_passes: int | None = None
         """Backward passes since the optimizer's step has begun: those of a closure. None outside a step."""
@@ -127,8 +129,7 @@ class Watched:
         if not self._late and self.monitor.recorder.observes == 0:
             self._samples.forget()  # no step used the passes so far, such as those of a generator through this model
             self._passes = 0
-        if not self._step_passes:  # else a closure is evaluated again
-            self._samples.after_backward()
+        self._samples.after_backward(counts=not self._step_passes)  # a closure may be evaluated again
         if self._late:
             self._losses += [loss] if loss is not None else []
         else:
@@ -160,13 +161,15 @@ class Watched:
     def _complete(self) -> None:
         """All losses of the step are here: make up for those of an incomplete accumulation."""
         passes, divisor = self._passes, self._divisor
-        self._passes = 0
+        self._passes, self._summed = 0, 1 if passes == divisor else passes
         if passes == divisor or self._micro_batches is None:
             self._micro_batches = passes if passes == divisor else 1 if passes == 1 else None
         elif divisor == self._micro_batches and 0 < passes < divisor:
             call = self.monitor.recorder.draft.observed.calls[-1]
             call.loss = None if call.loss is None else call.loss * divisor / passes
-            call.size = None if self._samples_per_pass is None else self._samples_per_pass * passes
+        samples, usual = self._samples_per_pass, self.monitor.recorder.batch_size
+        if samples is not None and usual != samples * passes and passes:
+            self.monitor.recorder.draft.observed.calls[-1].size = samples * passes
 
     def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
         """A step showed that another thread trains it, whose backward passes since the last step had these losses."""
@@ -184,8 +187,10 @@ class Watched:
     def end_own_step(self) -> None:
         """See whether the script has updated the weights itself since the last backward pass."""
         updates = self.own_updates
-        if updates is None or not updates.end_step():
+        if updates is None or not updates.made_step():
             return
+        self.before_step()
+        updates.end_step()
         if updates.has_new_gradients:
             for state in self.monitor.recorder.optimizers:
                 state.backward.note_zeroed()
@@ -219,7 +224,9 @@ class Watched:
         optimizers = " and ".join(dict.fromkeys(map(optimizer_name, self.found.optimizers)))
         samples = self.monitor.recorder.batch_size
         batch = "" if samples is None else f", {samples:g} samples per step"
-        announce(f"watching {self.found.name} with {optimizers}{batch}; the run is in {relative(self.run_path)}")
+        summed = f", its loss the sum of {self._summed} backward passes" if self._summed > 1 else ""
+        where = relative(self.run_path)
+        announce(f"watching {self.found.name} with {optimizers}{batch}{summed}; the run is in {where}")
 
     def _on_samples(self, samples: float, per_pass: float | None) -> None:
         self.monitor.recorder.batch_size, self._samples_per_pass = samples, per_pass
@@ -319,7 +326,9 @@ class Watcher:
             found = updates.before_backward()
         if found is not None:
             self._updates = None
-            self._losses.pop(threading.current_thread(), None)
+            self._losses_here(None)
+            self._losses[threading.current_thread()].clear()
+            self.events.clipped = False
             self._start(found)
 
     def _start_all(self) -> None:
@@ -345,7 +354,6 @@ class Watcher:
             if watched in here and watched.after_backward(loss, alone=len(here) == 1):
                 watched.idle = 0
                 if watched.own_updates is not None:
-                    watched.before_step()
                     watched.own_updates.after_backward()
             elif watched in here or not watched.thread.is_alive():
                 watched.idle += 1
