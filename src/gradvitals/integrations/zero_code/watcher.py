@@ -162,14 +162,14 @@ class Watched:
         """All losses of the step are here: make up for those of an incomplete accumulation."""
         passes, divisor = self._passes, self._divisor
         self._passes, self._summed = 0, 1 if passes == divisor else passes
+        factor, recorder = 1.0, self.monitor.recorder
         if passes == divisor or self._micro_batches is None:
             self._micro_batches = passes if passes == divisor else 1 if passes == 1 else None
         elif divisor == self._micro_batches and 0 < passes < divisor:
-            call = self.monitor.recorder.draft.observed.calls[-1]
-            call.loss = None if call.loss is None else call.loss * divisor / passes
-        samples, usual = self._samples_per_pass, self.monitor.recorder.batch_size
-        if samples is not None and usual != samples * passes and passes:
-            self.monitor.recorder.draft.observed.calls[-1].size = samples * passes
+            factor = divisor / passes
+        samples = None if self._samples_per_pass is None else self._samples_per_pass * passes
+        if factor != 1 or (samples and samples != recorder.batch_size):
+            recorder.correct_observed(factor, samples)
 
     def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
         """A step showed that another thread trains it, whose backward passes since the last step had these losses."""
