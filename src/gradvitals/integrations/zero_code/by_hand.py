@@ -38,19 +38,22 @@ class OwnUpdates(torch.optim.Optimizer):
         self._seen: tuple[Any, ...] = ()
         self.has_new_gradients = False
         """Whether the script had changed the gradients, and so may have zeroed them, when the last step was seen."""
-        self._before = _sample(self._probe)
+        self._before: Tensor | None = None
 
     def after_backward(self) -> None:
         """A backward pass has reached the parameters."""
         self._passes += 1
         if self._passes == self._expected:
             self._begin()
-        self._seen, self._before = self._state(), _sample(self._probe).clone()
+        self._seen = self._state()
+        if self._probe.is_cpu:  # elsewhere a look at the values would wait for the device
+            self._before = _sample(self._probe).clone()
 
     def made_step(self) -> bool:
         """Returns whether the script has updated the weights since the last backward pass."""
-        is_same = self._state() == self._seen and torch.equal(_sample(self._probe), self._before)
-        return self._passes > 0 and not is_same
+        if not self._passes or self._state() != self._seen:
+            return self._passes > 0
+        return self._before is not None and not torch.equal(_sample(self._probe), self._before)
 
     def end_step(self) -> None:
         """The script has updated the weights."""

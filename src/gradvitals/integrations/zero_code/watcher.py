@@ -161,14 +161,16 @@ class Watched:
     def _complete(self) -> None:
         """All losses of the step are here: make up for those of an incomplete accumulation."""
         passes, divisor = self._passes, self._divisor
+        if not passes:
+            return  # another optimizer of the model has stepped with the same gradients
         self._passes, self._summed = 0, 1 if passes == divisor else passes
         factor, recorder = 1.0, self.monitor.recorder
         if passes == divisor or self._micro_batches is None:
             self._micro_batches = passes if passes == divisor else 1 if passes == 1 else None
-        elif divisor == self._micro_batches and 0 < passes < divisor:
+        elif divisor == self._micro_batches and passes < divisor:
             factor = divisor / passes
         samples = None if self._samples_per_pass is None else self._samples_per_pass * passes
-        if factor != 1 or (samples and samples != recorder.batch_size):
+        if factor != 1 or (samples is not None and samples != recorder.batch_size):
             recorder.correct_observed(factor, samples)
 
     def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
