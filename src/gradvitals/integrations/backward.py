@@ -24,11 +24,11 @@ class BackwardPasses:
     It wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
 
     Args:
-        before: Called before a pass with what backward was called on.
         after: Called after a pass with the loss: one number, unscaled and detached, or None.
+        before: Called before a pass with what backward was called on.
     """
 
-    def __init__(self, before: Callable[[Any], None], after: Callable[[Tensor | None], None]) -> None:
+    def __init__(self, after: Callable[[Tensor | None], None], before: Callable[[Any], None] = lambda _: None) -> None:
         self.events = TorchEvents()
         self._before = before
         self._after = after
@@ -90,7 +90,7 @@ class BackwardPasses:
         return loss if scaler is None or scaler._scale is None else loss / scaler._scale.to(loss.device)
 
 
-class TorchEvents(threading.local):
+class TorchEvents(threading.local, torch_hooks.Listener):
     """What the hooks of `collect.hooks` show besides: scaled losses, autocast, clipping. Each thread has its own."""
 
     def __init__(self) -> None:
@@ -114,21 +114,9 @@ class TorchEvents(threading.local):
         """Gradients are about to be clipped."""
         self.clipped = True
 
-    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
-        """Not needed here."""
-
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Every scaled loss of this step has gone through backward."""
         self.scaled.clear()
-
-    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Not needed here."""
-
-    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
-        """Not needed here."""
-
-    def before_groups_end(self) -> None:
-        """Not needed here."""
 
 
 def observe_part(monitor: Monitor, loss: Tensor | None) -> None:

@@ -475,10 +475,11 @@ class Watcher:
         """Watch a model. Returns None, and prints why, if that is not possible."""
         if _has_others():
             self.prints = dist.get_rank() == 0
-        if resume is None:
+        too_many = resume is None and self._num_started >= MAX_RUNS
+        if resume is None and not too_many:
             variables = dict(vars(sys.modules["__main__"]))
             found = replace(found, name=distinct_name(found, self._names, variables))
-        if resume is None and self._num_started >= MAX_RUNS:
+        if too_many:
             self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
         elif _has_others() and not self._launched:
             self.explained = True
@@ -582,8 +583,8 @@ class Hooks:
         self._undo: list[Callable[[], object]] = []
         self._thread = _ThreadState()
         self._backwards = BackwardPasses(
-            lambda tensors: self._report(watcher.before_backward, tensors),
             lambda loss: self._report(watcher.after_backward, loss),
+            lambda tensors: self._report(watcher.before_backward, tensors),
         )
         watcher.events = self._backwards.events
 
