@@ -112,7 +112,7 @@ class Watched:
 
     def note_divisor(self, tensors: Any) -> None:
         """Note by what the script divides its loss; a step may have fewer backward passes than that."""
-        if self._micro_batches != 1:
+        if self._micro_batches is None or (self._micro_batches > 1 and not self._passes):
             self._divisor = divisor_of(tensors)
 
     def before_backward(self, tensors: Any, *, alone: bool) -> None:
