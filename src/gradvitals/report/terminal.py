@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -69,6 +70,8 @@ LIKELIEST = 3
 """Causes and fixes of a finding; one of each for a note and for a finding that no longer counts."""
 OTHER_FINDINGS = 4
 """Findings beside the worst one that doctor names without --verbose."""
+NAME_WIDTH = 16
+"""Characters that a name gets before a column is dropped."""
 WIDE = 76
 """Columns of screen from which the layer table shows intervals."""
 MAX_LAYERS = 400
@@ -110,6 +113,42 @@ class Spark:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Takes from one character to one per value, sixty at most."""
         return Measurement(1, max(1, min(options.max_width, 60, len(self.values))))
+
+
+@dataclass
+class FittedTable:
+    """A table that drops its less important columns, the last one first, if the window is narrow."""
+
+    title: str
+    columns: Sequence[str]
+    """The first one holds names, which are folded if they are long."""
+    left: Sequence[str] = ()
+    """Columns aligned to the left, beside the first."""
+    optional: Sequence[str] = ()
+    rows: list[list[Text]] = field(default_factory=list)
+
+    def add(self, *cells: str | Text) -> None:
+        """Adds a row."""
+        self.rows.append([cell if isinstance(cell, Text) else Text(clean(cell)) for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Renders the table as wide as there is room for."""
+        widths = [
+            max(map(cell_len, (name, *(row[at].plain for row in self.rows)))) for at, name in enumerate(self.columns)
+        ]
+        name_width = min(widths[0], NAME_WIDTH)
+        kept, optional = list(range(len(self.columns))), list(self.optional)
+        while optional and sum(widths[at] + 3 for at in kept[1:]) > options.max_width - 2 - name_width:
+            kept.remove(list(self.columns).index(optional.pop()))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(self.columns[0], overflow="fold", min_width=name_width)
+        for at in kept[1:]:
+            left = self.columns[at] in self.left
+            table.add_column(self.columns[at], justify="left" if left else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(row[at] for at in kept))
+        yield Text(self.title, style="bold")
+        yield table
 
 
 # -- gradvitals doctor ---------------------------------------------------------------------------------------------
