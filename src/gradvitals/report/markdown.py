@@ -8,9 +8,9 @@ from typing import Any
 
 from gradvitals.report.catalog import NOTICES, OTHERS, Entry, entries, name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
-from gradvitals.report.format import clean, fix_snippet, number, plural
+from gradvitals.report.format import clean, fix_snippet, number
 from gradvitals.report.report import Report
-from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence
+from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence, state_of
 
 LIGHTS = {"healthy": "🟢", "attention": "🟡", "unhealthy": "🔴"}
 MAX_FINDINGS = 10
@@ -25,28 +25,20 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
     verdict, meta = report.verdict, report.run.meta
     yield f"### {LIGHTS[verdict.level]} {LABELS[verdict.level]}: `{_inline(str(report.run.path))}`\n"
     yield f"{_text(verdict.headline)}\n"
-    worst = verdict.worst
+    caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
-    shown = list(verdict.ranked) if verbose else serious[:MAX_FINDINGS]
-    for item in shown:
-        caused = item is not worst and worst is not None and item.finding.follows == worst.finding.id
-        if verbose or not caused:
-            yield from _finding(item, live=verdict.live)
-    caused_names = [
-        in_sentence(name_of(item.finding.id))
-        for item in serious
-        if worst is not None and item.finding.follows == worst.finding.id
-    ]
-    if caused_names and not verbose:
-        yield f"Also caused by this: {', '.join(dict.fromkeys(caused_names))}.\n"
+    for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:
+        yield from _finding(item, live=verdict.live)
+    names = dict.fromkeys(in_sentence(name_of(item.finding.id)) for item in caused if item in serious)
+    if names and not verbose:
+        yield f"Also caused by this: {', '.join(names)}.\n"
     if report.actions:
         yield f"{_text(summarize_actions(report.actions).splitlines()[0])}.\n"
-    checks = report.checks
-    yield f"{plural(len(checks.passed), 'check')} passed, {checks.num_skipped} skipped.\n"
+    yield f"{report.checks.counted}.\n"
     facts: dict[str, Any] = meta.get("facts") or {}
     latest = {trend.metric: trend.latest for trend in report.summary.trends}
     rows = [
-        ("steps", f"{verdict.steps:,} ({report.state})"),
+        ("steps", f"{verdict.steps:,} ({state_of(report.run)})"),
         *((metric, number(latest[metric])) for metric in ("loss", "grad/norm", "gsnr") if metric in latest),
         *((str(name), _inline(str(value))) for name, value in facts.items() if value not in (None, "", 1)),
         ("parameters", f"{report.summary.num_parameters:,} in {report.summary.num_tensors:,} tensors"),
