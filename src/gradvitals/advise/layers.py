@@ -32,7 +32,7 @@ SMALLEST_UPDATE = 1e-7
 UNEVEN = 10.0
 """Times the change of the median layer that stands out."""
 NOTABLE = 0.01
-"""A change that is larger than those of other layers is told from here on."""
+"""A smaller change is not reported, even if it is larger than those of other layers."""
 GROWN = 10.0
 """Times its norm early in the run, beyond what the median layer's has grown by."""
 WEAK = 10.0

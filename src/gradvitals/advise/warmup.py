@@ -24,7 +24,7 @@ SETTLED = 1.5
 FULL = 0.999
 """Share of its highest value from which the learning rate is at its height."""
 AVERAGED = 10
-"""Readings in a GSNR before that it does not differ from zero says anything."""
+"""The fewest readings in a GSNR that shows no signal."""
 LONGEST_GUESS = 200
 """Steps of warmup that are advised at most where the run shows harm and not how long it takes to settle."""
 EARLY = 50
@@ -109,7 +109,7 @@ def settled_after(values: Floats) -> int | None:
 
 
 def noise_of(values: Floats) -> float:
-    """Standard deviation of the logarithm from one value to the next, as the median tells it; 0 for fewer than three.
+    """Standard deviation of the logarithm from one value to the next, by their median; 0 for fewer than three.
 
     >>> round(noise_of(np.exp(np.random.default_rng(0).normal(size=10_000))), 1)
     1.0
@@ -160,7 +160,7 @@ def _signal(record: Record) -> tuple[int | None, int | None]:
     first = next((average for average in looked if average.low > 0), None)
     if first is None or first.begins > record.last_step / 2:
         return None, None
-    # That an interval holds zero says nothing; that it ends below all of a later one says that there was less signal.
+    # An interval that includes zero shows nothing; one that ends below all of a later one shows less signal.
     later = max((average.low for average in looked if average.established), default=-math.inf)
     silent = [average.step for average in looked if average.step < first.step and average.high < later]
     return (silent[-1] if silent else 0), first.step
