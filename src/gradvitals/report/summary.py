@@ -298,15 +298,17 @@ def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tupl
         whole_run: Whether to look through all readings as well, and not only at the latest.
     """
     now = "at the latest reading"
+    origin = f"from {source}, {now}" if source else now
     lists = [
-        ("gsnr", "Lowest GSNR", f"from {source}, {now}", _latest_extremes(run, "gsnr", source, lowest=True)),
+        ("gsnr", "Lowest GSNR", origin, _latest_extremes(run, "gsnr", source, lowest=True)),
         ("update/ratio", "Largest update/weight", now, _latest_extremes(run, "update/ratio")),
     ]
     if whole_run:
         spikes = "norm over its moving average, in the whole run"
         nonfinite = "elements when first seen; 1: at least one"
         lists.insert(1, ("grad/spike_ratio", "Largest spike ratio", spikes, _extremes(run, "grad/spike_ratio")))
-        lists.append(("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, _first_nonzero(run, "grad/nonfinite")))
+        first = _first_nonzero(run, "grad/nonfinite")
+        lists.insert(0, ("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, first))
     return tuple(
         WorstList(metric=metric, title=title, remark=remark, rows=rows) for metric, title, remark, rows in lists if rows
     )
