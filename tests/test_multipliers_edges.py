@@ -90,5 +90,6 @@ def test_probe_reports_an_optimizer_without_the_multipliers() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     multipliers.attach(model)
     batches = [(torch.randn(8, 6), torch.randn(8, 1)) for _ in range(2)]
-    found = gv.probe(model, batches, nn.MSELoss(), optimizer=optimizer, questions="signal", progress=False)
+    found = gv.probe(model, batches, nn.MSELoss(), optimizer=optimizer, questions=["signal", "samples"], progress=False)
+    assert found.samples is not None  # a scalar has its own gradient for each example
     assert any("leaves out parametrizations.weight.0.scale" in note for note in found.notes)

@@ -152,3 +152,9 @@ def test_noise_that_the_kept_coordinates_miss_makes_the_interval_wide() -> None:
         [found] = stream.gsnr([[0]])
         told += found.low > 0
     assert told <= 5
+
+
+def test_more_gradients_than_are_kept_still_have_an_interval() -> None:
+    [found] = streamed([normal(200, 30, mean=0.5)]).gsnr([[0]])
+    assert found.low < 0.25 < found.high
+    assert found.num_samples == 200

@@ -125,7 +125,12 @@ class Stream:
         self.mean = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in self.parameters]
         self.m2 = [torch.zeros_like(mean) for mean in self.mean]
         self._strides = [_stride(p.numel(), num_expected) for p in self.parameters]
-        self._kept: list[list[Tensor]] = [[] for _ in self.parameters]
+        # Made at once: small tensors between large temporary ones would keep memory from being freed.
+        kept = max(1, min(num_expected, MAX_KEPT))
+        self._kept = [
+            torch.empty((kept, -(-mean.numel() // stride)), dtype=mean.dtype, device=mean.device)
+            for mean, stride in zip(self.mean, self._strides, strict=True)
+        ]
         self._totals: list[tuple[float, float]] | None = None
 
     def add(self, grads: Sequence[Tensor]) -> None:
@@ -148,8 +153,9 @@ class Stream:
         for row, grad in enumerate(grads):
             mean, m2 = self.mean[row], self.m2[row]
             rows = (grad if new == len(usable) else grad[usable.to(grad.device)]).to(mean.dtype)
-            if before < MAX_KEPT:
-                self._kept[row].append(rows[: MAX_KEPT - before].flatten(1)[:, :: self._strides[row]].clone())
+            kept = self._kept[row][before:total]
+            if len(kept):
+                kept.copy_(rows[: len(kept)].reshape(len(kept), -1)[:, :: self._strides[row]])
             difference = rows.mean(dim=0).sub_(mean)
             mean.add_(difference, alpha=new / total)
             m2.addcmul_(difference, difference, value=before * new / total)
@@ -216,15 +222,15 @@ class Stream:
 
     def _coordinates(self, row: int) -> Tensor:
         """Returns the kept coordinates, scaled so that the parameter has its own share in inner products."""
-        if not self._kept[row]:
-            return torch.zeros(0, 0, dtype=torch.float64)
-        kept = torch.cat(self._kept[row]).cpu().double()
+        kept = self._kept[row][: self.count].cpu().double()
         return kept * math.sqrt(self.parameters[row].numel() / max(1, kept.shape[1]))
 
 
 def _row_norms(grads: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each row of each tensor, `[rows, tensors]`, on the host."""
-    columns = [torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=accumulator(grad.dtype)) for grad in grads]
+    columns = [
+        torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1, dtype=accumulator(grad.dtype)) for grad in grads
+    ]
     if len({column.device for column in columns}) > 1:
         columns = [column.cpu() for column in columns]
     return torch.stack(columns, dim=1).cpu()

@@ -85,7 +85,7 @@ def robustness_record(
         "lipschitz": {
             "median": float(constants.median()) if len(constants) else math.nan,
             "largest": float(constants.max()) if len(constants) else math.nan,
-            "loss": float((grad.double() * len(x)).flatten(1).norm(dim=1).median()),
+            "loss": float((grad.double() * len(x)).reshape(len(x), -1).norm(dim=1).median()),
         },
         "chance": chance,
         "half_at": half_at,

@@ -277,13 +277,13 @@ class _Directions:
         norms = _norms(grads)
         known = (norms > 0) & norms.isfinite()
         for total, grad in zip(self.sum, grads, strict=True):
-            rows = grad[known].flatten(1).to(total.dtype)
+            rows = grad[known].reshape(-1, total.numel()).to(total.dtype)
             total += ((1 / norms[known]).to(total.dtype) @ rows).view(total.shape)
 
     def inner(self, grads: Sequence[Tensor]) -> list[float]:
         """Returns the inner product of each direction with the sum."""
         products = torch.stack(
-            [g.flatten(1).to(total.dtype) @ total.flatten() for g, total in zip(grads, self.sum, strict=True)]
+            [g.reshape(len(g), -1).to(total.dtype) @ total.flatten() for g, total in zip(grads, self.sum, strict=True)]
         ).double()
         found: list[float] = (products.sum(0) / _norms(grads)).tolist()
         return found
@@ -291,7 +291,7 @@ class _Directions:
 
 def _norms(grads: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each example's gradient over all parameters, in float64."""
-    each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grads])
+    each = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1, dtype=torch.float64) for g in grads])
     norms: Tensor = torch.linalg.vector_norm(each, dim=0)
     return norms
 
