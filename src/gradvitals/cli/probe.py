@@ -56,8 +56,8 @@ def probe(
       gradvitals probe examples.probe_factory:factory --lr 0.1 --html probe.html
       gradvitals probe examples.probe_factory:factory --only samples --json | jq .samples.suspects
     """
+    from gradvitals.probe.examination import made_by
     from gradvitals.probe.examination import probe as examine
-    from gradvitals.probe.factory import made_by
 
     if html is not None and not (html.parent.is_dir() and os.access(html if html.exists() else html.parent, os.W_OK)):
         raise click.BadParameter(f"cannot write {html}; expected a writable folder", param_hint="--html")
