@@ -79,7 +79,8 @@ def test_the_finder_takes_the_steepest_fall() -> None:
     lrs = [10.0 ** (step / 10) for step in range(100)]
     losses = [2.0] * 50 + [1.0] * 20 + [50.0] * 30
     found = suggested_lr(lrs, losses)
-    assert found is not None and lrs[48] <= found <= lrs[70]
+    assert found is not None
+    assert lrs[48] <= found <= lrs[70]
     assert suggested_lr(lrs[:5], losses[:5]) is None
 
 
@@ -88,7 +89,8 @@ def test_a_sweep_goes_on_until_the_best_lies_inside() -> None:
     while some := untried("mlp", tried):
         tried += [(one, abs(math.log(one.lr / 1.3)) + abs(math.log(one.batch_size / 16))) for one in some]
     best = min(tried, key=lambda item: item[1])[0]
-    assert best.batch_size == 16 and 0.7 < best.lr < 2.4
+    assert best.batch_size == 16
+    assert 0.7 < best.lr < 2.4
     assert len(tried) < 45
 
 
@@ -102,13 +104,15 @@ def test_the_grid_ends_around_the_best() -> None:
 def test_every_task_has_every_start() -> None:
     for name, task in TASKS.items():
         starts = [bad_start(name, place, task.start)[1] for place in range(len(FAULTS))]
-        assert len(starts) == 20 and all(start != task.start for start in starts)
+        assert len(starts) == 20
+        assert all(start != task.start for start in starts)
         assert starts == [bad_start(name, place, task.start)[1] for place in range(len(FAULTS))]
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
     factors = [lr_factor(replace(OWN, warmup=9, decay_step=50), step, 100) for step in range(100)]
-    assert factors.index(max(factors)) < 15 and factors[0] == pytest.approx(0.1)
+    assert factors.index(max(factors)) < 15
+    assert factors[0] == pytest.approx(0.1)
     assert factors[50] == pytest.approx(factors[49] / 3, rel=0.1)
 
 
@@ -116,7 +120,8 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_a_task_learns(task: str) -> None:
     torch.set_num_threads(1)
     loss, losses = train(Job(task=task, settings=TASKS[task].start, seed=0, scale=0.05))
-    assert losses[-1] < 0.95 * losses[0] and loss <= TASKS[task].chance
+    assert losses[-1] < 0.95 * losses[0]
+    assert loss <= TASKS[task].chance
 
 
 def test_a_worker_stops_at_the_time_limit() -> None:
