@@ -25,8 +25,8 @@ MODELS = {
 }
 WARMUP, FLOOR = 0.05, 0.1
 """Share of the tokens over which the learning rate rises, and what a cosine ends at, by tokens in every arm."""
-MICRO_BATCH = 64
-"""Most sequences in one pass of a fixed batch."""
+MICRO_BATCH = 16
+"""Most sequences in one pass: few sizes, because each is compiled."""
 GROWTH = 8
 """How far a batch may grow."""
 EVAL_WINDOWS = 2048
@@ -79,6 +79,7 @@ def train(trial: Trial) -> dict[str, Any]:
     torch.manual_seed(trial.seed)
     model = CharLM(MODELS[trial.model]).to(device)
     if trial.compiled:
+        torch._dynamo.config.recompile_limit = 64  # code is kept for each size of micro-batch a process meets
         for block in model.blocks:
             block.compile(dynamic=False)  # blocks alike share their code
     optimizer = torch.optim.AdamW(
@@ -126,7 +127,8 @@ def train(trial: Trial) -> dict[str, Any]:
                 seen, steps = seen + count * micro, steps + 1
                 broken = steps % CHECK_EVERY == 0 and not bool(loss.isfinite())
     actions = [] if schedule is None else schedule.actions
-    value = float(evaluate(model, unseen, EVAL_WINDOWS))
+    with torch.compiler.set_stance("force_eager"):  # not worth compiling for another size
+        value = float(evaluate(model, unseen, EVAL_WINDOWS))
     return {
         "loss": value if math.isfinite(value) else math.nan,
         "steps": steps,

@@ -49,6 +49,7 @@ Line = Mapping[str, Any]
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop then; the same command goes on later.")
 @click.option("--quick", is_flag=True, help="Tiny models on drawn data; keeps nothing.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at once.")
+@click.option("--graphs/--no-graphs", default=True, help="On a GPU, replay the passes of a step as one CUDA graph.")
 @device_option
 @json_option
 def main(
@@ -59,6 +60,7 @@ def main(
     time_limit: float | None,
     quick: bool,
     workers: int,
+    graphs: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -67,7 +69,7 @@ def main(
         print_result(summarize(read_lines(report, dict, COMMAND)), as_json, format_summary)
         return
     device = pick_device("cpu" if quick and device == "auto" else device)
-    starts = [replace(start, data=data, device=device) for start in STARTS.values()]
+    starts = [replace(start, data=data, device=device, graphs=graphs) for start in STARTS.values()]
     if quick:
         seeds = 2
         starts = [replace(start, data=None, samples=256, batch=8, small=True) for start in starts]

@@ -54,6 +54,8 @@ class Trial:
     samples: int
     data: Path | None = None
     device: str = "cpu"
+    graphs: bool = True
+    """On a GPU, replay the passes of a step as one CUDA graph."""
     small: bool = False
     """A model for trying things."""
 
@@ -76,7 +78,7 @@ def train(trial: Trial) -> dict[str, Any]:
     problem = (text_problem if trial.task == "text" else image_problem)(trial, device)
     steps = max(8, trial.samples // trial.batch)
     stepper = Stepper(problem.model, trial.arm, adam=problem.adam)
-    halves = Halves(problem, device)
+    halves = Halves(problem, device, graphs=trial.graphs)
     later = torch.zeros(2, device=device)
     start = time.perf_counter()
     for step in range(steps):
@@ -99,10 +101,10 @@ def train(trial: Trial) -> dict[str, Any]:
 class Halves:
     """The loss of a batch and the gradients of its halves; on a GPU soon by replaying a graph."""
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
+    def __init__(self, problem: Problem, device: torch.device, *, graphs: bool) -> None:
         self._problem = problem
         self._parameters = list(problem.model.parameters())
-        self._recorder = make_recorder(device)
+        self._recorder = make_recorder(device) if graphs else None
         self._runs = 0
         self._inputs: tuple[Tensor, ...] = ()
         self._found: list[list[Tensor]] = []
