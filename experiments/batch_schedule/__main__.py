@@ -182,7 +182,7 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
 def format_summary(summary: Mapping[str, Any]) -> str:
     """Returns the tables as text."""
     parts = [
-        f"{len(summary['sweep'])} trials of the sweep, {summary['parameters'] or 0:,} parameters; loss in nats per byte",
+        f"{len(summary['sweep'])} sweep trials, {summary['parameters'] or 0:,} parameters; loss in nats per byte",
         "The arms, with seeds that chose nothing; difference to the best fixed batch, paired by seed",
         markdown_table(
             [
