@@ -31,14 +31,6 @@ def test_default_chooses_only_trained_matrices() -> None:
     assert multipliers.attach(model) == ("attend.in_proj_weight", "attend.out_proj.weight", "head.weight")
 
 
-def test_other_weights_can_be_attached_after_the_head() -> None:
-    model = Seeing()
-    multipliers.attach(model, where=["head.weight"], kind="column")
-    assert multipliers.attach(model, kind="both") == ("attend.in_proj_weight", "attend.out_proj.weight")
-    with pytest.raises(GradvitalsError, match="has a parametrization already"):
-        multipliers.attach(model, where=["head.weight"])
-
-
 def test_error_lists_the_names_of_matrices() -> None:
     with pytest.raises(GradvitalsError, match=r"expected names out of 0.weight, 1.weight$"):
         multipliers.attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), where=["0.wieght"])

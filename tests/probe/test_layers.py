@@ -29,8 +29,8 @@ def test_effective_rank_of_what_has_none() -> None:
 
 
 def test_large_gradients_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MOST_ROWS", 8)
-    monkeypatch.setattr(layers, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(layers, "MAX_ROWS", 8)
+    monkeypatch.setattr(layers, "MAX_COLUMNS", 16)
     assert effective_rank(torch.eye(40)) <= 8
     assert effective_rank(torch.randn(40, 1) @ torch.randn(1, 90)) == pytest.approx(1.0, abs=1e-3)
 
@@ -189,7 +189,7 @@ def test_a_number_of_units_that_changes_is_a_note() -> None:
     with seen.watching():
         model(torch.ones(2, 3))
         model(torch.ones(2, 4))
-    assert "another number of units" in next(iter(seen.notes))
+    assert "changes its number of units" in next(iter(seen.notes))
 
 
 def test_few_dead_units_are_counted_and_not_called_none() -> None:

@@ -77,9 +77,6 @@ def test_there_is_always_something_to_show(tmp_path: Path) -> None:
 
 
 def test_a_monitor_shows_the_run_it_writes(tmp_path: Path) -> None:
-    import torch
-
-    import gradvitals as gv
 
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -96,14 +93,3 @@ def test_a_monitor_shows_the_run_it_writes(tmp_path: Path) -> None:
     assert "running" in seen.text
     assert "5 steps so far" in seen.text
     assert "svg" in seen.tags
-
-
-def test_a_monitor_shows_the_run_as_of_now(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(torch.ones(2, 2)).square().mean().backward()
-            optimizer.step()
-        assert "30 steps so far" in Seen(monitor._repr_html_()).text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,13 @@ TOPICS = ("max_grad_norm", "batch_size", "warmup", "decay", "layers")
 
 @dataclass(frozen=True, kw_only=True)
 class Advised:
-    """Everything `gradvitals advise` has to say."""
+    """Everything `gradvitals advise` prints."""
 
     run: str
     steps: int
-    """How many there were from the first that was read to the last."""
+    """Steps from the first that was read to the last."""
     live: bool
-    """Whether the run goes on."""
+    """Whether the run is still being written."""
     max_grad_norm: Advice
     batch_size: Advice
     warmup: Advice
@@ -41,18 +40,13 @@ class Advised:
         return tuple(getattr(self, topic) for topic in TOPICS)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
-        told = {advice.topic: advice.to_json() for advice in self.pieces}
-        return {"run": self.run, "steps": self.steps, "live": self.live, **told}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Advised:
-        """The inverse of `to_json`."""
-        return cls(**{**data, **{topic: Advice.from_json(data[topic]) for topic in TOPICS}})
+        """Returns the record as plain JSON values."""
+        pieces = {advice.topic: advice.to_json() for advice in self.pieces}
+        return {"run": self.run, "steps": self.steps, "live": self.live, **pieces}
 
 
 def advise(run: Run) -> Advised:
-    """What a run says about how to set the next one, or the rest of itself.
+    """Returns what a run suggests for the next one, or for the rest of itself.
 
     Raises:
         RunError: If the run has no readings.
