@@ -384,3 +384,12 @@ def test_torch_attention_takes_multipliers() -> None:
     torch.testing.assert_close(attention(x, x, x)[0], before)
     multipliers.merge(attention)
     torch.testing.assert_close(attention(x, x, x)[0], before)
+
+
+def test_checkpoint_without_a_weight_raises() -> None:
+    model = small()
+    state = model.state_dict()
+    del state["2.weight"]
+    multipliers.attach(model)
+    with pytest.raises(RuntimeError, match=r"2\.parametrizations\.weight"):
+        model.load_state_dict(state)

@@ -93,3 +93,11 @@ def test_probe_reports_an_optimizer_without_the_multipliers() -> None:
     found = gv.probe(model, batches, nn.MSELoss(), optimizer=optimizer, questions=["signal", "samples"], progress=False)
     assert found.samples is not None  # a scalar has its own gradient for each example
     assert any("leaves out parametrizations.weight.0.scale" in note for note in found.notes)
+
+
+def test_other_weights_can_be_attached_after_the_head() -> None:
+    model = Seeing()
+    multipliers.attach(model, where=["head.weight"], kind="column")
+    assert multipliers.attach(model, kind="both") == ("attend.in_proj_weight", "attend.out_proj.weight")
+    with pytest.raises(GradvitalsError, match="has a parametrization already"):
+        multipliers.attach(model, where=["head.weight"])

@@ -167,3 +167,8 @@ def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[
 def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
     [cure, *_] = RULES[name].message.fixes.values()
     assert cure.endswith("after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps")
+
+
+def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:
+    advice = advised(tmp_path, norm=lognormal(1.0, 0.1), findings=[spike(0, None, "info")]).max_grad_norm
+    assert advice.can_tell

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.probe.data import Reading, Subject, answers_in, form_of, logits_of, map_tensors
+from gradvitals.probe.data import Reading, Subject, answers_in, form_of, logits_of
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
 CPU = torch.device("cpu")
@@ -65,13 +65,6 @@ def test_the_loss_of_batches_of_many_kinds(batch: Any) -> None:
     part = one.take(batch, 1, 3)
     assert torch.equal(one.inputs(part), X[1:3])
     assert torch.equal(one.target(part), Y[1:3])
-
-
-def test_a_dataclass_keeps_what_is_no_tensor() -> None:
-    moved = map_tensors(probed.Item(X, Y), lambda t: t + 1)
-    assert isinstance(moved, probed.Item)
-    assert moved.name == "kept"
-    assert torch.equal(moved.features, X + 1)
 
 
 def test_two_inputs_and_a_target() -> None:

@@ -99,21 +99,6 @@ def test_a_language_model_with_dict_batches() -> None:
     assert str(found)
 
 
-def test_regression() -> None:
-    x = torch.randn(40, 3)
-    batches = list(zip(x.split(8), (x @ torch.ones(3, 1)).split(8), strict=True))
-    found = gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 5, lr=0.1, progress=False)
-    assert found.about["task"] == "regression"
-    assert found.about["questions"] == list(QUESTIONS), found.notes
-
-
-def test_batch_norm_in_train_mode() -> None:
-    found = gv.probe(probed.everything(), probed.classes(), nn.CrossEntropyLoss(), 4, progress=False)
-    assert found.about["mode"] == "train"
-    assert found.about["questions"] == list(QUESTIONS), found.notes
-    assert any("running statistics" in note for note in found.notes)
-
-
 def test_a_loader_shorter_than_asked_is_a_note() -> None:
     found = gv.probe(probed.mlp(), probed.classes(16), nn.CrossEntropyLoss(), 10, questions="signal", progress=False)
     assert found.about["batches"] == 2
@@ -225,9 +210,35 @@ def test_long_names_are_folded_and_whole(found: Probe) -> None:
     assert name in "".join("".join(line.split()[:1]) for line in text.splitlines())
 
 
-def test_regression_is_not_headed_by_accuracy() -> None:
-    x = torch.randn(16, 3)
+def test_regression_has_all_answers_and_no_accuracy() -> None:
+    x = torch.randn(40, 3)
     batches = list(zip(x.split(8), x.sum(1, keepdim=True).split(8), strict=True))
-    text = str(gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 2, questions="robustness", progress=False))
-    assert "Loss when inputs change" in text
-    assert "accuracy" not in text
+    found = gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 5, lr=0.1, progress=False)
+    assert found.about["task"] == "regression"
+    assert found.about["questions"] == list(QUESTIONS), found.notes
+    assert "Loss when inputs change" in str(found)
+    assert "accuracy" not in str(found)
+
+
+def test_examples_are_measured_with_the_statistics_of_the_model_as_given() -> None:
+    """The passes over the batches must not move the statistics of batch norm that examples are measured with."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    batches = [(5 * torch.randn(16, 4) + 3, torch.randn(16, 1)) for _ in range(10)]
+    inputs, targets = batches[0]
+    model.eval()
+    norms = []
+    for one, target in zip(inputs, targets, strict=True):
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(one[None]), target[None]).backward()
+        norms.append(
+            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        )
+    model.zero_grad()
+    model.train()
+    for count in (1, 10):
+        found = gv.probe(
+            model, batches, torch.nn.functional.mse_loss, count, questions="samples", examples=16, progress=False
+        )
+        assert found.samples is not None
+        assert found.samples["norms"] == pytest.approx(norms, rel=1e-4)

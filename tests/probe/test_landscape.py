@@ -144,3 +144,10 @@ def test_a_line_whose_end_is_lowest_is_said_to_go_on() -> None:
     )
     [told] = found.verdict
     assert told["detail"] == "the lowest on the line is at 8 steps or beyond, where the line ends"
+
+
+def test_without_a_learning_rate_the_unit_is_the_best_step_of_a_quadratic() -> None:
+    found = line_of(Quadratic([2.0, 2.0], [3.0, 1.0]), lr=None)
+    assert found["unit"] == pytest.approx(0.5)
+    assert found["best_step"] == pytest.approx(0.5)
+    assert found["sharpness_limit"] is found["lr_over_edge"] is None

@@ -120,3 +120,16 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
     said = doctor(tmp_path, "--all")
     assert "each shard of the weights is on one rank alone (Replicas differ)" in said
     assert "it needs several processes" not in said
+
+
+def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 99)
+    assert doctor(tmp_path).startswith("Healthy: 100 steps, no findings.\n")
+
+
+def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
+    segment(tmp_path, 81, 120)
+    assert "Restarted once, at step 81; before that: Training stopped with RuntimeError: boom (step 80)" in doctor(
+        tmp_path
+    )

@@ -93,3 +93,14 @@ def test_a_monitor_shows_the_run_it_writes(tmp_path: Path) -> None:
     assert "running" in seen.text
     assert "5 steps so far" in seen.text
     assert "svg" in seen.tags
+
+
+def test_a_monitor_shows_the_run_as_of_now(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).square().mean().backward()
+            optimizer.step()
+        assert "30 steps so far" in Seen(monitor._repr_html_()).text

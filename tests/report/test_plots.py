@@ -110,3 +110,10 @@ def test_a_value_far_off_does_not_hide_the_others(tmp_path: Path) -> None:
         assert run.plot("loss", ax=mine).get_yscale() == "linear"  # whoever brings axes has set them up
     with curve(tmp_path / "other", [2.0] * 20 + [10.0]) as run:
         assert run.plot("loss").get_yscale() == "linear"
+
+
+def test_a_metric_without_values_says_so(tmp_path: Path) -> None:
+    with curve(tmp_path / "run", [float("nan")] * 5) as run:
+        assert [text.get_text() for text in run.plot("loss").texts] == ["no values of loss"]
+    with curve(tmp_path / "other", [1.0] * 5) as run:
+        assert not run.plot("loss").texts
