@@ -46,6 +46,7 @@ from gradvitals.distributed.topology import (
     take_stock,
 )
 from gradvitals.errors import RunError
+from gradvitals.places import RUNS_FOLDER
 from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_id, run_meta
 from gradvitals.store.reader import open_run
@@ -115,7 +116,7 @@ def watch(
         model: The model being trained.
         optimizer: The optimizer, or all of them, that step it.
         run: Folder to keep the run in. If a run is there already, the next free name is used (``gpt-2``) and
-            printed. None uses ``runs/<date and time>``.
+            printed. None uses ``gradvitals_runs/<date and time>``.
         config: Settings; the defaults are meant to be left alone.
         batch_size: Samples per optimizer step of this process, over all micro-batches. With it, the noise scale is in
             samples.
@@ -923,7 +924,7 @@ def _start_run(
     batch_size: float | None,
 ) -> RunSetup:
     """Find out where a run starts or continues; with several ranks, together with them."""
-    path = Path(run or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    path = Path(run or Path(RUNS_FOLDER) / time.strftime("%Y-%m-%d_%H-%M-%S"))
     if not _has_others(group):
         resume = resume or _is_restarted(path)
         return RunSetup(path, resume, next_step(path) if resume else 0, None, True, path)

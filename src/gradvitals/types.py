@@ -240,7 +240,7 @@ class TensorInfo:
     heads: int = 0
     """Attention heads this tensor was split into, 0 for none."""
     frozen: bool = False
-    """Whether it is not to be trained: an optimizer has it, but it does not require a gradient."""
+    """Whether it is not trained: it requires no gradient, or backward does not reach it and no optimizer steps it."""
     module: str = ""
     """Class of the module that holds it, such as ``Linear``; empty if unknown."""
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import real_scripts
-from benchmarks.real_scripts import ScriptRun, compare, prepare_characters
+from benchmarks.real_scripts import public as real_scripts
+from benchmarks.real_scripts.__main__ import main
+from benchmarks.real_scripts.gate import CASES, HERE, Case, Ended, format_gate, judge, passes
+from benchmarks.real_scripts.public import ScriptRun, compare, prepare_characters
 
 TRAIN = """
 import os, sys, time, torch
@@ -73,3 +75,38 @@ def test_a_folder_without_known_scripts_is_an_error(tmp_path: Path) -> None:
     found = CliRunner().invoke(real_scripts.main, ["--scripts", str(tmp_path), "--text", str(text), "--device", "cpu"])
     assert found.exit_code == 2
     assert "nanoGPT" in found.output
+
+
+def test_every_script_is_declared_and_every_declared_script_is_there() -> None:
+    assert {path.stem for path in HERE.glob("*.py")} - {"clock"} == {case.name for case in CASES} - {"nanoGPT"}
+    assert all("gradvitals" not in path.read_text() for path in HERE.glob("*.py"))
+
+
+@pytest.mark.slow
+def test_the_quick_gate_holds() -> None:
+    done = CliRunner().invoke(main, ["--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert set(rows) == {"timm_like", "word_language_model", "thirty_steps", "accumulation"}
+    for row in rows.values():
+        assert (row["watched"], row["identical"], row["loss"], row["verdict"]) == ("yes", True, True, True), row
+        assert row["batch"] is not False, row
+    assert "Seen: loss 19" in rows["thirty_steps"]["headline"]
+
+
+def test_a_script_that_is_not_watched_needs_the_declared_reason() -> None:
+    bare = Ended("a", [1.0] * 3, [0.0, 1.0, 2.0], [0.0, 0.5, 1.0])
+    case = Case("hogwild", reason="in processes that it started")
+    silent = judge(case, [bare], [bare], [])
+    told = judge(case, [bare], [Ended("a", [], [0.0, 1.1], [0.0, 0.5], ["training in processes that it started"])], [])
+    other = judge(case, [bare], [Ended("b", [], [0.0, 1.0], [0.0, 0.5], ["in processes that it started"])], [])
+    assert [(row.watched_ok, row.identical) for row in (silent, told, other)] == [
+        (False, True),
+        (True, True),
+        (True, False),
+    ]
+    assert (told.bare_ms, told.ratio) == (pytest.approx(1000), pytest.approx(1.1))
+    results = [{"rows": [vars(row)]} for row in (silent, told, other)]
+    assert [passes(result) for result in results] == [False, True, False]
+    everything = {"machine": "one", "torch": "2", "date": "now", "pairs": 1, "packages": {}, "left_out": {}}
+    assert "1 of 1 watched, or not watched with a precise reason" in format_gate({**everything, **results[1]})

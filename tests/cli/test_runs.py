@@ -76,8 +76,8 @@ def test_a_run_that_is_not_there_brings_up_those_that_are(here: Path, name: str,
 def test_no_runs_at_all(here: Path) -> None:
     result = gradvitals("doctor")
     assert result.exit_code == 2
-    assert "there are no runs in runs; record one with `gradvitals run train.py`" in result.stderr
-    assert "There are no runs in runs." in gradvitals("ls").output
+    assert "there are no runs in gradvitals_runs; record one with `gradvitals run train.py`" in result.stderr
+    assert "There are no runs in gradvitals_runs." in gradvitals("ls").output
 
 
 def test_ls_has_a_line_for_each_run_the_newest_first(here: Path) -> None:
@@ -109,3 +109,13 @@ def test_the_help_fits_80_columns() -> None:
     lines = gradvitals("--help").output.splitlines()
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.endswith("...") and "Usage" not in line]
+
+
+def test_runs_of_other_tools_stay_apart(here: Path) -> None:
+    write(Path("runs/first"))
+    assert "runs/first" in gradvitals("ls").output  # where examples keep theirs, if there are no others
+    write(Path("gradvitals_runs/ours"))
+    Path("runs/CartPole__dqn__1").mkdir()
+    Path("runs/CartPole__dqn__1/events.out.tfevents.1").write_bytes(b"x")
+    assert [run["name"] for run in json.loads(gradvitals("ls", "--json").output)["runs"]] == ["ours"]
+    assert gradvitals("doctor").output.splitlines()[-1].startswith("gradvitals_runs/ours: ")

@@ -75,6 +75,15 @@ def test_one_bad_batch_is_an_explosion_that_recovers() -> None:
     assert 20 < finding.evidence["seen"]["ratio"] < 60
 
 
+def test_a_harmless_spike_of_two_steps_is_dated_alike_in_both_texts() -> None:
+    run = healthy_run(spread=0.05)
+    run.scale_gradient(150, 3.0)
+    run.scale_gradient(151, 4.0)
+    finding = only(run.findings("explosion"))
+    assert (finding.severity, finding.first_step) == ("info", 150)
+    assert finding.fixes[0].text.startswith("Nothing to do at step 150;")
+
+
 def test_a_spike_of_one_tensor_that_the_norm_of_all_hides() -> None:
     run = healthy_run(spread=0.1)
     run.scale_gradient(300, 20.0, tensor=3)

@@ -61,10 +61,16 @@ def test_an_end_with_an_error_is_the_script_s_own(way: str, tmp_path: Path) -> N
     [
         ("print('no torch')", "did not import torch"),
         ("import torch", "no backward pass ran"),
+        ("import torch\ntorch.ones(1, requires_grad=True).sum().backward()", "1 backward pass ran"),
         (
             "import torch\nw = torch.ones(3, requires_grad=True)\nfor _ in range(4):\n"
-            "    w.square().sum().backward()\n    w.data -= 0.1 * w.grad\n    w.grad = None",
-            "4 backward passes ran, but no torch.optim optimizer stepped",
+            "    w.square().sum().backward()\n    w.grad = None",
+            "4 backward passes ran, but no weights were updated between them, by an optimizer or by the script",
+        ),
+        (
+            "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+            "for _ in range(4):\n    model(torch.ones(1, 2)).sum().backward()",
+            "4 backward passes ran, but no weights were updated between them: AdamW never stepped; call its step()",
         ),
     ],
 )

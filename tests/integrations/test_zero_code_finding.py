@@ -379,7 +379,7 @@ def test_an_error_of_ours_is_not_one_of_the_script(capsys: pytest.CaptureFixture
 
     weight = torch.nn.Parameter(torch.ones(3))
     elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
-    for listener in (BackwardPasses(fail, lambda loss: None), BackwardPasses(lambda: None, fail)):
+    for listener in (BackwardPasses(lambda loss: None, fail), BackwardPasses(fail)):
         listener.start()
         try:
             torch.autograd.backward([weight.sum(), elsewhere.sum()])

@@ -270,7 +270,7 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with gv.watch(model, optimizer) as monitor:
         regression(model, Data().batch(4)).backward()
         optimizer.step()
-    assert monitor.run_path.parent == Path("runs")
+    assert monitor.run_path.parent == Path("gradvitals_runs")
     with gv.open_run(monitor.run_path) as run:
         assert run.last_step == 0
 

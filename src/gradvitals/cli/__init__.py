@@ -110,7 +110,7 @@ def _fail(message: str) -> NoReturn:
 def main() -> None:
     """Vital signs for training: what is wrong, why, and how to fix it.
 
-    Commands that read a run take the newest one in runs/ if none is named.
+    Commands that read a run take the newest one in gradvitals_runs/ if none is named.
 
     \b
     Start here:

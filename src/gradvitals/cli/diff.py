@@ -15,7 +15,7 @@ from gradvitals.cli.runs import resolve
 def diff(first: str | None, second: str | None, as_json: bool) -> None:
     """Compare run A with run B: the first step at which they separate for good, settings, findings.
 
-    With one run, compares it with the newest; with none, the two newest runs in runs/. Needs no torch.
+    With one run, compares it with the newest; with none, the two newest runs in gradvitals_runs/. Needs no torch.
 
     \b
     Example:

@@ -7,18 +7,19 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import console, json_option, print_json
+from gradvitals.places import default_folder
 
 SHOWN = 20
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), default="runs")
+@click.argument("folder", type=click.Path(path_type=Path), default=default_folder)
 @click.option(
     "-n", "--limit", type=click.IntRange(min=0), default=SHOWN, show_default=True, help="Runs to show; 0: all."
 )
 @json_option
 def ls(folder: Path, limit: int, as_json: bool) -> None:
-    """List the runs in FOLDER (runs/ by default), the newest first.
+    """List the runs in FOLDER (gradvitals_runs/ by default), the newest first.
 
     Each has a light, the number of steps, the last loss, its age, and what is wrong.
 
@@ -30,7 +31,7 @@ def ls(folder: Path, limit: int, as_json: bool) -> None:
     from gradvitals.errors import RunNotFoundError
     from gradvitals.report.listing import find_runs, list_runs
 
-    if not folder.exists() and str(folder) != "runs":
+    if not folder.exists() and folder != default_folder():
         raise RunNotFoundError(f"there is no folder {folder}")
     found = sorted(find_runs(folder), key=lambda file: -file.modified)
     lines = list_runs(found[: limit or None], folder)

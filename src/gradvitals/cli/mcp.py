@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from gradvitals.places import default_folder
+
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), default="runs")
+@click.argument("folder", type=click.Path(path_type=Path), default=default_folder)
 def mcp(folder: Path) -> None:
-    """Serve the runs in FOLDER (runs/ by default) to a coding agent, over stdio.
+    """Serve the runs in FOLDER (gradvitals_runs/ by default) to a coding agent, over stdio.
 
     Speaks the Model Context Protocol. The agent can list runs, get the verdict, read series, explain rules and compare
     runs. It cannot change anything. Needs the extra: pip install 'gradvitals[mcp]'.

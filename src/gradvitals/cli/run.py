@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from gradvitals.places import RUNS_FOLDER
+
 
 class OptionsFirst(click.Command):
     """Explains where an unknown option belongs: most likely it is the script's."""
@@ -32,7 +34,7 @@ class OptionsFirst(click.Command):
     "--out",  # torchrun takes --run for an option of its own, wherever it stands
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder to keep the run in; a number is added if it holds a run.  [default: runs/DATE_TIME]",
+    help="Folder to keep the run in; a number is added if it holds a run.  [default: gradvitals_runs/DATE_TIME]",
 )
 @click.option(
     "--every",
@@ -77,7 +79,7 @@ def run(
     from gradvitals.integrations.zero_code.program import Launch, Program, Settings
 
     _check(sinks, alerts)
-    place = folder if folder is not None else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    place = folder if folder is not None else Path(RUNS_FOLDER) / time.strftime("%Y-%m-%d_%H-%M-%S")
     settings = Settings(
         run=Path.cwd() / place,  # the script may go elsewhere
         program=f"-m {script}" if is_module else script,

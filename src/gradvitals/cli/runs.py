@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from gradvitals.places import default_folder
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -17,20 +19,20 @@ def run_argument(command: Command) -> Command:
 
 
 def resolve(name: str | None, *, must_exist: bool = True) -> Path:
-    """Returns the folder that a RUN on the command line means; the newest run in runs/ if it is None.
+    """Returns the folder that a RUN on the command line means; the newest run in the default folder if it is None.
 
     Raises:
         RunNotFoundError: If there is none; it names those that exist.
     """
-    from gradvitals.report.listing import DEFAULT_FOLDER, newest_run
+    from gradvitals.report.listing import newest_run
     from gradvitals.store.opening import find_run_file
 
     if name is None:
         return newest_run()
     path = Path(name)
-    short = DEFAULT_FOLDER / path
+    short = default_folder() / path
     if path.exists() or path.is_absolute() or (not short.exists() and len(path.parts) > 1):
         return path
-    if must_exist and DEFAULT_FOLDER.exists():
+    if must_exist and default_folder().exists():
         find_run_file(short)
     return short if short.exists() else path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-DEFAULT_FOLDER = "runs"
+from gradvitals.places import default_folder
 
 
 @click.command()
@@ -21,8 +21,8 @@ DEFAULT_FOLDER = "runs"
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
     """Show the runs in FOLDER on a live page in the browser.
 
-    FOLDER holds runs, at any depth, or is one; `runs` by default. New runs appear by themselves. Only this machine can
-    open the page unless --host says otherwise; the page loads nothing from elsewhere. Ctrl-C stops it.
+    FOLDER holds runs, at any depth, or is one; `gradvitals_runs` by default. New runs appear by themselves. Only this
+    machine can open the page unless --host says otherwise; the page loads nothing from elsewhere. Ctrl-C stops it.
 
     \b
     Example:
@@ -33,7 +33,7 @@ def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) 
     from gradvitals.errors import RunNotFoundError
     from gradvitals.web.app import addresses, bind, serve_runs
 
-    chosen = folder or Path(DEFAULT_FOLDER)
+    chosen = folder or default_folder()
     if folder is not None and not chosen.exists():
         raise RunNotFoundError(f"there is no folder {folder}")
     if chosen.is_file():

@@ -78,6 +78,10 @@ class BackwardCounter:
         grad = self._parameter.grad if self._parameter is not None else None
         self._left = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
+    def note_zeroed(self) -> None:
+        """Note that the loop has zeroed the gradients of the last step before that step was known to be over."""
+        self._left = None
+
     def note_read(self) -> None:
         """Note that the gradients are read as they are now. Only ranks need it: see `altered`."""
         if self._distributed and self._parameter is not None:

@@ -24,6 +24,7 @@ class Listener(Protocol):
 
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         """The L2 norm of these gradients was computed. With it, their own norms, one by one or joined, if known."""
+        return
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
         """The gradients of these parameters are about to be scaled (to a norm, if known) or clamped in place."""
@@ -39,12 +40,15 @@ class Listener(Protocol):
 
     def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` has run, or skipped the step."""
+        return
 
     def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
         """A pipeline has divided the gradients of these parameters by the number of its micro-batches."""
+        return
 
     def before_groups_end(self) -> None:
         """torch.distributed is about to end."""
+        return
 
 
 _listeners: tuple[weakref.ref[Any], ...] = ()

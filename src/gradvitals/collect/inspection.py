@@ -578,6 +578,11 @@ def _sampled(values: Tensor) -> Tensor:
     return values if len(values) <= rows else values[:: -(-len(values) // rows)]
 
 
+def _extent(data: Tensor) -> int:
+    """Returns the bytes from the first sample to the last: a column of a sequence reaches over all of it."""
+    return max(data.numel(), len(data) * data.stride(0)) * data.element_size()
+
+
 def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
     """Returns the scale of what a layer is fed, by columns or channels."""
     if _is(layer, LOOKUPS):
@@ -614,7 +619,7 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         "input/nonfinite": (~finite).sum(),
         "input/nonfinite_columns": (~finite).all(0).sum(),
         "input/checksum": (clean.reshape(-1) * ramp).mean(),
-        "input/part": float(data.untyped_storage().nbytes() > 4 * data.numel() * data.element_size()),
+        "input/part": float(data.untyped_storage().nbytes() > 4 * _extent(data)),
         "input/normalized": float(_is(layer, NORMS)),
     }
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,7 @@ def build_layout(
     head_names: Sequence[str],
     order: Sequence[int],
     classes: Mapping[int, str] | None = None,
+    idle: Container[int] = (),
 ) -> Layout:
     """Describe the rows of every per-tensor, per-layer and per-head array.
 
@@ -170,6 +171,7 @@ def build_layout(
         head_names: Name of every head.
         order: Rows from the input of the network to its output. A layer stands where its first row stands.
         classes: By the `id` of a parameter, the class of its module.
+        idle: Rows that are not trained, such as those of an average of the weights.
     """
     names = list(parameters)
     depth: dict[str, int] = {}
@@ -185,7 +187,7 @@ def build_layout(
             layer=layer_of(name),
             depth=depth[layer_of(name)],
             heads=heads_of.get(row, 0),
-            frozen=not parameter.requires_grad,
+            frozen=row in idle or not parameter.requires_grad,
             module=(classes or {}).get(id(parameter), ""),
         )
         for row, (name, parameter) in enumerate(parameters.items())
@@ -418,7 +420,14 @@ class ParameterTable:
             for module in self.model.modules()
             for parameter in module.parameters(recurse=False)
         }
-        self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order, classes)
+        idle: set[int] = set()
+        if self.arrivals:  # what backward does not reach and no optimizer steps, such as an EMA copy
+            stepped = {
+                id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+            }
+            idle = {row for row, parameter in enumerate(self.parameters) if id(parameter) not in stepped}
+            idle.difference_update(self.arrivals)
+        self.layout = build_layout(self.named, list(self.heads.values()), self.head_names, self.order, classes, idle)
 
     def _open_windows(self) -> None:
         if "window" not in self.config.sources or "gsnr" not in self.config.metrics:

@@ -1065,6 +1065,14 @@ class StepRecorder:
             self._inspection.disarm()
             self._inspection = None
 
+    def correct_observed(self, factor: float, samples: float | None) -> None:
+        """Multiply the loss that was observed in this step, and name the samples behind it, if they are known."""
+        if self._alone:
+            self._leave_plain()
+        for call in self.draft.observed.calls[-1:]:
+            call.loss = None if call.loss is None else call.loss * factor
+            call.size = samples
+
     def validate(self, loss: Tensor | float) -> None:
         """Note a validation loss; several before a step are averaged."""
         value = loss.detach().float().mean() if isinstance(loss, Tensor) else torch.tensor(float(loss))

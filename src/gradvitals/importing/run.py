@@ -11,6 +11,7 @@ from typing import Any
 
 from gradvitals.diagnose import Diagnosis
 from gradvitals.importing.sources import ImportSourceError, Notes, Source, find_source, number, whole
+from gradvitals.places import RUNS_FOLDER
 from gradvitals.store import RunWriter, free_run_path
 from gradvitals.types import Finding, Reading
 
@@ -165,7 +166,7 @@ def import_run(
 
     Args:
         source: Event files of TensorBoard, a run of W&B, a CSV, JSONL or JSON file; or the folder of one.
-        run: Folder to make; None takes ``runs/`` and the source's name.
+        run: Folder to make; None takes ``gradvitals_runs/`` and the source's name.
         columns: Metrics by the name of their column, if they cannot be guessed: ``{"train_nll": "loss"}``.
 
     Raises:
@@ -188,7 +189,7 @@ def import_run(
     readings = _readings(found, chosen, notes)
     if not readings:
         raise ImportSourceError(f"{found.path} has no row with a number for {', '.join(_metrics(chosen).values())}")
-    where = Path(run) if run is not None else free_run_path(Path("runs") / _name(path))
+    where = Path(run) if run is not None else free_run_path(Path(RUNS_FOLDER) / _name(path))
     words = tuple(notes.words())
     origin = {"from": str(found.path), "kind": found.kind, "columns": chosen, "notes": list(words)}
     diagnosis = Diagnosis()

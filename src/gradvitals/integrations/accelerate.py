@@ -40,7 +40,7 @@ def watch(
         The Monitor. Close it, or let it close with the program; it then prints the verdict to stderr.
     """
     monitor = monitoring.watch(model, optimizer, **options)
-    backwards = BackwardPasses(lambda: None, lambda loss: observe_part(monitor, loss))
+    backwards = BackwardPasses(lambda loss: observe_part(monitor, loss))
     monitor.at_close(backwards.stop)
     backwards.start()
     if checkpoint:

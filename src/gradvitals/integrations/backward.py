@@ -24,11 +24,11 @@ class BackwardPasses:
     It wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
 
     Args:
-        before: Called before a pass.
         after: Called after a pass with the loss: one number, unscaled and detached, or None.
+        before: Called before a pass with what backward was called on.
     """
 
-    def __init__(self, before: Callable[[], None], after: Callable[[Tensor | None], None]) -> None:
+    def __init__(self, after: Callable[[Tensor | None], None], before: Callable[[Any], None] = lambda _: None) -> None:
         self.events = TorchEvents()
         self._before = before
         self._after = after
@@ -44,7 +44,7 @@ class BackwardPasses:
             if not self._active or _is_inside() or _is_recorded():
                 return original(tensors, grad_tensors, *args, **kwargs)
             try:
-                self._before()
+                self._before(tensors)
             except Exception as error:
                 self._fail(error)
             result = original(tensors, grad_tensors, *args, **kwargs)
@@ -90,7 +90,7 @@ class BackwardPasses:
         return loss if scaler is None or scaler._scale is None else loss / scaler._scale.to(loss.device)
 
 
-class TorchEvents(threading.local):
+class TorchEvents(threading.local, torch_hooks.Listener):
     """What the hooks of `collect.hooks` show besides: scaled losses, autocast, clipping. Each thread has its own."""
 
     def __init__(self) -> None:
@@ -114,21 +114,9 @@ class TorchEvents(threading.local):
         """Gradients are about to be clipped."""
         self.clipped = True
 
-    def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
-        """Not needed here."""
-
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Every scaled loss of this step has gone through backward."""
         self.scaled.clear()
-
-    def after_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Not needed here."""
-
-    def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
-        """Not needed here."""
-
-    def before_groups_end(self) -> None:
-        """Not needed here."""
 
 
 def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
@@ -139,6 +127,22 @@ def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
     """
     monitor.recorder.draft.observed.adds_up = True
     monitor.observe(loss)
+
+
+def divisor_of(tensors: Any) -> int | None:
+    """Returns the whole number that a loop has divided its loss by; None if it has not."""
+    node: Any = tensors.grad_fn if isinstance(tensors, Tensor) and tensors.dim() == 0 else None
+    for _ in range(4):  # past the multiplication of a GradScaler, and a change of dtype
+        name = "" if node is None else node.name()
+        if not name.startswith(("DivBackward", "MulBackward", "ToCopyBackward")):
+            return None
+        factor = getattr(node, "_saved_other", None)
+        if isinstance(factor, Tensor) and factor.dim() == 0 and factor.is_cpu:
+            number = float(factor) if name.startswith("Div") else 1 / (float(factor) or math.inf)
+            if number >= 2 and abs(number - round(number)) < 1e-6:
+                return round(number)
+        node = node.next_functions[0][0]
+    return None
 
 
 def _is_inside() -> bool:

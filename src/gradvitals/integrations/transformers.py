@@ -52,7 +52,7 @@ class GradvitalsCallback(TrainerCallback):
         self._options: dict[str, Any] = {"run": run, "config": config, "guard": guard, "sinks": sinks, "alerts": alerts}
         self._batch_size = batch_size
         self._log = log
-        self._backwards = BackwardPasses(lambda: None, self._after_backward)
+        self._backwards = BackwardPasses(self._after_backward)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

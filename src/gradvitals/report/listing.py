@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gradvitals.errors import GradvitalsError, RunNotFoundError
+from gradvitals.places import default_folder
 from gradvitals.report.verdict import Level, State, judge_run, state_of, was_diagnosed
 from gradvitals.store.opening import is_run_file
 from gradvitals.store.reader import open_run
 from gradvitals.store.schema import FILE_NAME
 
-DEFAULT_FOLDER = Path("runs")
 MAX_DEPTH = 6
 """Folders between the listed one and a run."""
 MAX_FOLDERS = 20_000
@@ -64,7 +64,7 @@ def find_runs(folder: Path) -> list[RunFile]:
     return sorted(found.values(), key=lambda file: file.name)
 
 
-def newest_run(folder: Path = DEFAULT_FOLDER) -> Path:
+def newest_run(folder: Path | None = None) -> Path:
     """Returns the folder of the run that was written to last.
 
     Raises:
@@ -73,17 +73,18 @@ def newest_run(folder: Path = DEFAULT_FOLDER) -> Path:
     return newest_runs(1, folder)[0]
 
 
-def newest_runs(count: int, folder: Path = DEFAULT_FOLDER, *, without: Iterable[Path] = ()) -> list[Path]:
+def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Path] = ()) -> list[Path]:
     """Returns the folders of the runs that were written to last, the oldest of these first.
 
     Args:
         count: How many.
-        folder: Where to look.
+        folder: Where to look; None takes the default folder.
         without: Runs that do not count.
 
     Raises:
         RunNotFoundError: If there are fewer.
     """
+    folder = default_folder() if folder is None else folder
     skipped = {path.resolve() for path in without}
     found = [file for file in find_runs(folder) if file.path.parent not in skipped]
     if len(found) < count:

@@ -15,6 +15,7 @@ from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
+from gradvitals.format import number
 from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import NOTICES, name_of
 from gradvitals.report.format import clean, cut, duration, plural
@@ -438,11 +439,23 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
         verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
     more = [text] if (text := describe_restarts(restarts(run))) else []
+    if read < EARLY_STEPS and not verdict.ranked and not run.is_live:
+        more += _seen(run)
     if "loss" not in run.metrics("values"):
         ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
         no_loss = NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS
         more.append(no_loss if ignored is None else f"No loss was recorded: {ignored.title}.")
     return replace(verdict, headline=" ".join((verdict.headline, *more)))
+
+
+def _seen(run: Run) -> Iterator[str]:
+    """Yields what the first steps of a run have shown, while there is too little to judge."""
+    parts, known = [], run.metrics("values")
+    for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
+        if metric in known and len(values := run.series(metric)[1]) > 1:
+            parts.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
+    if parts:
+        yield f"Seen: {', '.join(parts)}."
 
 
 def metric_of_every_step(run: Run) -> str | None:

@@ -198,7 +198,7 @@ class Explosion(Rule):
                 "Skip the batch of step {began} and look at it; if the loss has not recovered, restore an earlier "
                 "checkpoint and reset the optimizer state"
             ),
-            "harmless": "Nothing to do at step {at}; if it comes back, look at its batches",
+            "harmless": "Nothing to do at step {began}; if it comes back, look at its batches",
             "initialization": (
                 "Start with smaller weights, of standard deviation 1 / sqrt(inputs): the norm of step {at} is {norm}"
             ),

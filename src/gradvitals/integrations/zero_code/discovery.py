@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from gradvitals.integrations.backward import class_name
 
@@ -29,22 +30,38 @@ class Found:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether two of the optimizers share a parameter: only a step shows which one is used."""
-        stepped = [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
-        return len(set(map(id, stepped))) < len(stepped)
+        """Whether only a step shows what is trained together.
+
+        Two of the optimizers may share a parameter, or each may have a part of the model to itself.
+        """
+        stepped = [set(map(id, parameters_of(optimizer))) for optimizer in self.optimizers]
+        if len(set().union(*stepped)) < sum(map(len, stepped)):
+            return True
+        parts = [set(map(id, part.parameters())) for part in self.model.modules()] if len(stepped) > 1 else []
+        return bool(parts) and all(own in parts for own in stepped)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> Found:
-        """Returns the same model with this optimizer, without those that share parameters with it."""
+        """Returns what this optimizer steps now, without the others that share parameters with it or have no gradients.
+
+        Layers that are trained one after the other have an optimizer each.
+        """
         chosen, taken = [optimizer], set(map(id, parameters_of(optimizer)))
         for other in self.optimizers:
-            own = set(map(id, parameters_of(other)))
-            if other is not optimizer and taken.isdisjoint(own):
+            own = {id(parameter): parameter for parameter in parameters_of(other)}
+            if other is not optimizer and taken.isdisjoint(own) and any(p.grad is not None for p in own.values()):
                 chosen.append(other)
-                taken |= own
-        return Found(self.model, chosen, self.name, self.has_modules)
+                taken |= own.keys()
+        found = replace(self, optimizers=chosen)
+        return found if len(chosen) == len(self.optimizers) or not self.is_ambiguous else found.narrowed()
+
+    def narrowed(self) -> Found:
+        """Returns the smallest part of the model that has everything its optimizers step."""
+        stepped = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
+        parts = [part for part in self.model.modules() if stepped <= set(map(id, part.parameters()))]
+        return replace(self, model=parts[-1], name=class_name(bare(parts[-1]))) if self.has_modules and parts else self
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yields every parameter that the optimizer steps."""
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -76,7 +93,7 @@ class _Family:
         self._owners: dict[int, list[nn.Module]] = {}
         for module in modules:
             children: Iterable[nn.Module | None] = module.__dict__.get("_modules", {}).values()
-            owned: Iterable[torch.Tensor | None] = module.__dict__.get("_parameters", {}).values()
+            owned: Iterable[Tensor | None] = module.__dict__.get("_parameters", {}).values()
             for child in children:
                 if child is not None:
                     self._parents.setdefault(id(child), []).append(module)
@@ -84,7 +101,7 @@ class _Family:
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), []).append(module)
 
-    def roots_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, nn.Module]:
+    def roots_of(self, parameters: Iterable[Tensor]) -> dict[int, nn.Module]:
         """Returns the outermost modules that own these parameters, one per parameter."""
         wanted = dict.fromkeys(id(parameter) for parameter in parameters)  # in order: all ranks must find the same
         outermost: dict[int, nn.Module] = {}
@@ -177,23 +194,25 @@ COUNTED_STEPS = 3
 
 
 class SampleCount:
-    """Counts the samples of the first steps of a model, and reports the number if it is the same in each.
+    """Counts the samples of the first steps of a model, and reports those of a step if steps or passes are alike.
 
     The number of samples is the first dimension of the tensors that the model is called with, if they agree on it and
-    the model is called once per backward pass. Otherwise nothing is reported.
+    each backward pass reaches one call of the model. Otherwise nothing is reported.
 
     Args:
         model: The model, or a module that contains it.
-        report: Called once with the number of samples per step.
+        report: Called once with the number of samples per step, and that per backward pass if it was always the same.
     """
 
-    def __init__(self, model: nn.Module, report: Callable[[float], None]) -> None:
+    def __init__(self, model: nn.Module, report: Callable[[float, float | None], None]) -> None:
         self._parts = {id(part) for part in model.modules()}
         self._report = report
-        self._depth = 0
-        self._calls: list[int | None] = []
+        self._depth = self._num_calls = 0
+        self._reached: dict[int, int | None] = {}
+        """The calls that the backward pass in progress has reached, with their samples."""
         self._samples: list[int | None] = []
         self._steps: list[int] = []
+        self._passes: set[int] = set()
         self._started = False  # the model may have been called already in the current step
         self.in_backward = False
         """Whether a backward pass is running: activation checkpointing calls modules again in it."""
@@ -209,11 +228,11 @@ class SampleCount:
         """Whether the number may still be found."""
         return bool(self._handles)
 
-    def after_backward(self) -> None:
-        """A backward pass of the model is over."""
-        if self._handles:
-            self._samples.append(self._calls[0] if len(self._calls) == 1 else None)
-            self._calls = []
+    def after_backward(self, *, counts: bool) -> None:
+        """A backward pass of the model is over; one that does not count had samples that were counted before."""
+        if self._handles and counts:
+            self._samples.append(next(iter(self._reached.values())) if len(self._reached) == 1 else None)
+        self._reached = {}
 
     def forget(self) -> None:
         """The backward pass that has just run is the first of its step; ignore those before."""
@@ -226,13 +245,15 @@ class SampleCount:
             return
         if self._started and len(samples) == len(self._samples):
             self._steps.append(sum(samples))
+            self._passes.update(samples)
         elif self._started:
             self.stop()
         self._started, self._samples = True, []
         if len(self._steps) == COUNTED_STEPS:
             self.stop()
-            if len(set(self._steps)) == 1:
-                self._report(float(self._steps[0]))
+            per_pass = float(*self._passes) if len(self._passes) == 1 else None
+            if per_pass is not None or len(set(self._steps)) == 1:
+                self._report(float(max(self._steps)), per_pass)
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -250,8 +271,20 @@ class SampleCount:
         self._depth -= 1
         if self._depth <= 0:
             self._depth = 0
-            if module.training and torch.is_grad_enabled() and not self.in_backward:
-                self._calls.append(_first_dimension([*args, *kwargs.values()]))
+            if torch.is_grad_enabled() and not self.in_backward:
+                self._num_calls += 1
+                self._follow(self._num_calls, _first_dimension([*args, *kwargs.values()]), output)
+
+    def _follow(self, call: int, samples: int | None, output: Any) -> None:
+        """Note when a backward pass reaches a call through its output: a loop may call a model to act, or to log."""
+
+        def arrived(grad: Tensor) -> None:
+            self._reached[call] = samples
+
+        outputs = vars(output).values() if hasattr(output, "__dict__") else [output]
+        for leaf in tree_leaves([*outputs, output]):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(arrived)
 
 
 def _first_dimension(inputs: list[Any]) -> int | None:

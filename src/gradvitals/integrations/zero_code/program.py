@@ -294,12 +294,15 @@ class Launch:
         if watcher is None:
             return "the script did not import torch in this process"
         if not watcher.num_backwards:
-            return "no backward pass ran in this process; training in processes that it started is not followed"
-        passes = "1 backward pass" if watcher.num_backwards == 1 else f"{watcher.num_backwards:,} backward passes"
-        return (
-            f"{passes} ran, but no torch.optim optimizer stepped. Weights that Keras, DeepSpeed or the script itself "
-            "updates are not followed; step them with a torch.optim optimizer"
-        )
+            return (
+                "no backward pass ran in this process; training in processes that it started is not followed. Start "
+                "them with torchrun -m gradvitals run SCRIPT, or call gradvitals.watch in them"
+            )
+        if watcher.num_backwards == 1:
+            return "1 backward pass ran, and no optimizer stepped; a run needs two steps at least"
+        ran = f"{watcher.num_backwards:,} backward passes ran, but no weights were updated between them"
+        made = " and ".join(watcher.made)
+        return f"{ran}: {made} never stepped; call its step()" if made else f"{ran}, by an optimizer or by the script"
 
     def _print_after_traceback(self) -> None:
         """Once Python has shown the error, name the runs up to it; the error needs no second mention."""

@@ -24,8 +24,15 @@ from gradvitals.collect import hooks as torch_hooks
 from gradvitals.collect.backward import STEPS
 from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
-from gradvitals.distributed.topology import MissingRanksError
-from gradvitals.integrations.backward import BackwardPasses, TorchEvents, observe_part, sharded_modules, show_shards
+from gradvitals.integrations.backward import (
+    BackwardPasses,
+    TorchEvents,
+    divisor_of,
+    observe_part,
+    sharded_modules,
+    show_shards,
+)
+from gradvitals.integrations.zero_code.by_hand import OwnUpdates, UpdateFinder, optimizer_name
 from gradvitals.integrations.zero_code.discovery import Found, SampleCount, distinct_name, find, parameters_of
 from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.monitor import Monitor
@@ -35,7 +42,9 @@ from gradvitals.worker.worker import print_line
 MAX_RUNS = 8
 """The most models to watch in one process, at the same time or one after the other."""
 RANKS_SECONDS = 5.0
-"""How long to wait for ranks that no launcher started: most likely gradvitals does not run in them."""
+"""How long to wait for the other ranks of a launcher before printing so."""
+LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",))
+"""Environment variables that a launcher gives to each rank. It starts all of them the same way: with gradvitals."""
 IDLE_BACKWARDS = 200
 """Stop watching a model after this many backward passes that did not reach it, so that it does not fill the memory."""
 ANNOUNCE_SECONDS = 5.0
@@ -74,6 +83,16 @@ class Watched:
         self._late = _reduces_by_hand(found.model, self.parameters)
         self._losses: list[Tensor] = []
         self._before: list[Any] = []
+        self._passes = 0
+        """Backward passes since the last step."""
+        self._micro_batches: int | None = None
+        """Backward passes of a step whose losses the script divides by their number."""
+        self._divisor: int | None = None
+        self._summed = 1
+        """Backward passes of the last step whose losses were not divided by their number."""
+        self._samples_per_pass: float | None = None
+        self._step_passes: int | None = None
+        """Backward passes since the optimizer's step has begun: those of a closure. None outside a step."""
 
     @property
     def run_path(self) -> Path:
@@ -83,11 +102,23 @@ class Watched:
     @property
     def is_settled(self) -> bool:
         """Whether everything about it is known, so that a step brings nothing but its losses."""
-        return self._announce is None and not self._samples.is_counting and not self._late
+        return self.own_updates is None and self._announce is None and not self._samples.is_counting and not self._late
 
-    def before_backward(self, *, alone: bool) -> None:
+    @property
+    def own_updates(self) -> OwnUpdates | None:
+        """What stands for its optimizer if the script updates its weights without one."""
+        first = self.found.optimizers[0]
+        return first if isinstance(first, OwnUpdates) else None
+
+    def note_divisor(self, tensors: Any) -> None:
+        """Note by what the script divides its loss; a step may have fewer backward passes than that."""
+        if self._micro_batches != 1:
+            self._divisor = divisor_of(tensors)
+
+    def before_backward(self, tensors: Any, *, alone: bool) -> None:
         """A backward pass starts. If there are other models, it may be theirs."""
         self._samples.in_backward = True
+        self.note_divisor(tensors)
         self._before = [] if alone else _versions(self.parameters)
 
     def after_backward(self, loss: Tensor | None, *, alone: bool) -> bool:
@@ -97,31 +128,75 @@ class Watched:
             return False
         if not self._late and self.monitor.recorder.observes == 0:
             self._samples.forget()  # no step used the passes so far, such as those of a generator through this model
-        self._samples.after_backward()
+            self._passes = 0
+        self._samples.after_backward(counts=not self._step_passes)  # a closure may be evaluated again
         if self._late:
             self._losses += [loss] if loss is not None else []
         else:
-            observe_part(self.monitor, loss)
+            self.observe(loss)
         return True
 
-    def before_step(self) -> None:
+    def observe(self, loss: Tensor | None) -> None:
+        """A backward pass of the step had this loss."""
+        observe_part(self.monitor, loss)
+        if self._step_passes is None:
+            self._passes += 1
+            return
+        self._step_passes += 1
+        if self._step_passes == 1:  # of a closure that is evaluated often, the first time counts
+            self._passes += 1
+            self._complete()
+
+    def before_step(self, *, has_closure: bool = False) -> None:
         """One of its optimizers is about to step."""
         self.idle = 0
         for loss in self._losses:
-            observe_part(self.monitor, loss)
+            self.observe(loss)
         self._losses = []
+        if has_closure:
+            self._step_passes = 0
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        """All losses of the step are here: make up for those of an incomplete accumulation."""
+        passes, divisor = self._passes, self._divisor
+        if not passes:
+            return  # another optimizer of the model has stepped with the same gradients
+        self._passes, self._summed = 0, 1 if passes == divisor else passes
+        factor, recorder = 1.0, self.monitor.recorder
+        if passes == divisor or self._micro_batches is None:
+            self._micro_batches = passes if passes == divisor else 1 if passes == 1 else None
+        elif divisor == self._micro_batches and passes < divisor:
+            factor = divisor / passes
+        samples = None if self._samples_per_pass is None else self._samples_per_pass * passes
+        if factor != 1 or (samples is not None and samples != recorder.batch_size):
+            recorder.correct_observed(factor, samples)
 
     def move(self, thread: threading.Thread, losses: Sequence[Tensor]) -> None:
         """A step showed that another thread trains it, whose backward passes since the last step had these losses."""
         self.thread = thread
         for loss in losses:
-            observe_part(self.monitor, loss)
+            self.observe(loss)
 
     def after_step(self) -> None:
         """One of its optimizers has stepped."""
+        self._step_passes = None
         self._samples.after_step()
         if not self._samples.is_counting or time.monotonic() > self._announce_by:
             self._print_start()
+
+    def end_own_step(self) -> None:
+        """See whether the script has updated the weights itself since the last backward pass."""
+        updates = self.own_updates
+        if updates is None or not updates.made_step():
+            return
+        self.before_step()
+        updates.end_step()
+        if updates.has_new_gradients:
+            for state in self.monitor.recorder.optimizers:
+                state.backward.note_zeroed()
+        self.after_step()
 
     def catch_up(self, losses: Sequence[Tensor], seen: TorchEvents) -> None:
         """Record what happened in the first step before the model was found."""
@@ -133,11 +208,12 @@ class Watched:
             for state in recorder.optimizers:
                 state.clipped = state.step.clipped = True
         for loss in losses:
-            observe_part(self.monitor, loss)
+            self.observe(loss)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop watching."""
         self._samples.stop()
+        self.end_own_step()
         if self.monitor.step:
             self._print_start()
         self.monitor.close(error)
@@ -147,13 +223,15 @@ class Watched:
         if self._announce is None:
             return
         announce, self._announce = self._announce, None
-        optimizers = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.found.optimizers))
+        optimizers = " and ".join(dict.fromkeys(map(optimizer_name, self.found.optimizers)))
         samples = self.monitor.recorder.batch_size
         batch = "" if samples is None else f", {samples:g} samples per step"
-        announce(f"watching {self.found.name} with {optimizers}{batch}; the run is in {relative(self.run_path)}")
+        summed = f", its loss the sum of {self._summed} backward passes" if self._summed > 1 else ""
+        where = relative(self.run_path)
+        announce(f"watching {self.found.name} with {optimizers}{batch}{summed}; the run is in {where}")
 
-    def _on_samples(self, samples: float) -> None:
-        self.monitor.recorder.batch_size = samples
+    def _on_samples(self, samples: float, per_pass: float | None) -> None:
+        self.monitor.recorder.batch_size, self._samples_per_pass = samples, per_pass
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[Any]:
@@ -182,25 +260,28 @@ class Watcher:
         """Whether a run has ended whose verdict another rank prints."""
         self.events = TorchEvents()
         """What torch's hooks showed before a model had a Monitor of its own."""
+        self.made: dict[str, None] = {}
+        """The classes of the optimizers that the script has made."""
         self._num_started = 0
         self._names: set[str] = set()
-        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
         self._makers: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Thread] = weakref.WeakKeyDictionary()
         """The thread that made each optimizer."""
-        self._ignored: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._ignored: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that are not watched: replaced by others, or too many."""
-        self._idle: list[tuple[weakref.ref[torch.optim.Optimizer], Path]] = []
+        self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, Path] = weakref.WeakKeyDictionary()
         """Optimizers of models that are watched no more, and the run to continue if they step again."""
+        self._updates: UpdateFinder | None = UpdateFinder()
+        """Looks for weights that the script updates itself, until an optimizer of torch's steps."""
         self._looked = False
         self._only: Watched | None = None
         """The one model of the script, once it is clear that there are no others: nothing to search in each step."""
-        self._losses: weakref.WeakKeyDictionary[threading.Thread, deque[Tensor]] = weakref.WeakKeyDictionary()
+        self._losses: dict[threading.Thread, deque[Tensor]] = {}
         """The losses of each thread since its last step, for a model that is found during the step."""
         self._finding = threading.RLock()
         self.prints = int(os.environ.get("RANK", "0")) == 0
         self.explained = False
         """Whether a line was printed about why a model is not watched."""
-        self._launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        self._launched = any(all(name in os.environ for name in names) for names in LAUNCHERS)
         """Whether a launcher such as torchrun started this process, and so started the other ranks the same way."""
         self.watches_itself = False
         """Whether the script made a Monitor itself."""
@@ -217,19 +298,40 @@ class Watcher:
     def on_made(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self._only = None
-        self._made = [*(made for made in self._made if made() is not None), weakref.ref(optimizer)]
-        self._makers[optimizer] = threading.current_thread()
+        with self._finding:
+            self._makers[optimizer] = threading.current_thread()
+        if not isinstance(optimizer, OwnUpdates):
+            self.made[type(optimizer).__name__] = None
 
-    def before_backward(self) -> None:
+    def before_backward(self, tensors: Any) -> None:
         """A backward pass starts. The first one shows that training starts: models and optimizers exist by now."""
-        if self._only is not None and self._only.thread is threading.current_thread():
+        only = self._only
+        if only is not None and only.thread is threading.current_thread():
+            only.note_divisor(tensors)
             return
         if not self._looked:
             with self._finding:
                 self._start_all()
+        if self._updates is not None:
+            self._find_updates(self._updates)
         here = self._watched_here()
         for watched in here:
-            watched.before_backward(alone=len(here) == 1)
+            watched.end_own_step()
+            watched.before_backward(tensors, alone=len(here) == 1)
+
+    def _find_updates(self, updates: UpdateFinder) -> None:
+        """Watch what the script updates itself, if it has no optimizer of torch's."""
+        found = None
+        if self.watched or updates.has_given_up or any(map(_has_parameters, self._alive())):
+            self._updates = None
+        else:
+            found = updates.before_backward()
+        if found is not None:
+            self._updates = None
+            self._losses_here(None)
+            self._losses[threading.current_thread()].clear()
+            self.events.clipped = False
+            self._start(found)
 
     def _start_all(self) -> None:
         if self._looked:
@@ -243,27 +345,40 @@ class Watcher:
         """A backward pass is over."""
         only = self._only
         if only is not None and only.thread is threading.current_thread():
-            observe_part(only.monitor, loss)
+            only.observe(loss)
             return
         self.num_backwards += 1
-        losses = self._losses.setdefault(threading.current_thread(), deque(maxlen=64))
-        if loss is not None:
-            losses.append(loss)
+        if self._updates is not None:
+            self._updates.after_backward()
+        self._losses_here(loss)
         here = self._watched_here()
         for watched in list(self.watched):
             if watched in here and watched.after_backward(loss, alone=len(here) == 1):
                 watched.idle = 0
+                if watched.own_updates is not None:
+                    watched.own_updates.after_backward()
             elif watched in here or not watched.thread.is_alive():
                 watched.idle += 1
             if watched.idle > IDLE_BACKWARDS:
                 self._stop_watching(watched)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _losses_here(self, loss: Tensor | None) -> None:
+        """Keep a loss of this thread for a model that is found when an optimizer steps."""
+        here = threading.current_thread()
+        if here not in self._losses:
+            with self._finding:  # replaced, not changed: other threads may go through it
+                alive = {thread: losses for thread, losses in self._losses.items() if thread.is_alive()}
+                self._losses = {**alive, here: deque(maxlen=64)}
+        if loss is not None:
+            self._losses[here].append(loss)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """An optimizer is about to step, not inside another one's step."""
         only = self._only
         if only is not None and optimizer in only.found.optimizers and only.thread is threading.current_thread():
+            only.before_step(has_closure=has_closure)
             return
-        self._only = None
+        self._only = self._updates = None
         trains = self._training_thread()
         with self._finding:
             watched = self._watched_by(optimizer)
@@ -272,18 +387,18 @@ class Watcher:
             elif watched.thread is not trains:
                 watched.move(trains, self._losses.get(trains, ()))
         if watched is not None:
-            watched.before_step()
+            watched.before_step(has_closure=has_closure)
         if trains in self._losses:
             self._losses[trains].clear()
         self.events.clipped = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
-        watched = self._watched_by(optimizer) if self._only is None else None
+        watched = self._only if self._only is not None else self._watched_by(optimizer)
         if watched is not None:
             watched.after_step()
-            if self.watched == [watched] and watched.is_settled and all(map(self._is_taken, self._alive())):
-                self._only = watched
+        if self._only is None and watched is not None and self.watched == [watched] and watched.is_settled:
+            self._only = watched if all(map(self._is_taken, self._alive())) else None
 
     def close(self, error: BaseException | None) -> None:
         """The script is over."""
@@ -306,22 +421,25 @@ class Watcher:
 
     def _meet(self, optimizer: torch.optim.Optimizer, trains: threading.Thread) -> Watched | None:
         """Watch the model of an optimizer that steps for the first time."""
-        if any(ignored() is optimizer for ignored in self._ignored):
+        if optimizer in self._ignored:
             return None
         self._looked = True
         found = None
         if not self._has_own_monitor(optimizer):
             found = next((one for one in self._look(optimizer) if optimizer in one.optimizers), None)
         if found is None or (self.watched and not found.has_modules):
-            self._ignored.append(weakref.ref(optimizer))
+            self._ignored.add(optimizer)
             return None
         found = found.stepped_by(optimizer)
-        resume = next((path for idle, path in self._idle if idle() is optimizer), None)
+        resume = self._idle.get(optimizer)
         stepped = set(map(id, parameters_of(optimizer)))
+        watched = {id(parameter) for one in self.watched for parameter in one.parameters}
+        if watched.isdisjoint(stepped) and not watched.isdisjoint(map(id, found.model.parameters())):
+            found = found.narrowed()  # other parts of the model are trained by others
         for before in list(self.watched):
             if not stepped.isdisjoint(map(id, before.parameters)):  # this one replaces other optimizers
                 resume = before.run_path if before.monitor.step else None
-                self._ignored += [weakref.ref(old) for old in before.found.optimizers if old not in found.optimizers]
+                self._ignored.update(old for old in before.found.optimizers if old not in found.optimizers)
                 self._stop_watching(before)
         return self._start(found, resume, trains)
 
@@ -330,15 +448,16 @@ class Watcher:
         if stepping is not None and stepping not in made:
             made.append(stepping)  # it was copied or unpickled
         free = [one for one in made if one is stepping or not self._is_taken(one)]
-        found = find([one for one in free if any(True for _ in parameters_of(one))])
+        found = find([one for one in free if _has_parameters(one)])
         owned = [one for one in found if one.has_modules]
         return owned or found  # tensors beside a model, such as a temperature, get no run of their own
 
     def _alive(self) -> list[torch.optim.Optimizer]:
-        return [one for made in self._made if (one := made()) is not None]
+        with self._finding:
+            return list(self._makers)
 
     def _is_taken(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._watched_by(optimizer) is not None or any(ignored() is optimizer for ignored in self._ignored):
+        if self._watched_by(optimizer) is not None or optimizer in self._ignored:
             return True
         return self._has_own_monitor(optimizer)
 
@@ -356,22 +475,30 @@ class Watcher:
         """Watch a model. Returns None, and prints why, if that is not possible."""
         if _has_others():
             self.prints = dist.get_rank() == 0
-        if resume is None and self._num_started >= MAX_RUNS:
+        too_many = resume is None and self._num_started >= MAX_RUNS
+        if resume is None and not too_many:
+            variables = dict(vars(sys.modules["__main__"]))
+            found = replace(found, name=distinct_name(found, self._names, variables))
+        if too_many:
             self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
+        elif _has_others() and not self._launched:
+            self.explained = True
+            self._print(
+                f"{found.name} is not watched: the script itself started {dist.get_world_size()} ranks. To watch them, "
+                "start them with torchrun --nproc_per_node=N -m gradvitals run SCRIPT"
+            )
         elif self.prints or _has_others():  # of processes without a group, only the first is watched
             patience = threading.Timer(RANKS_SECONDS, self._print, [f"{found.name}: waiting for the other ranks"])
             patience.daemon = True
             try:
-                if _has_others() and self._launched:
+                if _has_others():
                     patience.start()  # so that a long wait is not silent
-                if resume is None:
-                    variables = dict(vars(sys.modules["__main__"]))
-                    found = replace(found, name=distinct_name(found, self._names, variables))
                 home = thread or self._makers.get(found.optimizers[0], threading.current_thread())
                 watched = Watched(found, self._watch, resume, home, None if resume else self._print)
                 watched.catch_up(self._losses.get(home, ()), self.events)
             except Exception as error:
-                self._explain(found, error)
+                self.explained = True
+                self._print(f"{found.name} is not watched: {error}")
             else:
                 self.watched.append(watched)
                 self._num_started += resume is None
@@ -379,7 +506,7 @@ class Watcher:
                 return watched
             finally:
                 patience.cancel()
-        self._ignored += map(weakref.ref, found.optimizers)
+        self._ignored.update(found.optimizers)
         return None
 
     def _watch(self, found: Found, resume: Path | None) -> Monitor:
@@ -388,7 +515,6 @@ class Watcher:
         config = Config(
             tensor_every=settings.every,
             quiet=settings.quiet,
-            rank_timeout=Config.rank_timeout if self._launched else RANKS_SECONDS,
             extra={"program": settings.program, "model": found.name},
         )
         show_shards(found.model)
@@ -414,7 +540,7 @@ class Watcher:
             self._only = None
         self._end(watched, None)
         if watched.monitor.step:
-            self._idle += [(weakref.ref(optimizer), watched.run_path) for optimizer in watched.found.optimizers]
+            self._idle.update(dict.fromkeys(watched.found.optimizers, watched.run_path))
 
     def _end(self, watched: Watched, error: BaseException | None) -> None:
         watched.close(error)
@@ -424,18 +550,12 @@ class Watcher:
             else:
                 self.reported_elsewhere = True
 
-    def _explain(self, found: Found, error: Exception) -> None:
-        self.explained = True
-        if isinstance(error, MissingRanksError) and not self._launched:
-            self._print(
-                f"{found.name} is not watched: the script itself started {dist.get_world_size()} ranks. To watch them, "
-                "start them with torchrun --nproc_per_node=N -m gradvitals run SCRIPT"
-            )
-        else:
-            self._print(f"{found.name} is not watched: {error}")
-
     def _print(self, line: str) -> None:
         print_line(line, self.settings.quiet or not self.prints)
+
+
+def _has_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    return any(True for _ in parameters_of(optimizer))
 
 
 def _has_others() -> bool:
@@ -463,7 +583,8 @@ class Hooks:
         self._undo: list[Callable[[], object]] = []
         self._thread = _ThreadState()
         self._backwards = BackwardPasses(
-            lambda: self._report(watcher.before_backward), lambda loss: self._report(watcher.after_backward, loss)
+            lambda loss: self._report(watcher.after_backward, loss),
+            lambda tensors: self._report(watcher.before_backward, tensors),
         )
         watcher.events = self._backwards.events
 
@@ -515,7 +636,7 @@ class Hooks:
         if optimizer in self._thread.steps:  # its last step raised an error that the script caught
             self._thread.steps.clear()
         if not self._thread.steps:
-            self._report(self._watcher.before_step, optimizer)
+            self._report(self._watcher.before_step, optimizer, torch_hooks.closure_of(args, kwargs) is not None)
         self._thread.steps.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

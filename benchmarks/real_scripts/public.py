@@ -259,7 +259,7 @@ def main(scripts: Path, text: Path, device: str, steps: int, pairs: int, as_json
 
     \b
     Example:
-      python -m benchmarks.real_scripts --scripts ../real --text tinyshakespeare.txt
+      python -m benchmarks.real_scripts.public --scripts ../real --text tinyshakespeare.txt
     """
     with progress_bar() as progress:
         result = run_scripts(scripts, text, device=device, steps=steps, pairs=pairs, progress=progress)

@@ -1,0 +1,14 @@
+"""Where runs are kept, and looked for, if nobody says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RUNS_FOLDER = "gradvitals_runs"
+"""Below the working directory. Other tools, such as TensorBoard, keep theirs in `runs`."""
+
+
+def default_folder() -> Path:
+    """Returns the folder that commands look in: `gradvitals_runs`, or `runs` if only that is there."""
+    ours, common = Path(RUNS_FOLDER), Path("runs")
+    return common if common.exists() and not ours.exists() else ours
