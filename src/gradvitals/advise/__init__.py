@@ -1,4 +1,4 @@
-"""From a run to settings for the next: clipping, batch size, warmup, decay, and which layers need what. No torch."""
+"""From a run to settings for the next: learning rate, clipping, batch size, warmup, decay, and layers. No torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.clip import advise_clip
 from gradvitals.advise.decay import advise_decay
 from gradvitals.advise.layers import advise_layers
+from gradvitals.advise.learning_rate import advise_learning_rate
 from gradvitals.advise.record import Record
 from gradvitals.advise.warmup import advise_warmup
 from gradvitals.store.reader import Run
 
 __all__ = ["CONFIDENCES", "Advice", "Advised", "Confidence", "Figure", "advise"]
 
-TOPICS = ("max_grad_norm", "batch_size", "warmup", "decay", "layers")
+TOPICS = ("learning_rate", "max_grad_norm", "batch_size", "warmup", "decay", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Advised:
     """Steps from the first that was read to the last."""
     live: bool
     """Whether the run is still being written."""
+    learning_rate: Advice
     max_grad_norm: Advice
     batch_size: Advice
     warmup: Advice
@@ -56,6 +58,7 @@ def advise(run: Run) -> Advised:
         run=str(run.path),
         steps=record.num_steps,
         live=run.is_live,
+        learning_rate=advise_learning_rate(record),
         max_grad_norm=advise_clip(record),
         batch_size=advise_batch(record),
         warmup=advise_warmup(record),

@@ -16,6 +16,10 @@ Confidence = Literal["none", "low", "fair", "good"]
 CONFIDENCES: tuple[Confidence, ...] = ("none", "low", "fair", "good")
 
 
+SETTINGS = ("learning_rate", "batch_size", "warmup", "decay")
+"""Topics about which a run with a bug in its training loop says nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One observation in the run, in words and as numbers."""
@@ -75,6 +79,8 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
         @wraps(advise)
         def complete(record: Record) -> Advice:
             try:
+                if topic in SETTINGS and record.loop_bug is not None:
+                    raise CannotTell(f"the training loop needs a fix first: {record.loop_bug.title}")
                 return advise(record)
             except CannotTell as error:
                 answer = f"Cannot tell, because {error}."

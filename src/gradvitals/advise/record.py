@@ -15,7 +15,7 @@ from gradvitals.diagnose import RULES, RunInfo
 from gradvitals.diagnose.history import Average, Averages, same_size
 from gradvitals.errors import RunError
 from gradvitals.store.reader import Run
-from gradvitals.types import SOURCES, Reading, Source
+from gradvitals.types import SOURCES, Finding, Reading, Source
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -23,6 +23,9 @@ Mask = NDArray[np.bool_]
 
 TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
 """Findings that taint the gradients of their steps: from warnings on, these steps are left out."""
+
+LOOP_BUGS = ("stale_gradients", "unchanged_weights", "frozen_weights", "batches_given_up")
+"""Findings about the training loop that decide how a run goes, whatever its settings."""
 
 MENDED = ("clip", "skip", "roll_back")
 """Kinds of actions that answer a gradient which should not have been."""
@@ -130,6 +133,12 @@ class Record:
     def healthy(self) -> Series:
         """The norms of the run without either."""
         return self.norms.chosen(~(self.troubled | self.outliers))
+
+    @property
+    def loop_bug(self) -> Finding | None:
+        """The first bug of the training loop that was open at the end; None if there is none."""
+        open_ones = (one for one in self.findings if one.last_step is None and one.severity != "info")
+        return next((one for one in open_ones if one.id in LOOP_BUGS), None)
 
     @cached_property
     def gsnr_source(self) -> Source | None:

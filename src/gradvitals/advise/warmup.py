@@ -194,7 +194,13 @@ def _answer(record: Record, start: Start, settled: int) -> tuple[int, str, Confi
         steps = round(rounded_up(max(settled, 2 * used, guess)))
         now = f"instead of {used:,}" if used else "where there was none"
         because = "it is clear that one is needed, but not how long: a tenth of the run" if steps == guess else single
-        return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", "fair", because
+        confidence: Confidence = "fair"
+        fell, error = fall(record.loss.chosen(record.loss.steps < max(EARLY, 2 * used)).values)
+        if used >= record.num_steps // 10:
+            confidence, because = "low", "the warmup is a tenth of the run already, and it did not prevent the harm"
+        elif fell > 2 * error:
+            confidence, because = "low", "the loss fell meanwhile"
+        return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", confidence, because
     kept = f"Keep the warmup of {used:,} steps" if used else "Go on without a warmup"
     if start.restless:
         because = f"{start.restless} still changed fast after an eighth of the run"

@@ -55,6 +55,7 @@ LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "attention": "bold ye
 CONFIDENCE_STYLES: dict[Confidence, str] = {"good": "green", "fair": "cyan", "low": "yellow", "none": "dim"}
 METRIC_LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/mean": "VRGD factor"}
 ADVICE_TITLES = {
+    "learning_rate": "Learning rate",
     "max_grad_norm": "Gradient clipping",
     "batch_size": "Batch size",
     "warmup": "Warmup",
