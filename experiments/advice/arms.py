@@ -69,16 +69,19 @@ def applicable(change: dict[str, Any], own: Settings) -> dict[str, Any]:
 def proposals_of(advised: Advised, own: Settings, sgd: bool) -> tuple[str, dict[str, Any]]:
     """Returns what `gradvitals advise` proposes to change, with fair confidence or better, and the topics."""
     changes: dict[str, dict[str, Any]] = {}
-    clip, batch, warmup, decay = (
+    rate, clip, batch, warmup, decay = (
         piece.values if CONFIDENCES.index(piece.confidence) >= CONFIDENCES.index("fair") else {}
-        for piece in (advised.max_grad_norm, advised.batch_size, advised.warmup, advised.decay)
+        for piece in (advised.learning_rate, advised.max_grad_norm, advised.batch_size, advised.warmup, advised.decay)
     )
+    if rate and rate["proposed"] is not None:
+        changes["learning_rate"] = {"lr": rate["proposed"]}
     if clip:
         used, share = clip["clips_at"], clip["clips"]
         if used is None or share > 0.5 or used > 3 * clip["max_norm"]:
             changes["max_grad_norm"] = {"max_norm": clip["max_norm"]}
-    if batch and batch["proposed"] is not None:
-        size = int(min(max(batch["proposed"], SMALLEST), LARGEST))
+    # A larger batch saves steps and no samples, of which every training here has the same number.
+    if batch and batch["proposed"] is not None and batch["proposed"] < own.batch_size and not changes:
+        size = max(int(batch["proposed"]), SMALLEST)
         ratio = size / own.batch_size
         changes["batch_size"] = {"batch_size": size, "lr": own.lr * (ratio if sgd else math.sqrt(ratio))}
     if warmup and warmup["steps"] is not None and warmup["steps"] != warmup["used"]:
