@@ -329,7 +329,7 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "unchanged_weights", "lr_too_high")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",

@@ -210,17 +210,24 @@ class UnchangedWeights(Rule):
         title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
         causes={
             "left_out": "{first} was not given to the optimizer, or is in a group whose learning rate is 0",
+            "zeroed": (
+                "zero_grad() runs between backward and step, so that the optimizer steps without a gradient; or the "
+                "optimizer holds the parameters of another model"
+            ),
             "zero_lr": "The learning rate is 0",
             "stopped": "{first} moved until step {at}: the lr of its group is 0 now, or its gradient too small",
             "resolution": "Updates of {first} are lost: they are under half the distance between two {dtype} numbers",
         },
         fixes={
             "left_out": "Check that {first} is in one of optimizer.param_groups, and that the lr of its group is not 0",
+            "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
             "zero_lr": "Check the schedule: its learning rate is 0 since step {at}",
             "stopped": "Look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
             "resolution": "Keep {first} in float32, or a float32 copy of it in the optimizer that can hold small steps",
         },
-        only_if_chosen=("zero_lr", "resolution"),
+        changes={"zeroed": {"zero_grad": "after_step"}},
+        snippets={"zeroed": "loss.backward()\noptimizer.step()\noptimizer.zero_grad()"},
+        only_if_chosen=("zeroed", "zero_lr", "resolution"),
         passed="no tensor stood still",
     )
 
@@ -272,6 +279,8 @@ class UnchangedWeights(Rule):
         everything = not np.any(rms > 0)
         dtype = step.layout.tensors[worst].dtype
         cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
+        if everything and not self.moved.any() and cause == "left_out" and lr > 0:
+            cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
         seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
