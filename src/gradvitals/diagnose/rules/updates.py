@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.history import Floats, finite_median
 from gradvitals.diagnose.message import Message, Observation, where
 from gradvitals.diagnose.rule import Rule, register
-from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
+from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step, lower_decay
 from gradvitals.format import percent
 from gradvitals.types import Severity
 
@@ -182,7 +182,8 @@ class DeadUnits(Rule):
         chosen = chosen[np.argsort(-np.asarray(shares)[chosen], kind="stable")]
         worst = int(chosen[0])
         at_first = self.first[worst] - 1
-        seen = {"dead": float(shares[worst]), "alive": float(1 - max(at_first, 0.0)), "lr": step.value("lr")}
+        seen = {"dead": float(shares[worst]), "alive": float(1 - max(at_first, 0.0))}
+        seen["lr"] = max([*step.history["lr"].values[:5], step.value("lr")])  # that of its first steps
         cause = "start" if at_first >= self.share else "lr"
         return Observation(
             severity="critical" if shares[worst] == 1 else "warning",
@@ -319,7 +320,7 @@ class UpdateRatio(Rule):
             "decay": "Weight decay of {weight_decay} takes {taken:%} of the weights per step",
             "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
             "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
-            "cut_lr": "The learning rate fell from {lr_proposed} to {lr} at step {at}",
+            "cut_lr": "The learning rate fell from {lr_before} to {lr} at step {at}",
             "small_gradient": "Hardly any gradient reaches {first}, or its group has a far smaller learning rate",
         },
         fixes={
@@ -327,12 +328,12 @@ class UpdateRatio(Rule):
                 "Lower the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
-            "decay": "Lower the weight decay of {weight_decay}",
+            "decay": "Lower the weight decay from {weight_decay} to about {decay_proposed}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
                 "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
-            "cut_lr": "Set the learning rate back from {lr} to {lr_proposed}, unless the cut is intended",
+            "cut_lr": "Set the learning rate back from {lr} to {lr_before}, unless the cut is intended",
             "small_gradient": "Find out why the gradient of {first} is so small, or give it its own learning rate",
         },
         only_if_chosen=("small_weights", "momentum", "small_gradient"),
@@ -420,7 +421,7 @@ class UpdateRatio(Rule):
         weights = np.asarray(step.tensors("weight/norm"))
         ratio, lr, decay = float(ratios[chosen[0]]), step.value("lr"), step.info.weight_decay or 0.0
         seen = {"ratio": ratio, "lr": lr, "lr_proposed": lr * 0.003 / ratio, "at": since, "tensors": len(chosen)}
-        seen |= {"weight_decay": decay, "taken": lr * decay}
+        seen |= {"weight_decay": decay, "taken": lr * decay, "decay_proposed": lower_decay(lr, decay)}
         moved, rose = step.largest_update()[0], step.lr_increase()
         # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
         rows = float(step.layout.tensors[int(chosen[0])].shape[0])
@@ -498,7 +499,7 @@ class UpdateRatio(Rule):
         rms = step.value("update/rms")
         if not step.ago(1) < self.cut_at + 3 <= step.number or not 0 < rms < 5 * self.COLLAPSE * self.cut["rms"]:
             return None  # reported once, three steps after the cut, or at the next step that is read
-        seen = {"ratio": rms / self.cut["rms"], "lr": lr, "lr_proposed": self.cut["lr"], "at": self.cut_at}
+        seen = {"ratio": rms / self.cut["rms"], "lr": lr, "lr_before": self.cut["lr"], "at": self.cut_at}
         what = f"Updates fell to {percent(seen['ratio'])} of what they were before step {self.cut_at:,}"
         return Observation(
             severity="warning",
