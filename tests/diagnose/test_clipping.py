@@ -28,6 +28,7 @@ def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
     finding = only(clipped(1e-5).findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "warning", 20)
     assert "summed instead of averaged" in finding.causes[0]
+    assert [fix.change for fix in finding.fixes[:2]] == [{}, {"max_norm": finding.evidence["seen"]["norm_proposed"]}]
 
 
 def test_a_limit_that_is_never_reached() -> None:
