@@ -12,12 +12,13 @@ from gradvitals.advise.batch import NAMES as BATCH
 from gradvitals.advise.clip import NAMES as CLIP
 from gradvitals.advise.decay import NAMES as DECAY
 from gradvitals.advise.layers import NAMES as LAYERS
+from gradvitals.advise.learning_rate import NAMES as LEARNING_RATE
 from gradvitals.advise.warmup import NAMES as WARMUP
 from gradvitals.cli import main
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Reading
 
-FIELDS = dict(zip(TOPICS, (CLIP, BATCH, WARMUP, DECAY, LAYERS), strict=True))
+FIELDS = dict(zip(TOPICS, (LEARNING_RATE, CLIP, BATCH, WARMUP, DECAY, LAYERS), strict=True))
 SHORT = {"steps": 10}
 FULL = {"steps": 800, "norm": lognormal(1.0, 0.1), "gsnr": lambda step: 0.2, "max_norm": 1.0}
 BARE = {"norm": None, "loss": None, "lr": None}
@@ -45,8 +46,8 @@ def test_every_field_is_there_whatever_the_run_has(tmp_path: Path, made: dict[st
 def test_ten_steps_give_no_advice(tmp_path: Path) -> None:
     result = advise(write_run(tmp_path, gsnr=lambda step: 0.2, every=50, **SHORT))  # type: ignore[arg-type]
     assert result.exit_code == 0
-    assert "Advice on 0 of 5 settings, from 10 steps." in result.output
-    assert result.output.count("Cannot tell, because") == 5
+    assert "Advice on 0 of 6 settings, from 10 steps." in result.output
+    assert result.output.count("Cannot tell, because") == 6
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -68,6 +68,7 @@ PROPOSALS = frozenset(
         "lr_lower",
         "lr_tenth",
         "max_norm",
+        "norm_proposed",
         "proposed",
         "batch_proposed",
         "warmup",
