@@ -29,7 +29,7 @@ from benchmarks.command_line import Command, device_option, echo_line, json_opti
 from gradvitals.bench import Training, cnn, gpt_124m, machine_name, markdown_table, mlp, transformer
 from gradvitals.probe.data import Subject
 from gradvitals.probe.examination import probe
-from gradvitals.probe.gradients import Gradients, Stream, signal_record, trainable
+from gradvitals.probe.gradients import Stream, gradients, signal_record, trainable
 from gradvitals.probe.samples import PerExample
 
 Batch = tuple[Tensor, Tensor]
@@ -107,9 +107,9 @@ class FusedReducer:
     def stream(self) -> Stream:
         """The streaming pass."""
         parameters = list(self.parameters.values())
-        stream, gradients = Stream(parameters, len(self.batches)), Gradients(parameters)
+        stream = Stream(parameters, len(self.batches))
         for batch in self.batches:
-            stream.add(gradients(self.loss(batch)))
+            stream.add(gradients(self.loss(batch), parameters))
         return stream
 
     def signal(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import gradvitals as gv
 from gradvitals import multipliers
 from gradvitals.diagnose import RunInfo
 from gradvitals.errors import ConfigError, GradvitalsError
-from gradvitals.multipliers import Kind, Multiplier
+from gradvitals.multipliers import Kind
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
 
@@ -183,15 +183,6 @@ def test_checkpoints_load_both_ways(kind: Kind, make: Callable[[], nn.Module]) -
     others.load_state_dict(saved)
     assert torch.equal(others(inputs), multiplied)
     assert set(saved) == set(fresh.state_dict())
-
-
-def test_checkpoint_without_a_weight_raises() -> None:
-    model = small()
-    state = model.state_dict()
-    del state["2.weight"]
-    multipliers.attach(model)
-    with pytest.raises(RuntimeError, match=r"2\.parametrizations\.weight"):
-        model.load_state_dict(state)
 
 
 def test_copied_model_has_its_own_multipliers() -> None:
@@ -395,5 +386,10 @@ def test_torch_attention_takes_multipliers() -> None:
     torch.testing.assert_close(attention(x, x, x)[0], before)
 
 
-def test_print_shows_the_kind() -> None:
-    assert "kind='row'" in repr(Multiplier(torch.ones(2, 3), "row"))
+def test_checkpoint_without_a_weight_raises() -> None:
+    model = small()
+    state = model.state_dict()
+    del state["2.weight"]
+    multipliers.attach(model)
+    with pytest.raises(RuntimeError, match=r"2\.parametrizations\.weight"):
+        model.load_state_dict(state)

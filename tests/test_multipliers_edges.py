@@ -31,14 +31,6 @@ def test_default_chooses_only_trained_matrices() -> None:
     assert multipliers.attach(model) == ("attend.in_proj_weight", "attend.out_proj.weight", "head.weight")
 
 
-def test_other_weights_can_be_attached_after_the_head() -> None:
-    model = Seeing()
-    multipliers.attach(model, where=["head.weight"], kind="column")
-    assert multipliers.attach(model, kind="both") == ("attend.in_proj_weight", "attend.out_proj.weight")
-    with pytest.raises(GradvitalsError, match="has a parametrization already"):
-        multipliers.attach(model, where=["head.weight"])
-
-
 def test_error_lists_the_names_of_matrices() -> None:
     with pytest.raises(GradvitalsError, match=r"expected names out of 0.weight, 1.weight$"):
         multipliers.attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), where=["0.wieght"])
@@ -98,5 +90,14 @@ def test_probe_reports_an_optimizer_without_the_multipliers() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     multipliers.attach(model)
     batches = [(torch.randn(8, 6), torch.randn(8, 1)) for _ in range(2)]
-    found = gv.probe(model, batches, nn.MSELoss(), optimizer=optimizer, questions="signal", progress=False)
+    found = gv.probe(model, batches, nn.MSELoss(), optimizer=optimizer, questions=["signal", "samples"], progress=False)
+    assert found.samples is not None  # a scalar has its own gradient for each example
     assert any("leaves out parametrizations.weight.0.scale" in note for note in found.notes)
+
+
+def test_other_weights_can_be_attached_after_the_head() -> None:
+    model = Seeing()
+    multipliers.attach(model, where=["head.weight"], kind="column")
+    assert multipliers.attach(model, kind="both") == ("attend.in_proj_weight", "attend.out_proj.weight")
+    with pytest.raises(GradvitalsError, match="has a parametrization already"):
+        multipliers.attach(model, where=["head.weight"])

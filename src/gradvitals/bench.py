@@ -1,6 +1,6 @@
 """What monitoring costs on this machine: watched and bare steps of the same training script, timed in turn.
 
-Every variant trains in a process of its own. Each makes a few steps in its turn, in an order that changes, and is
+Every variant trains in a process of its own. Each makes 50 steps in its turn, in an order that changes, and is
 stopped (SIGSTOP) together with its worker process while the others take theirs. The speed of a shared machine drifts by
 more than monitoring costs, so only turns that follow each other closely are compared. Every round starts new processes,
 because two processes that do the same differ too, by where their memory lies. The row "bare again" is a second process
@@ -8,8 +8,7 @@ without monitoring: the resolution of the method.
 
 Monitored processes are timed as they are in the middle of a long run: the phase in which a young run is read more often
 is over, and on a CPU the schedule has found what it can afford. It stays fixed while steps are timed, because the clock
-of a stopped process runs on. Work that is due by time (the worker looks at the journal and commits every quarter of a
-second) is due in every turn, which is more often than in a run of its own.
+of a stopped process runs on.
 """
 
 from __future__ import annotations
@@ -392,9 +391,9 @@ def _main() -> None:
 KINDS = ("plain", "norm", "full")
 """Of steps: one that reads what costs nothing, one that pays for a norm, and a full reading."""
 
-TURN_STEPS = 10
-DEFAULT_STEPS = 200
-"""Four per-tensor readings, one of them with all metrics, unless the schedule thins them."""
+TURN_STEPS = 50
+"""Long enough that the worker, which looks at the journal four times per second, works as in a run of its own."""
+DEFAULT_STEPS = 300
 
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
 """For glibc, which otherwise gives freed memory back and asks for it again at every step, or never, by luck."""

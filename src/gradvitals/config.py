@@ -48,9 +48,9 @@ class Config:
             that is 1.
         metrics: Per-tensor metrics to measure; fewer cost less. See `TENSOR_METRICS`.
         sources: GSNR sources to use if the run offers them: ``"microbatch"``, ``"ranks"``, ``"adam"``, ``"window"``.
-        overhead_budget: The largest share of the training thread's time that monitoring may take, such as 0.01. If it
-            takes more, full readings become rarer, and a norm that the loop does not compute itself is not read at
-            every step. None: 2% on a CPU, no limit on a GPU. 1: no limit.
+        overhead_budget: The largest share of the training thread's time that readings may take, such as 0.05. If they
+            take more, full readings become rarer, and a norm that the loop does not compute itself is not read at
+            every step. None: 1%, after half a second of readings. 1: no limit.
         include: Regular expression. Only parameters whose name contains a match are watched.
         exclude: Regular expression. Parameters whose name contains a match are not watched.
         heads: Attention heads. None finds them, 0 turns them off, a number or ``{module name: number}`` sets them.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-UNKNOWN = "NaN"
 
-
-def number(value: Any, digits: int = 3) -> str:
+def number(value: Any, digits: int = 3, *, missing: str = "NaN") -> str:
     """Returns a number with a few significant digits and thousands separators; anything else as its `str`.
 
     >>> [number(value) for value in (0.000123, 41.26, 12345.6, 3, True, float("nan"))]
@@ -19,18 +17,18 @@ def number(value: Any, digits: int = 3) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if math.isnan(value):
-        return UNKNOWN
+        return missing
     if math.isinf(value):
         return str(value)
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.{digits - 1}e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** min(digits, 3) - 0.5 else f"{value:.{digits}g}"
 
 
 def percent(share: float, digits: int = 3) -> str:
     """Returns a share as a percentage.
 
-    >>> percent(0.2853), percent(0.95), percent(1e-6)
-    ('28.5%', '95%', '1.00e-04%')
+    >>> percent(0.2853), percent(0.95), percent(1.0, 2), percent(1e-6)
+    ('28.5%', '95%', '100%', '1.00e-04%')
     """
     return f"{number(100 * share, digits)}%"

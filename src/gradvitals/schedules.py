@@ -239,7 +239,7 @@ class GSNREvidence:
         have = f"the run has only {', '.join(sorted(self.offered))}" if self.offered else "the run has none so far"
         fix = "accumulate gradients over two or more micro-batches per step"
         if "adam" in self.offered:
-            fix += ', or pass source="adam" and read what that source cannot tell'
+            fix += ', or pass source="adam" and read about its limits'
         return f"no GSNR from {needed} to act on ({have}); {fix}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class WarmupDecay(_Model):
     DECLINE = 2.0
     """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
     ENOUGH_LOSSES = 50
-    """Losses needed to tell whether they still fall."""
+    """Losses needed to see whether they still fall."""
 
     def __post_init__(self) -> None:
         expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
@@ -435,7 +435,7 @@ class WarmupDecay(_Model):
         before = {"factor": self.factor, "warmup_steps": length}
         after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
         held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
-        reason = f"{shown} cannot be told from 0: {held}"
+        reason = f"{shown} cannot be distinguished from 0: {held}"
         return [Change("warmup_extended", "near_zero_initial_gsnr", reason, before, after)]
 
     def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> Change:
@@ -678,7 +678,7 @@ POWERS: dict[Rule, float] = {"sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What the noise scale says about the batch."""
+    """A batch size that the noise scale suggests."""
 
     batch_size: int
     """The proposed batch, which may be the present one."""
@@ -718,7 +718,7 @@ class BatchGrowth(_Model):
         self.batch_size = self.first
 
     def take(self, average: Average) -> Proposal:
-        """What a new average says."""
+        """Returns the proposal after a new average."""
         size = self.batch_size
         reason = self._unusable(average)
         if reason:
@@ -747,7 +747,7 @@ class BatchGrowth(_Model):
         )
 
     def _unusable(self, average: Average) -> str:
-        """Why the average says nothing about the batch; empty if it does."""
+        """Returns why the average does not show anything about the batch; empty if it does."""
         if math.isnan(average.step_size) or math.isnan(average.batch_size):
             return "the number of samples is unknown; pass it, observe(loss, batch_size=...)"
         if not same_size(average.step_size, self.batch_size):
@@ -862,7 +862,7 @@ class BatchSizeScheduler(_Scheduler):
 
     @property
     def proposal(self) -> Proposal:
-        """What the newest reading says about the batch, and why."""
+        """The proposal by the newest reading, and its reason."""
         if self._proposal is not None:
             return self._proposal
         return Proposal(batch_size=self.batch_size, current=self.batch_size, reason=self._evidence.missing())
@@ -1077,7 +1077,7 @@ class DecoupledMomentum:
         if most.low > least.high or (math.isnan(most.low) and most.value > least.value):
             return ""
         highest = f"{strong} has a GSNR of {most.value:.3g}, at least {most.low:.3g}"
-        return f"the groups cannot be told apart: {highest}, and {weak} {least.value:.3g}, at most {least.high:.3g}"
+        return f"the groups cannot be distinguished: {highest}, and {weak} {least.value:.3g}, at most {least.high:.3g}"
 
     def _given(self, values: Sequence[float]) -> tuple[list[GroupSignal], int]:
         count = len(self.optimizer.param_groups)
@@ -1111,7 +1111,7 @@ class DecoupledMomentum:
             layer = next((name for name, all_rows in whole.items() if all_rows == mine and name in layers), None)
             read = [row for row in sorted(mine) if row < tables["tensors"].shape[1]]
             found = tables["tensors"][:, read] if layer is None else tables["layers"][:, [layers[layer]]]
-            found = found[:, np.isfinite(found).all(0)]  # a value without an interval says too little
+            found = found[:, np.isfinite(found).all(0)]  # a value without an interval does not show enough
             signals.append(GroupSignal(*(float(np.median(row)) if len(row) else math.nan for row in found)))
         return signals, step
 

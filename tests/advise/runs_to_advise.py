@@ -18,9 +18,17 @@ ADAM = {"optimizer": "AdamW", "betas": [0.9, 0.999], "eps": 1e-8}
 Tensors = Callable[[int], Sequence[float]]
 
 
-def layout(layers: Sequence[str] = LAYERS) -> Layout:
+def layout(layers: Sequence[str] = LAYERS, frozen: bool = False) -> Layout:
     tensors = tuple(
-        TensorInfo(index=i, name=f"{name}.weight", shape=(10, 10), dtype="float32", layer=name, depth=i)
+        TensorInfo(
+            index=i,
+            name=f"{name}.weight",
+            shape=(10, 10),
+            dtype="float32",
+            layer=name,
+            depth=i,
+            frozen=frozen and i == 0,
+        )
         for i, name in enumerate(layers)
     )
     return Layout(tensors=tensors, layers=tuple(layers))
@@ -43,18 +51,20 @@ def write_run(
     updates: Tensors = lambda step: [1e-3] * len(LAYERS),
     layer_gsnr: Tensors | None = None,
     update: Callable[[int], float] | None = None,
+    ratio: Callable[[int], float] | None = None,
     max_norm: float | None = None,
     facts: dict[str, Any] | None = None,
     findings: Sequence[Finding] = (),
     actions: Sequence[Action] = (),
     first_step: int = 0,
     stage: Any = "raw",
+    frozen: bool = False,
 ) -> Path:
     """Write a run. `gsnr` is that of one micro-batch, and its interval is `gsnr_error` to either side."""
     with RunWriter(path, meta={"facts": ADAM if facts is None else facts}) as writer:
-        writer.write(layout())
+        writer.write(layout(frozen=frozen))
         for step in range(first_step, first_step + steps):
-            read = {"loss": loss, "lr": lr, "grad/norm": norm, "update/rms": update}
+            read = {"loss": loss, "lr": lr, "grad/norm": norm, "update/rms": update, "update/ratio": ratio}
             values = {name: make(step) for name, make in read.items() if make is not None}
             if max_norm is not None:
                 values["clip/max_norm"] = max_norm

@@ -66,7 +66,7 @@ def test_a_lower_end_far_over_the_batch_is_enough_for_a_larger_one(tmp_path: Pat
     [
         ({}, "no GSNR was measured"),
         ({"gsnr": lambda step: 0.2, "source": "adam"}, "Adam's moments"),
-        ({"gsnr": lambda step: 0.2, "batch_size": lambda step: None}, "the batch size was not told"),
+        ({"gsnr": lambda step: 0.2, "batch_size": lambda step: None}, "the batch size was not reported"),
         ({"gsnr": lambda step: 0.2, "steps": 10}, "readings"),
     ],
 )

@@ -76,11 +76,6 @@ def test_steps_inside_findings_and_actions_are_left_out(tmp_path: Path) -> None:
     assert counted.values["in_findings"] == 102
 
 
-def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:
-    advice = advised(tmp_path, norm=lognormal(1.0, 0.1), findings=[spike(0, None, "info")]).max_grad_norm
-    assert advice.can_tell
-
-
 def test_a_run_in_trouble_throughout_gives_no_limit(tmp_path: Path) -> None:
     advice = advised(tmp_path, findings=[spike(0, None)]).max_grad_norm
     assert not advice.can_tell
@@ -135,16 +130,6 @@ def test_the_limit_is_never_below_the_median(values: np.ndarray) -> None:
     assert rounded_up(value) >= value >= np.median(values)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_limit_advised_is_never_below_the_median_of_the_run(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    slope, spread = rng.uniform(-0.01, 0.01), rng.uniform(0.01, 0.8)
-    noise = lognormal(1.0, spread, seed=seed)
-    norms = [math.exp(slope * step) * noise(step) for step in range(300)]
-    advice = advised(tmp_path, steps=300, norm=lambda step: norms[step]).max_grad_norm
-    assert advice.values["max_norm"] >= np.median(norms)
-
-
 @given(st.floats(1e-12, 1e12))
 def test_rounding_up_never_rounds_down(value: float) -> None:
     assert value <= rounded_up(value) <= 1.1 * value * (1 + 1e-9)
@@ -158,16 +143,19 @@ def named(name: str, **seen: float) -> Finding:
     ("findings", "notes"),
     [
         ([], []),
-        ([named("clip_saturated", proposed=2.0)], []),  # the same
+        ([named("clip_saturated", norm_proposed=2.0)], []),  # the same
         (
-            [named("clip_saturated", proposed=1.5, steps=240), named("clip_saturated", proposed=1.1, steps=200)],
-            ["`gradvitals doctor` names 1.1 (clip_saturated), which goes by 200 steps alone: take the one above."],
+            [
+                named("clip_saturated", norm_proposed=1.5, steps=240),
+                named("clip_saturated", norm_proposed=1.1, steps=200),
+            ],
+            ["`gradvitals doctor` names 1.1 (clip_saturated), which is based on 200 steps alone: take the one above."],
         ),
         (
             [named("clipped_twice", loop=0.5, optimizer=0.2)],
             [
                 "Clip in one place (clipped_twice): 0.2 is only the lower of the two limits in use; take the one "
-                "above, which goes by the norms."
+                "above, which is based on the norms."
             ],
         ),
     ],
@@ -182,3 +170,8 @@ def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[
 def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
     [cure, *_] = RULES[name].message.fixes.values()
     assert cure.endswith("after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps")
+
+
+def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:
+    advice = advised(tmp_path, norm=lognormal(1.0, 0.1), findings=[spike(0, None, "info")]).max_grad_norm
+    assert advice.can_tell

@@ -75,4 +75,4 @@ def test_the_advice_knows_what_the_doctor_found(tmp_path: Path) -> None:
         "but a batch of 64 is small: the loss swings."
     )
     _, advised = both(tmp_path / "unknown", gsnr=0.0, error=3.0, findings=[found])
-    assert advised.batch_size.answer.endswith("holds zero. By other signs, a batch of 64 is small: the loss swings.")
+    assert advised.batch_size.answer.endswith("includes zero. By other signs, a batch of 64 is small: the loss swings.")

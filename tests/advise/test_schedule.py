@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs_to_advise import advised, lognormal
 
-from gradvitals.advise.decay import Course, _advice, loss_course
+from gradvitals.advise.decay import loss_course
 from gradvitals.advise.record import Series
 from gradvitals.advise.warmup import settled_after
 from gradvitals.types import Finding
@@ -39,10 +39,6 @@ def test_a_step_settles_where_the_windows_leave_it_behind() -> None:
     assert 75 <= settled <= 100  # the median of the window turns a little earlier
 
 
-def test_too_few_values_have_no_answer() -> None:
-    assert settled_after(np.ones(30)) is None
-
-
 def test_a_warmup_longer_than_it_took_to_settle_is_kept(tmp_path: Path) -> None:
     advice = advised(tmp_path, lr=ramp(50), norm=NOISE).warmup
     assert advice.values["used"] == advice.values["steps"] == 50
@@ -56,7 +52,7 @@ def test_norms_that_settle_long_after_the_warmup_ask_for_a_longer_one(tmp_path: 
     assert advice.values["used"] == 10
     assert 110 <= advice.values["steps"] <= 150
     assert advice.confidence == "low"
-    assert "in which the loss did not fall" in advice.answer
+    assert "during which the loss did not fall" in advice.answer
     falling = advised(tmp_path / "falling", **made).warmup  # which nothing went wrong with
     assert falling.values["steps"] == 10
     assert "but the loss fell meanwhile" in falling.answer
@@ -74,13 +70,6 @@ def test_what_did_not_settle_is_not_called_settled(tmp_path: Path) -> None:
     assert advice.confidence == "low"
     assert "updates still changed fast" in advice.because
     assert "settled" not in advice.answer
-
-
-def test_no_warmup_and_no_harm_need_none(tmp_path: Path) -> None:
-    advice = advised(tmp_path, lr=lambda step: 1e-3, norm=NOISE).warmup
-    assert advice.values["steps"] == 0
-    assert advice.answer.startswith("Go on without a warmup")
-    assert advice.confidence == "low"
 
 
 def test_a_wide_spread_of_norms_is_not_a_change_of_them() -> None:
@@ -220,9 +209,3 @@ def test_a_loss_of_nothing_but_noise_is_not_called_level() -> None:
     course = loss_course(Series(np.arange(600), values))
     assert course is not None
     assert not course.known
-
-
-def test_a_loss_that_rose_is_not_said_to_have_fallen() -> None:
-    course = Course(known=True, level=False, since=600, until=899, fell=-0.0159, error=0.001, mean=2.0)
-    answer, _, _ = _advice(course, None, None, 1e-3, None)
-    assert answer == "No decay is due yet: the loss rose by 0.0159 over steps 600 to 899."

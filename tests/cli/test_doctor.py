@@ -197,13 +197,6 @@ def test_json_holds_everything(write: Write) -> None:
     assert judged == {name for name, rule in RULES.items() if rule.default} - {"explosion"}
 
 
-def test_skipped_checks_share_their_reason(write: Write) -> None:
-    output = doctor(write(reading=lambda step: calm(step, loss=False)), "--all", width=300).output
-    [line] = [line for line in output.splitlines() if "monitor.observe(loss)" in line]
-    assert "Loss not finite" in line
-    assert "the loss was finite" not in output
-
-
 @dataclass
 class Slow(Rule):
     """Looks from step 50 on."""
@@ -463,10 +456,3 @@ def test_markdown_shows_names_from_outside_as_they_are(write: Write) -> None:
     hostile = Finding(id="x", severity="critical", title="<img src=x> [a](b) `c` | *d*", first_step=1)
     text = doctor(write(hostile), "--format", "markdown").output
     assert r"**\<img src=x\> \[a\](b) \`c\` \| \*d\***" in text
-
-
-@pytest.mark.parametrize(("findings", "lines"), [((), 3), ((SPIKE,), 20)])
-def test_healthy_takes_three_lines_and_one_fault_twenty(
-    write: Write, findings: tuple[Finding, ...], lines: int
-) -> None:
-    assert doctor(write(*findings), width=80).output.count("\n") <= lines

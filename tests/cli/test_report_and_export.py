@@ -160,12 +160,6 @@ def test_report_writes_a_page_and_needs_no_torch(write_run: WriteRun, tmp_path: 
     assert file.read_text("utf-8").startswith("<!doctype html>")
 
 
-def test_a_page_and_json_at_once_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["report", str(write_run()), "--html", str(tmp_path / "x.html"), "--json"])
-    assert result.exit_code == 2
-    assert not (tmp_path / "x.html").exists()
-
-
 def test_a_report_that_cannot_be_written_is_one_line(write_run: WriteRun, tmp_path: Path) -> None:
     done = gradvitals("report", write_run(), "--html", tmp_path / "no" / "such" / "x.html")
     assert done.returncode == 2

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from docs.rule_pages import rule_pages
 from gradvitals.cli import main
 from gradvitals.diagnose import FAMILIES, RULES, Diagnosis, Observation, Rule, Step
 from gradvitals.diagnose.message import explain
 from gradvitals.report import catalog
-from gradvitals.report.markdown import rule_pages
 from gradvitals.types import METRICS, SOURCES, Reading
 
 PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")

@@ -16,6 +16,7 @@ def never_zeroed(steps: int = 200) -> Run:
 
 def test_gradients_that_are_never_zeroed_are_a_warning_while_the_loss_falls() -> None:
     finding = only(never_zeroed().findings("stale_gradients"))
+    assert finding.fixes[0].change == {"zero_grad": "after_step"}
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 1, 5)
 
 

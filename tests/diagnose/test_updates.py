@@ -57,6 +57,14 @@ def test_nothing_is_dead_where_everything_is() -> None:
 # -- unchanged_weights ------------------------------------------------------------------------------------------------
 
 
+def test_gradients_zeroed_before_every_step() -> None:
+    run = healthy_run(100)
+    run.tensors["update/rms"][:] = 0.0
+    finding = only(run.findings("unchanged_weights"))
+    assert "zero_grad() runs between backward and step" in finding.causes[0]
+    assert finding.fixes[0].change == {"zero_grad": "after_step"}
+
+
 def test_weights_that_were_left_out_of_the_optimizer() -> None:
     run = healthy_run(100)
     run.tensors["update/rms"][:, [2, 3]] = 0

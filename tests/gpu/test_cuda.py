@@ -74,7 +74,7 @@ def test_a_broken_gradient_that_the_loop_throws_away_is_told(tmp_path: Path) -> 
             optimizer.zero_grad()
     [finding] = [finding for finding in monitor.findings if finding.id == "batches_given_up"]
     assert (finding.severity, finding.first_step) == ("warning", 30)
-    assert "with a gradient of norm nan" in finding.title
+    assert "with a gradient norm of NaN" in finding.title
     with gv.open_run(monitor.run_path) as run:
         assert run.series("batches/given_up_loss")[1].tolist() == [0.0]
         assert np.isnan(run.series("batches/given_up_norm")[1]).all()

@@ -48,7 +48,7 @@ def test_embedding_and_head(tmp_path: Path, sizes: tuple[int, ...], observe: str
             gradients = np.stack([step.total(name) for step in rig.truth.steps])
             steps, values = run.series("gsnr", tensor=name, source="window")
             lows = dict(zip(*run.series("gsnr_low", tensor=name, source="window"), strict=True))
-            assert steps.tolist() == [19, 21, 23, 25, 27, 29]
+            assert steps.tolist() == [19], "one window of ten is read unless the tensors are named"
             for step, value in zip(steps, values, strict=True):
                 seen = gradients[step - T + 1 : step + 1]
                 close(value, window_gsnr(seen), 1e-4, f"window gsnr of {name} at {step}", atol=1e-5)

@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.cli.probe import QUESTIONS
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = "examples.probe_factory:factory"
@@ -34,12 +33,6 @@ def test_json_of_one_question() -> None:
     assert found["landscape"]["lr"] == 0.5
     assert found["signal"] is None
     assert found["about"]["batches_asked"] == 10
-
-
-def test_the_questions_offered_are_those_there_are() -> None:
-    from gradvitals.probe import QUESTIONS as there_are
-
-    assert there_are == QUESTIONS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradvitals as gv
-from gradvitals.probe import layers
 from gradvitals.probe.layers import Activations, effective_rank, planned_update
 
 
@@ -26,13 +25,6 @@ def test_effective_rank_of_known_matrices() -> None:
 def test_effective_rank_of_what_has_none() -> None:
     for tensor in (torch.ones(5), torch.zeros(3, 3), torch.full((2, 2), math.nan), torch.zeros(0, 3)):
         assert math.isnan(effective_rank(tensor))
-
-
-def test_large_gradients_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MOST_ROWS", 8)
-    monkeypatch.setattr(layers, "MOST_COLUMNS", 16)
-    assert effective_rank(torch.eye(40)) <= 8
-    assert effective_rank(torch.randn(40, 1) @ torch.randn(1, 90)) == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
@@ -119,13 +111,6 @@ def test_a_unit_that_was_on_once_is_not_dead_and_channels_are_units() -> None:
     assert (row["units"], row["dead"], row["zero_share"]) == (3, 2, 191 / 192)
 
 
-def test_hooks_are_gone_after_an_error() -> None:
-    model = probed.mlp()
-    with pytest.raises(RuntimeError), Activations(model).watching():
-        model(torch.ones(1, 1))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def test_the_same_gradients_with_or_without_looking_at_activations() -> None:
     model, loader = probed.everything(), probed.classes()
     alone = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions="signal", progress=False)
@@ -189,7 +174,7 @@ def test_a_number_of_units_that_changes_is_a_note() -> None:
     with seen.watching():
         model(torch.ones(2, 3))
         model(torch.ones(2, 4))
-    assert "another number of units" in next(iter(seen.notes))
+    assert "changes its number of units" in next(iter(seen.notes))
 
 
 def test_few_dead_units_are_counted_and_not_called_none() -> None:

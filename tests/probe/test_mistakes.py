@@ -58,7 +58,7 @@ def test_what_is_no_batch(batch: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (nn.CrossEntropyLoss, r"the class CrossEntropyLoss; expected one of it: CrossEntropyLoss\(\)"),
+        (nn.CrossEntropyLoss, r"the class CrossEntropyLoss; expected an instance: CrossEntropyLoss\(\)"),
         (lambda out, x, y: F.cross_entropy(out, y), "loss_fn takes out, x, y; expected"),
         (lambda: 0, "loss_fn takes no arguments; expected"),
         (lambda batch: F.cross_entropy(batch[0], batch[1]), r"would get the model's output; expected loss_fn\(model,"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -11,11 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from gradvitals.errors import ConfigError
-from gradvitals.probe.perturb import Opening, Sample
-from gradvitals.probe.robustness import accuracy, lipschitz, robustness
+from gradvitals.probe.data import Subject, form_of
+from gradvitals.probe.opening import Opening
+from gradvitals.probe.robustness import SIZES, accuracy, lipschitz, robustness_record
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.mean()
+
+
+def subject(model: nn.Module, loss_fn: Any = mean) -> Subject:
+    return Subject(model, loss_fn, form_of(loss_fn), torch.device("cpu"))
+
+
+def robustness(model: nn.Module, loss_fn: Any, *batch: Tensor) -> dict[str, Any]:
+    return robustness_record(subject(model, loss_fn), batch)
 
 
 def linear(weights: list[list[float]]) -> nn.Linear:
@@ -28,38 +38,28 @@ def linear(weights: list[list[float]]) -> nn.Linear:
 def test_attacks_on_a_linear_loss_raise_it_by_the_size_times_the_sum_of_absolute_weights() -> None:
     model = linear([[1.0, -2.0, 0.5]])
     x = torch.randn(5, 3, dtype=torch.float64)
-    found = robustness(model, Sample(loss=lambda: model(x).mean()))
+    found = robustness(model, mean, x)
     clean = model(x).mean().item()
     # Each column of a table moves by its own standard deviation.
     reach = float((x.std(0) * torch.tensor([1.0, 2.0, 0.5])).sum())
-    for size, fgsm, pgd, noise in zip(
-        found.relative,
-        found.curves["fgsm"]["loss"],
-        found.curves["pgd"]["loss"],
-        found.curves["noise"]["loss"],
-        strict=True,
-    ):
-        assert fgsm == pytest.approx(clean + size * reach, rel=1e-9)
-        assert pgd == pytest.approx(clean + size * reach, rel=1e-9)
-        assert abs(noise - clean) <= size * reach + 1e-12
-    assert found.scale == pytest.approx(float(x.std(0).median()))
-    assert found.slope * found.sizes[1] == pytest.approx(reach * found.relative[1])
-    assert found.relative == [0.0, 0.01, 0.03, 0.1, 0.3, 1.0]
-    assert math.isnan(found.curves["fgsm"]["accuracy"][0])
+    for at, size in enumerate(found["relative"]):
+        assert found["curves"]["fgsm"]["loss"][at] == pytest.approx(clean + size * reach, rel=1e-9)
+        assert found["curves"]["pgd"]["loss"][at] == pytest.approx(clean + size * reach, rel=1e-9)
+        assert abs(found["curves"]["noise"]["loss"][at] - clean) <= size * reach + 1e-12
+    assert found["scale"] == pytest.approx(float(x.std(0).median()))
+    assert found["slope"] * found["sizes"][1] == pytest.approx(reach * found["relative"][1])
+    assert found["relative"] == [0.0, *SIZES]
+    assert math.isnan(found["curves"]["fgsm"]["accuracy"][0])
 
 
 def test_the_lipschitz_constant_of_a_linear_model_is_its_largest_singular_value() -> None:
     torch.manual_seed(0)
-    one = linear([[3.0, 4.0]])
-    x = torch.randn(4, 2, dtype=torch.float64)
-    assert robustness(one, Sample(loss=lambda: one(x).mean())).lipschitz["largest"] == pytest.approx(5.0)
-
-    many = nn.Linear(6, 4, dtype=torch.float64)
-    x = torch.randn(3, 6, dtype=torch.float64)
-    found = robustness(many, Sample(loss=lambda: many(x).mean()), iterations=60)
-    sigma = torch.linalg.matrix_norm(many.weight, 2).item()
-    assert found.lipschitz["median"] == pytest.approx(sigma, rel=1e-4)
-    assert found.lipschitz["largest"] == pytest.approx(sigma, rel=1e-4)
+    found = robustness(linear([[3.0, 4.0]]), mean, torch.randn(4, 2, dtype=torch.float64))["lipschitz"]
+    assert found["largest"] == pytest.approx(5.0)
+    assert found["loss"] == pytest.approx(5.0)
+    model, x = nn.Linear(6, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    values = lipschitz(Opening(subject(model), (x,)), torch.Generator(), iterations=60)
+    assert values == pytest.approx([torch.linalg.matrix_norm(model.weight, 2).item()] * 3, rel=1e-4)
 
 
 @settings(max_examples=15, deadline=None)
@@ -74,67 +74,33 @@ def test_the_lipschitz_estimate_is_never_above_the_jacobian_norm(seed: int, iter
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(x @ first) @ last
 
-    model = Net()
-    opening = Opening(model, Sample(loss=lambda: model(x).mean()))
-    found = lipschitz(opening, iterations, generator)
+    found = lipschitz(Opening(subject(Net()), (x,)), generator, iterations)
     jacobians = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(row @ first) @ last))(x)
     exact = torch.linalg.matrix_norm(jacobians, 2)
     assert all(value <= float(limit) * (1 + 1e-5) for value, limit in zip(found, exact, strict=True))
 
 
-def test_the_gradient_norm_of_one_example_is_the_constant_of_its_loss() -> None:
-    model = linear([[3.0, 4.0]])
-    x = torch.randn(8, 2, dtype=torch.float64)
-    assert robustness(model, Sample(loss=lambda: model(x).mean())).lipschitz["loss"] == pytest.approx(5.0)
-
-
-def two_classes() -> tuple[nn.Linear, Tensor, Tensor]:
-    """Points at a distance of 1 from the border in the maximum norm, half on each side: they fall together."""
+def test_accuracy_falls_where_the_border_is() -> None:
+    # Points at a distance of 1 from the border in the maximum norm, half on each side: they fall together.
     model = linear([[0.0, 0.0], [1.0, 0.0]])
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 4, dtype=torch.float64)
-    return model, x, torch.tensor([1, 0] * 4)
+    x[:, 0] *= 0.2 / x[:, 0].std()
+    x[0, 0] *= 8  # widens the data, so that a size of 0.3 reaches the border
+    found = robustness(model, nn.CrossEntropyLoss(), x, torch.tensor([1, 0] * 4))
+    at = next(at for at, share in enumerate(found["curves"]["fgsm"]["accuracy"]) if share < 1)
+    before, border = found["relative"][at - 1], found["relative"][at]
+    assert before < float(x[1:, 0].abs().max() / x[:, 0].std()) <= border
+    assert before < found["half_at"]["fgsm"] <= border
+    assert found["curves"]["pgd"]["accuracy"] == found["curves"]["fgsm"]["accuracy"]
 
 
-def test_accuracy_falls_where_the_border_is() -> None:
-    model, x, y = two_classes()
-    scale = float(x[:, 0].std())  # the other column is constant
-    sizes = [0.5 / scale, 0.99 / scale, 1.01 / scale, 2 / scale]
-    found = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y), relative=sizes)
-    assert found.curves["fgsm"]["accuracy"] == [1, 1, 1, 0, 0]
-    assert found.curves["pgd"]["accuracy"] == [1, 1, 1, 0, 0]
-    # Halfway from 1 to what the commonest answer gets, a half, on the line from 0.99 to 1.01.
-    assert found.half_at["fgsm"] * scale == pytest.approx(0.995)
-    assert found.sizes[1] == pytest.approx(0.5)
-    assert found.verdict == []
-
-
-def test_data_stay_within_bounds() -> None:
-    seen = []
-
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((float(x.detach().min()), float(x.detach().max())))
-            return x.sum(dim=1)
-
-    model, x = Net(), torch.rand(4, 3)
-    robustness(model, Sample(loss=lambda: model(x).mean()), bounds=(0.0, 1.0), iterations=1)
-    before_lipschitz = seen[:-3]
-    assert min(low for low, _ in before_lipschitz) >= 0
-    assert max(high for _, high in before_lipschitz) <= 1
-
-
-def test_pgd_is_never_weaker_than_fgsm() -> None:
+def test_pgd_is_never_weaker_than_fgsm_or_noise() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     x, y = torch.randn(20, 6), torch.randint(0, 3, (20,))
-    found = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    for fgsm, pgd, noise in zip(
-        found.curves["fgsm"]["loss"], found.curves["pgd"]["loss"], found.curves["noise"]["loss"], strict=True
-    ):
-        assert pgd >= fgsm
-        assert pgd >= noise
-    assert all(set(curve) == {"loss", "accuracy"} for curve in found.curves.values())
-    json.dumps(found.record())
+    curves = robustness(model, nn.CrossEntropyLoss(), x, y)["curves"]
+    losses = (curves[kind]["loss"] for kind in ("pgd", "fgsm", "noise"))
+    assert all(pgd >= max(fgsm, noise) for pgd, fgsm, noise in zip(*losses, strict=True))
 
 
 def test_a_model_that_small_directed_changes_break_is_named() -> None:
@@ -143,11 +109,10 @@ def test_a_model_that_small_directed_changes_break_is_named() -> None:
     y = torch.tensor([0, 1] * 10)
     # The two classes differ by 0.05 in every value: hidden in the spread of the data, plain in their sum.
     x = x - x.mean(dim=1, keepdim=True) + 0.05 * (1 - 2 * y)[:, None]
-    found = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    assert found.curves["noise"]["accuracy"][3] == 1.0
-    assert found.half_at["pgd"] < 0.1
-    assert found.verdict[0]["title"] == "small directed changes break the model"
-    assert found.verdict[0]["question"] == "robustness"
+    found = robustness(model, nn.CrossEntropyLoss(), x, y)
+    assert found["curves"]["noise"]["accuracy"][3] == 1.0
+    assert found["half_at"]["pgd"] < 0.1
+    assert found["verdict"][0]["title"] == "small directed changes break the model"
 
 
 def test_a_model_that_noise_breaks_is_named() -> None:
@@ -157,24 +122,23 @@ def test_a_model_that_noise_breaks_is_named() -> None:
     y = torch.arange(100) % 10
     x = torch.zeros(100, 11)
     x[torch.arange(100), y] = 1e-3
-    x[:, 10] = 10.0  # a value that nothing depends on makes the spread of the data, and with it the noise
-    table = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    assert table.half_at["noise"] > 0.1 or math.isnan(table.half_at["noise"])  # a table's columns have each their own
-    x = x[:, None]
-    found = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    assert found.verdict[0]["title"] == "random noise breaks the model"
-    assert found.half_at["noise"] < 0.01
-    assert found.chance == 0.1
+    x[:, 10] = 10.0  # a value that nothing depends on widens the data, and with it the noise
+    table = robustness(model, nn.CrossEntropyLoss(), x, y)["half_at"]["noise"]
+    assert table > 0.1 or math.isnan(table)  # each column of a table has its own width
+    found = robustness(model, nn.CrossEntropyLoss(), x[:, None], y)
+    assert found["verdict"][0]["title"] == "random noise breaks the model"
+    assert found["half_at"]["noise"] < 0.01
+    assert found["chance"] == pytest.approx(0.1)
 
 
-def test_a_model_that_has_learnt_nothing_has_nothing_to_break() -> None:
+def test_a_model_that_has_learned_nothing_has_nothing_to_break() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    x, y = torch.randn(64, 16), torch.arange(64) % 4
-    found = robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    assert found.curves["pgd"]["accuracy"][-1] < found.curves["pgd"]["accuracy"][0] / 2
-    assert all(math.isnan(value) for value in found.half_at.values())
-    assert found.verdict == []
+    found = robustness(model, nn.CrossEntropyLoss(), torch.randn(64, 16), torch.arange(64) % 4)
+    accuracies = found["curves"]["pgd"]["accuracy"]
+    assert accuracies[-1] < accuracies[0] / 2
+    assert all(math.isnan(value) for value in found["half_at"].values())
+    assert found["verdict"] == []
 
 
 def test_words_are_perturbed_as_vectors() -> None:
@@ -187,23 +151,11 @@ def test_words_are_perturbed_as_vectors() -> None:
             return self.table(ids).sum(dim=(1, 2))
 
     model, ids = Net(), torch.tensor([[0, 1], [2, 3]])
-    found = robustness(model, Sample(loss=lambda: model(ids).mean()))
-    assert (found.where, found.place) == ("embeddings", "table")
+    found = robustness(model, mean, ids)
+    assert (found["where"], found["place"]) == ("embeddings", "table")
     clean = model(ids).mean().item()
-    assert found.curves["fgsm"]["loss"][-1] == pytest.approx(clean + found.sizes[-1] * 6, rel=1e-5)
-    assert found.lipschitz["median"] == pytest.approx(math.sqrt(6), rel=1e-5)
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
-    robustness(model, Sample(loss=lambda: cross_entropy(model(x), y), target=y))
-    assert all(before[name].equal(tensor) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(module.training for module in model.modules())
-    assert torch.get_rng_state().equal(random)
+    assert found["curves"]["fgsm"]["loss"][-1] == pytest.approx(clean + found["sizes"][-1] * 6, rel=1e-5)
+    assert found["lipschitz"]["median"] == pytest.approx(math.sqrt(6), rel=1e-5)
 
 
 LOGITS = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # answers 1, 0, 1
@@ -231,12 +183,3 @@ LOGITS = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # answers 1, 0, 1
 )
 def test_accuracy_of_many_kinds_of_answers(output: Any, target: Any, tokens: Any, share: float) -> None:
     assert accuracy(output, target, tokens) == pytest.approx(share, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"relative": []}, {"relative": [-1.0]}, {"steps": 0}, {"draws": 0}, {"bounds": (1, 0)}]
-)
-def test_settings_are_checked(setting: dict[str, Any]) -> None:
-    model, x = nn.Linear(2, 1), torch.ones(1, 2)
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        robustness(model, Sample(loss=lambda: model(x).mean()), **setting)

@@ -85,7 +85,15 @@ def test_layers_join_their_tensors() -> None:
 
 
 def test_words_for_what_few_batches_cannot_tell() -> None:
-    base = {"norm_mean": 1.0, "relative": 1.0, "gsnr_low": math.nan, "gsnr_high": math.nan}
+    base = {
+        "nonfinite": 0,
+        "vanishing": False,
+        "exploding": False,
+        "norm_mean": 1.0,
+        "relative": 1.0,
+        "gsnr_low": math.nan,
+        "gsnr_high": math.nan,
+    }
     assert judge({**base, "gsnr": math.nan}, 8)[0] == "unclear"
     assert judge({**base, "gsnr": math.inf}, 8) == ("signal", "every batch has the same gradient")
     told = {**base, "gsnr": 0.5, "gsnr_low": 0.2}

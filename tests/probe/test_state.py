@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
-from gradvitals.probe.state import HOOKS, same_randomness, untouched
+from gradvitals.probe.state import HOOKS, untouched
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -125,14 +125,6 @@ def test_a_shuffling_loader_goes_on_where_it_stood() -> None:
         gv.probe(model, loader, lambda output: output.mean(), 3, questions="signal", progress=False)
         assert torch.equal(before[0], torch.get_rng_state())
         assert torch.equal(before[1], generator.get_state())
-
-
-def test_inside_dropout_is_the_same_every_time() -> None:
-    dropout, x = nn.Dropout(0.5), torch.ones(100)
-    with same_randomness():
-        first = dropout(x)
-    with same_randomness():
-        assert torch.equal(first, dropout(x))
 
 
 def test_works_without_gradients_outside() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import probed
 import pytest
 import torch
@@ -14,7 +13,6 @@ import gradvitals as gv
 from benchmarks.probe import check_gradient_snr_perlayer, check_gradient_snr_perparam
 from gradvitals.functional import gsnr, gsnr_elementwise
 from gradvitals.functional.streamed import Sums, gsnr_streamed
-from gradvitals.probe import gradients as streaming
 from gradvitals.probe.gradients import Stream
 
 
@@ -37,15 +35,15 @@ def normal(*shape: int, mean: float = 0.0, seed: int = 0, dtype: torch.dtype = t
     st.sampled_from([1e-12, 1.0, 1e9]),
     st.floats(-5, 5),
     st.integers(0, 1000),
-    st.sampled_from([1, 5, 1 << 15]),
+    st.integers(1, 13),
 )
 def test_mean_and_spread_are_those_of_all_gradients_kept(
-    count: int, size: int, scale: float, mean: float, seed: int, piece: int
+    count: int, size: int, scale: float, mean: float, seed: int, chunk: int
 ) -> None:
     samples = normal(count, size, mean=mean, seed=seed) * scale
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(streaming.PIECE, "cpu", piece)
-        stream = streamed([samples, samples[:, :1] * 2])
+    stream = Stream([samples[0], samples[0, :1]], count)
+    for rows in samples.split(chunk):
+        stream.extend([rows, rows[:, :1] * 2])
     dense = samples.double()
     torch.testing.assert_close(stream.mean[0].double(), dense.mean(0), rtol=1e-4, atol=1e-6 * scale)
     expected = (dense - dense.mean(0)).square().sum(0)
@@ -67,7 +65,6 @@ def test_gsnr_and_its_interval_are_those_of_all_gradients_kept() -> None:
 def test_with_some_coordinates_the_interval_is_as_wide_or_wider() -> None:
     samples = normal(8, 40_000, mean=0.5)
     stream = streamed([samples])
-    assert stream._groups[0]._strides[0] > 1
     [found] = stream.gsnr([[0]])
     expected = gsnr(samples)
     assert found.value == pytest.approx(expected.value, rel=1e-5)
@@ -86,25 +83,17 @@ def test_known_answers() -> None:
     assert stream.gsnr([[0]])[0].value == pytest.approx(3.5)
     assert stream.norm_of_mean([0]) == 2.5
     assert stream.noise([0]) == pytest.approx(5 / 3)
-    assert stream.per_coordinate(0).median == pytest.approx(1.0)
-    assert stream.per_coordinate(0).plug_in_median == pytest.approx(6.25 / (5 / 3))
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
-def test_no_scale_of_the_gradient_changes_a_debiased_number(scale: float) -> None:
-    samples = normal(9, 50, mean=1.0, dtype=torch.float64)
-    plain, scaled = streamed([samples]), streamed([samples * scale])
-    assert scaled.gsnr([[0]])[0].value == pytest.approx(plain.gsnr([[0]])[0].value)
-    assert scaled.per_coordinate(0).median == pytest.approx(plain.per_coordinate(0).median)
+    assert stream.per_coordinate(0)["median"] == pytest.approx(1.0)
+    assert stream.per_coordinate(0)["plug_in_median"] == pytest.approx(6.25 / (5 / 3))
 
 
 def test_coordinates_debiased_one_by_one() -> None:
     samples = normal(12, 301, mean=0.7)
     expected = gsnr_elementwise(samples)
     found = streamed([samples]).per_coordinate(0)
-    assert found.median == pytest.approx(float(expected.median()), rel=1e-3)
-    assert found.mean == pytest.approx(float(expected.mean()), rel=1e-3)
-    assert found.below_one == pytest.approx(float((expected < 1).double().mean()))
+    assert found["median"] == pytest.approx(float(expected.median()), rel=1e-3)
+    assert found["mean"] == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert found["below_one"] == pytest.approx(float((expected < 1).double().mean()))
 
 
 def test_the_posts_numbers_are_those_of_its_functions() -> None:
@@ -118,17 +107,6 @@ def test_the_posts_numbers_are_those_of_its_functions() -> None:
         assert row["plug_in_median"] == pytest.approx(expected["median"], rel=1e-4)
         assert row["plug_in_mean"] == pytest.approx(expected["mean"], rel=1e-4) == means[row["name"]]
         assert row["plug_in_below_one"] == pytest.approx(expected["below_one"])
-
-
-def test_a_parameter_that_is_not_used_has_a_gradient_of_zero() -> None:
-    stream = Stream([torch.zeros(2), torch.zeros(3)], 3)
-    for one in (1.0, 2.0, 3.0):
-        stream.add([None, torch.full((3,), one)])
-    assert stream.norms == [[0.0, pytest.approx(math.sqrt(3) * one)] for one in (1, 2, 3)]
-    assert stream.per_coordinate(0).zero_share == 1.0
-    unused, used = stream.gsnr([[0], [1]])
-    assert math.isnan(unused.value)
-    assert used.value > 0
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_counted() -> None:
@@ -149,29 +127,6 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(stream.m2[0].double(), samples.double().var(0) * 9, rtol=1e-3, atol=1e-5)
 
 
-def test_sparse_expanded_and_turned_gradients() -> None:
-    dense = normal(3, 4, 5)
-    stream = Stream([torch.zeros(4, 5), torch.zeros(5, 4), torch.zeros(5)], 3)
-    for one in dense:
-        stream.add([one.to_sparse(), one.T, torch.tensor(2.0).expand(5)])
-    torch.testing.assert_close(stream.mean[0], dense.mean(0))
-    torch.testing.assert_close(stream.mean[1], dense.mean(0).T)
-    assert math.isinf(stream.gsnr([[2]])[0].value)
-
-
-def test_what_is_kept_does_not_grow_with_the_batches() -> None:
-    def held(count: int) -> int:
-        stream = Stream([torch.zeros(20_000), torch.zeros(50)], count)
-        for _ in range(count):
-            stream.add([torch.randn(20_000), torch.randn(50)])
-        groups = stream._groups
-        return sum(g._mean.numel() + g._m2.numel() + sum(k.numel() for k in g._kept) for g in groups)
-
-    limit = 2 * 20_050 + 20_000 // 2 + 2 * streaming.SMALL
-    assert held(5) <= limit
-    assert held(300) <= limit
-
-
 def test_nothing_to_stream() -> None:
     assert gsnr_streamed([]) == []
     [found] = gsnr_streamed([Sums(1.0, 0.0, 1, torch.zeros(1, 1))])
@@ -180,7 +135,7 @@ def test_nothing_to_stream() -> None:
     stream.add([torch.ones(3)])
     assert math.isnan(stream.gsnr([[0]])[0].value)
     assert math.isnan(stream.noise([0]))
-    assert np.isnan(stream.per_coordinate(0).median)
+    assert math.isnan(stream.per_coordinate(0)["median"])
 
 
 def test_noise_that_the_kept_coordinates_miss_makes_the_interval_wide() -> None:
@@ -189,12 +144,17 @@ def test_noise_that_the_kept_coordinates_miss_makes_the_interval_wide() -> None:
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         stream = Stream([torch.zeros(200_000)], 10)
-        stride = stream._groups[0]._strides[0]
         loud = torch.zeros(200_000)
-        loud[1 : 20 * stride : stride] = 1.0
+        loud[torch.randperm(200_000, generator=generator)[:20]] = 1.0
         for _ in range(10):
             whisper = 1e-4 * torch.randn(200_000, generator=generator)
             stream.add([whisper + loud * torch.randn(1, generator=generator)])
         [found] = stream.gsnr([[0]])
         told += found.low > 0
     assert told <= 5
+
+
+def test_more_gradients_than_are_kept_still_have_an_interval() -> None:
+    [found] = streamed([normal(200, 30, mean=0.5)]).gsnr([[0]])
+    assert found.low < 0.25 < found.high
+    assert found.num_samples == 200

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gradvitals.cli import main
 from gradvitals.report.html import render_html
 from gradvitals.report.report import Checks, Report
-from gradvitals.report.summary import first_nonzero
+from gradvitals.report.summary import worst_lists
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
@@ -114,7 +114,7 @@ def test_the_headline_reports_a_missing_loss(tmp_path: Path, meta: dict[str, Any
 def test_nonfinite_tensors_are_listed_in_the_order_of_backward(tmp_path: Path) -> None:
     path = write(tmp_path / "run", broken=lambda step: np.where((step >= 20) & (np.arange(8) != 7), 1.0, 0.0))
     with open_run(path) as run:
-        worst = first_nonzero(run, "grad/nonfinite")
+        worst = next(found for found in worst_lists(run, None) if found.metric == "grad/nonfinite").rows
     assert [(item.name, item.step) for item in worst] == [
         ("3.weight", 20),
         ("2.bias", 20),

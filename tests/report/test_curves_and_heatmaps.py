@@ -12,7 +12,7 @@ import pytest
 
 from gradvitals.report.charts import png
 from gradvitals.report.series import Heatmap, Span, read_curves, read_heatmap, span_of
-from gradvitals.report.timeline import palette, scale_of, shades, value_axis
+from gradvitals.report.timeline import palette, scale_of, shades
 from gradvitals.store.reader import open_run
 from gradvitals.types import Reading
 
@@ -115,14 +115,3 @@ def test_an_image_with_a_palette_is_a_png_of_indices() -> None:
     assert struct.unpack(">IIBB", chunks[b"IHDR"][:10]) == (3, 2, 8, 3)
     assert (len(chunks[b"PLTE"]), len(chunks[b"tRNS"])) == (768, 256)
     assert zlib.decompress(chunks[b"IDAT"]) == b"\0" + bytes([0, 1, 2]) + b"\0" + bytes([253, 254, 255])
-
-
-def test_the_axis_is_logarithmic_if_values_are_far_apart(write_run: WriteRun) -> None:
-    def reading(step: int) -> list[Reading]:
-        return [Reading(step=step, time=0.0, values={"loss": 2.0 + step / 100, "grad/norm": 10.0 ** (step / 25)})]
-
-    with open_run(write_run(steps=100, readings=reading)) as run:
-        loss, norm = (value_axis(curve, 0, 1) for curve in read_curves(run, Span(0, 99)))
-    assert not loss.logarithmic
-    assert norm.logarithmic
-    assert (loss.low <= 2, loss.high >= 2.99, norm.low <= 1, norm.high >= 9000) == (True, True, True, True)

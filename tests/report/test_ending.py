@@ -77,11 +77,6 @@ def test_a_run_that_reported_why_it_stopped_is_not_cut_off(tmp_path: Path) -> No
     assert "run_cut_off" not in said
 
 
-def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
-    segment(tmp_path, 0, 99)
-    assert doctor(tmp_path).startswith("Healthy: 100 steps, no findings.\n")
-
-
 def test_a_crash_before_a_restart_is_reported_though_its_steps_were_redone(tmp_path: Path) -> None:
     crash = notices.training_stopped(RuntimeError("CUDA error: out of memory"), 80)
     segment(tmp_path, 0, 80, crash)
@@ -92,14 +87,6 @@ def test_a_crash_before_a_restart_is_reported_though_its_steps_were_redone(tmp_p
     assert (again.step, again.crashed) == (50, True)
     line = "Restarted once, at step 50; before that: Training stopped with RuntimeError: CUDA error: out of memory"
     assert line in doctor(tmp_path)
-
-
-def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
-    segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
-    segment(tmp_path, 81, 120)
-    assert "Restarted once, at step 81; before that: Training stopped with RuntimeError: boom (step 80)" in doctor(
-        tmp_path
-    )
 
 
 def test_each_restart_is_listed_with_its_reason(tmp_path: Path) -> None:
@@ -133,3 +120,16 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
     said = doctor(tmp_path, "--all")
     assert "each shard of the weights is on one rank alone (Replicas differ)" in said
     assert "it needs several processes" not in said
+
+
+def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 99)
+    assert doctor(tmp_path).startswith("Healthy: 100 steps, no findings.\n")
+
+
+def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
+    segment(tmp_path, 81, 120)
+    assert "Restarted once, at step 81; before that: Training stopped with RuntimeError: boom (step 80)" in doctor(
+        tmp_path
+    )

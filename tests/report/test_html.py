@@ -206,7 +206,3 @@ def test_a_run_recorded_without_diagnosis_is_replayed(write_run: Write) -> None:
     page = page_of(write_run())
     assert "Recorded without diagnosis; replayed with the current rules." in page
     assert "Checks passed" in page
-
-
-def test_a_run_of_one_step_has_a_page(write: Write) -> None:
-    assert "step 0" in page_of(write(steps=1))

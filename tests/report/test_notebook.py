@@ -77,9 +77,6 @@ def test_there_is_always_something_to_show(tmp_path: Path) -> None:
 
 
 def test_a_monitor_shows_the_run_it_writes(tmp_path: Path) -> None:
-    import torch
-
-    import gradvitals as gv
 
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

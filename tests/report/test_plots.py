@@ -59,13 +59,6 @@ def test_several_tensors_on_axes_of_ones_own(run: Run) -> None:
     assert not axes.collections
 
 
-def test_the_whole_run_and_no_band(run: Run) -> None:
-    axes = run.plot("noise_scale", band=False, marks=False)
-    assert not axes.collections
-    assert axes.get_legend() is None
-    assert len(run.plot("noise_scale").collections) == 1
-
-
 def test_all_layers_as_a_map(run: Run) -> None:
     axes = run.plot("grad/norm", kind="layers")
     [image] = axes.get_images()
@@ -110,13 +103,6 @@ def curve(path: Path, values: list[float]) -> Run:
     return open_run(path)
 
 
-def test_a_metric_without_values_says_so(tmp_path: Path) -> None:
-    with curve(tmp_path / "run", [float("nan")] * 5) as run:
-        assert [text.get_text() for text in run.plot("loss").texts] == ["no values of loss"]
-    with curve(tmp_path / "other", [1.0] * 5) as run:
-        assert not run.plot("loss").texts
-
-
 def test_a_value_far_off_does_not_hide_the_others(tmp_path: Path) -> None:
     with curve(tmp_path / "run", [2.0] * 20 + [1e5]) as run:
         assert run.plot("loss").get_yscale() == "log"
@@ -124,3 +110,10 @@ def test_a_value_far_off_does_not_hide_the_others(tmp_path: Path) -> None:
         assert run.plot("loss", ax=mine).get_yscale() == "linear"  # whoever brings axes has set them up
     with curve(tmp_path / "other", [2.0] * 20 + [10.0]) as run:
         assert run.plot("loss").get_yscale() == "linear"
+
+
+def test_a_metric_without_values_says_so(tmp_path: Path) -> None:
+    with curve(tmp_path / "run", [float("nan")] * 5) as run:
+        assert [text.get_text() for text in run.plot("loss").texts] == ["no values of loss"]
+    with curve(tmp_path / "other", [1.0] * 5) as run:
+        assert not run.plot("loss").texts

@@ -37,17 +37,6 @@ def test_steps_that_were_not_read_count(tmp_path: Path) -> None:
         assert run.verdict.headline.startswith("Healthy: 3,000 steps")
 
 
-def test_if_all_were_read_there_are_as_many_as_readings(tmp_path: Path) -> None:
-    write(tmp_path / "late", range(700, 1000))
-    assert counts(tmp_path / "late") == (300, 300, 300)
-    write(tmp_path / "resumed", range(100))
-    write(tmp_path / "resumed", range(150, 200), first=150)  # what lies between was not recorded
-    assert counts(tmp_path / "resumed") == (150, 150, 150)
-    write(tmp_path / "back", range(100))
-    write(tmp_path / "back", range(60, 120), first=60)
-    assert counts(tmp_path / "back") == (120, 120, 120)
-
-
 def test_a_process_that_was_redone_does_not_split_the_steps(tmp_path: Path) -> None:
     write(tmp_path, range(0, 100, 10))
     write(tmp_path, range(75, 105, 10), first=75)

@@ -15,7 +15,6 @@ from rich.console import Console
 from gradvitals.errors import RunFormatError
 from gradvitals.report import live
 from gradvitals.report.live import Follower, Frame, Lines, moments, wait_for
-from gradvitals.store.reader import Run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
@@ -52,34 +51,14 @@ def shown(content: Any, width: int = 100, **options: Any) -> str:
     return console.file.getvalue()
 
 
-def test_a_follower_reads_only_what_is_new(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
-    series = Run.series
-
-    def spy(self: Run, metric: str, **where: Any) -> Any:
-        asked.extend([where.get("since")] if metric == "loss" else [])
-        return series(self, metric, **where)
-
-    monkeypatch.setattr(Run, "series", spy)
-    follower = Follower(writer.path)
-    assert len(follower.look().series["loss"]) == 40
-    write_steps(writer, range(40, 50), loss=1.0)
-    moment = follower.look()
-    assert moment.series["loss"].tolist() == [2.0] * 40 + [1.0] * 10
-    assert (moment.last_step, moment.state, moment.num_ranks, moment.ended) == (49, "running", 4, False)
-    assert asked == [None, 39]
-    writer.close()
-    assert (follower.look().state, follower.look().ended) == ("finished", True)
-
-
 def test_layers_are_read_again_only_when_tensors_were(writer: RunWriter) -> None:
     follower = Follower(writer.path)
-    before = follower.look().latest_tensors
+    before = follower.look().tensors
     writer.write(Reading(step=40, time=0.0, values={"loss": 1.0, "grad/norm": 1.0}))
     writer.commit()
-    assert follower.look().latest_tensors is before
+    assert follower.look().tensors is before
     write_steps(writer, range(41, 42))
-    assert follower.look().latest_tensors.step == 41
+    assert follower.look().tensors.step == 41
 
 
 def test_a_run_continued_from_an_earlier_step_is_read_again(writer: RunWriter) -> None:
@@ -111,17 +90,6 @@ def test_a_frame_fits_the_screen_and_shows_what_there_is(writer: RunWriter, widt
     for part in ("4 ranks", "Unhealthy: 40 steps so far", "loss", "GSNR", "64", "explosion", "head", "0.01"):
         assert part in flat, part
     assert len(text) < 8000  # a name may have any length
-
-
-def test_a_frame_needs_neither_colour_nor_unicode(writer: RunWriter) -> None:
-    follower = Follower(writer.path)
-    buffer = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(file=buffer, width=80, no_color=True, markup=False, highlight=False)
-    console.print(Frame(follower.look()))
-    buffer.flush()
-    text = buffer.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
-    assert "\x1b" not in text
-    assert "loss" in text
 
 
 def test_lines_come_when_there_is_news(writer: RunWriter) -> None:

@@ -61,20 +61,6 @@ def test_a_run_that_the_rules_cannot_read_is_not_called_healthy(
     assert found.note.startswith("Not judged")
 
 
-def test_a_closed_index_leaves_a_run_open_until_its_user_releases_it(tmp_path: Path) -> None:
-    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
-    index = RunIndex(tmp_path)
-    [file] = index.files()
-    with index.opened(file.id) as run:
-        index.close()
-        assert run.last_step == 4
-        with index.opened(file.id) as late:  # a request that was under way
-            assert late.last_step == 4
-    for closed in (run, late):
-        with pytest.raises(RunError, match="was closed"):
-            _ = closed.last_step
-
-
 def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path, steps=5, num_tensors=14)
     run = open_run(tmp_path)
@@ -95,3 +81,17 @@ def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path: Path) -> Non
     with pytest.raises(RunError, match=r"run\.db was closed"):
         run.series("loss")
     run.close()
+
+
+def test_a_closed_index_leaves_a_run_open_until_its_user_releases_it(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
+    index = RunIndex(tmp_path)
+    [file] = index.files()
+    with index.opened(file.id) as run:
+        index.close()
+        assert run.last_step == 4
+        with index.opened(file.id) as late:  # a request that was under way
+            assert late.last_step == 4
+    for closed in (run, late):
+        with pytest.raises(RunError, match="was closed"):
+            _ = closed.last_step

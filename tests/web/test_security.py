@@ -16,7 +16,6 @@ from gradvitals.errors import RunError
 from gradvitals.report import listing
 from gradvitals.store.writer import RunWriter
 from gradvitals.web import run_index, views
-from gradvitals.web.api import Cache
 from gradvitals.web.app import STATIC
 
 ClientOf = Callable[..., TestClient]
@@ -199,21 +198,3 @@ def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     with kept.opened(place.id) as run:
         assert run.last_step == 8
     kept.close()
-
-
-def test_the_cache_is_bounded_and_renewed_on_change() -> None:
-    cache = Cache(max_entries=3, max_bytes=100)
-    made: list[int] = []
-
-    def make(value: bytes) -> Callable[[], bytes]:
-        return lambda: made.append(1) or value
-
-    assert cache.get("a", 1, make(b"x" * 40)) == cache.get("a", 1, make(b"y")) == b"x" * 40
-    assert cache.get("a", 2, make(b"z" * 40)) == b"z" * 40
-    for key in "bcd":
-        cache.get(key, 1, make(key.encode() * 40))
-    assert len(made) == 5
-    cache.get("d", 1, make(b""))
-    assert len(made) == 5
-    cache.get("a", 2, make(b""))
-    assert len(made) == 6

@@ -1,8 +1,7 @@
-"""From a run to settings for the next: clipping, batch size, warmup, decay, and which layers need what. No torch."""
+"""From a run to settings for the next: learning rate, clipping, batch size, warmup, decay, and layers. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,24 +10,26 @@ from gradvitals.advise.batch import advise_batch
 from gradvitals.advise.clip import advise_clip
 from gradvitals.advise.decay import advise_decay
 from gradvitals.advise.layers import advise_layers
+from gradvitals.advise.learning_rate import advise_learning_rate
 from gradvitals.advise.record import Record
 from gradvitals.advise.warmup import advise_warmup
 from gradvitals.store.reader import Run
 
 __all__ = ["CONFIDENCES", "Advice", "Advised", "Confidence", "Figure", "advise"]
 
-TOPICS = ("max_grad_norm", "batch_size", "warmup", "decay", "layers")
+TOPICS = ("learning_rate", "max_grad_norm", "batch_size", "warmup", "decay", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advised:
-    """Everything `gradvitals advise` has to say."""
+    """Everything `gradvitals advise` prints."""
 
     run: str
     steps: int
-    """How many there were from the first that was read to the last."""
+    """Steps from the first that was read to the last."""
     live: bool
-    """Whether the run goes on."""
+    """Whether the run is still being written."""
+    learning_rate: Advice
     max_grad_norm: Advice
     batch_size: Advice
     warmup: Advice
@@ -41,18 +42,13 @@ class Advised:
         return tuple(getattr(self, topic) for topic in TOPICS)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
-        told = {advice.topic: advice.to_json() for advice in self.pieces}
-        return {"run": self.run, "steps": self.steps, "live": self.live, **told}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Advised:
-        """The inverse of `to_json`."""
-        return cls(**{**data, **{topic: Advice.from_json(data[topic]) for topic in TOPICS}})
+        """Returns the record as plain JSON values."""
+        pieces = {advice.topic: advice.to_json() for advice in self.pieces}
+        return {"run": self.run, "steps": self.steps, "live": self.live, **pieces}
 
 
 def advise(run: Run) -> Advised:
-    """What a run says about how to set the next one, or the rest of itself.
+    """Returns what a run suggests for the next one, or for the rest of itself.
 
     Raises:
         RunError: If the run has no readings.
@@ -62,6 +58,7 @@ def advise(run: Run) -> Advised:
         run=str(run.path),
         steps=record.num_steps,
         live=run.is_live,
+        learning_rate=advise_learning_rate(record),
         max_grad_norm=advise_clip(record),
         batch_size=advise_batch(record),
         warmup=advise_warmup(record),

@@ -1,53 +1,56 @@
-"""Advice as a record: what to do, how sure that is, and the figures it rests on; or why nothing can be told."""
+"""Advice as a record: what to do, how sure that is, and the figures behind it; or why the run does not show it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradvitals.types import json_ready
+
+if TYPE_CHECKING:
+    from gradvitals.advise.record import Record
 
 Confidence = Literal["none", "low", "fair", "good"]
 CONFIDENCES: tuple[Confidence, ...] = ("none", "low", "fair", "good")
 
 
+SETTINGS = ("learning_rate", "batch_size", "warmup", "decay")
+"""Topics about which a run with a bug in its training loop says nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One thing that was seen in the run, in words and as numbers."""
+    """One observation in the run, in words and as numbers."""
 
     text: str
     values: Mapping[str, Any] = field(default_factory=dict)
     first_step: int | None = None
-    """The steps it was seen over; None where it is of no steps in particular."""
+    """The steps it covers; None if it is of no steps in particular."""
     last_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Returns the record as plain JSON values."""
         return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Figure:
-        """The inverse of `to_json`."""
-        return cls(**data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a run says about one setting."""
+    """What a run suggests for one setting."""
 
     topic: str
     answer: str
-    """What to do, in a sentence or two; what cannot be told, and why."""
+    """What to do, in a sentence or two; or what the run does not show, and why."""
     confidence: Confidence = "none"
-    """`none` where nothing can be told."""
+    """`none` if the run does not show it."""
     because: str = ""
-    """Why it is no surer than that."""
+    """Why the confidence is no higher."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The advice as numbers. The same names in every run: None where there is nothing to say."""
-    figures: tuple[Figure, ...] = ()
-    """What it rests on."""
-    notes: tuple[str, ...] = ()
+    """The advice as numbers. The same names in every run; None where there is nothing to say."""
+    figures: Sequence[Figure] = ()
+    """The evidence."""
+    notes: Sequence[str] = ()
     """What to know before following it."""
 
     @property
@@ -56,30 +59,40 @@ class Advice:
         return self.confidence != "none"
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Returns the record as plain JSON values."""
         own = {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__ if name != "figures"}
         return {**own, "can_tell": self.can_tell, "figures": [figure.to_json() for figure in self.figures]}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Advice:
-        """The inverse of `to_json`."""
-        known = {name: value for name, value in data.items() if name != "can_tell"}
-        figures = tuple(Figure.from_json(figure) for figure in data["figures"])
-        return cls(**{**known, "figures": figures, "notes": tuple(data["notes"])})
+
+class CannotTell(Exception):
+    """The run does not show what a piece of advice needs."""
+
+    def __init__(self, why: str, figures: Sequence[Figure] = ()) -> None:
+        super().__init__(why)
+        self.figures = figures
 
 
-def cannot_tell(topic: str, why: str, names: Sequence[str], figures: Sequence[Figure] = ()) -> Advice:
-    """No advice, and the reason.
+def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record], Advice]], Callable[[Record], Advice]]:
+    """Completes the advice of a function: the topic, every name of a value, and an answer instead of `CannotTell`."""
 
-    >>> cannot_tell("decay", "no loss was observed", ["step"]).answer
-    'Cannot tell, because no loss was observed.'
-    """
-    answer = f"Cannot tell, because {why}."
-    return Advice(topic=topic, answer=answer, values=dict.fromkeys(names), figures=tuple(figures))
+    def decorate(advise: Callable[[Record], Advice]) -> Callable[[Record], Advice]:
+        @wraps(advise)
+        def complete(record: Record) -> Advice:
+            try:
+                if topic in SETTINGS and record.loop_bug is not None:
+                    raise CannotTell(f"the training loop needs a fix first: {record.loop_bug.title}")
+                return advise(record)
+            except CannotTell as error:
+                answer = f"Cannot tell, because {error}."
+                return Advice(topic=topic, answer=answer, values=dict.fromkeys(names), figures=error.figures)
+
+        return complete
+
+    return decorate
 
 
 def rounded_up(value: float, digits: int = 2) -> float:
-    """The next number above that has so few digits, so that a limit lets through what it is meant to.
+    """Returns the next number above that has so few digits.
 
     >>> rounded_up(1.214), rounded_up(0.0301), rounded_up(120.0), rounded_up(0.07)
     (1.3, 0.031, 120.0, 0.07)

@@ -1,15 +1,14 @@
-"""The batch size, from the noise scale: where larger batches still buy fewer steps, and where they only repeat."""
+"""The batch size, from the noise scale: where larger batches still save steps, and where they only repeat samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell
+from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
 from gradvitals.advise.record import Record, apart
 from gradvitals.diagnose.history import Average
 from gradvitals.format import number
@@ -18,30 +17,29 @@ TOPIC = "batch_size"
 NAMES = ("noise_scale", "low", "high", "batch_size", "proposed", "steps_factor", "samples_factor")
 """`steps_factor` and `samples_factor`: what the batch in use takes over the least that is possible."""
 
-FEWEST = 5
-"""Readings in an average at least."""
+MIN_READINGS = 5
+"""The fewest readings in an average."""
 SURE = 1.96
 LARGER = 2.0
-"""The noise scale is over this many batches, by its lower end, before a larger batch is advised."""
+"""A larger batch is advised if the lower end of the noise scale is above this many batches."""
 SMALLER = 0.5
-"""The same for a smaller one, by its upper end."""
+"""A smaller one if the upper end is below this many."""
 
 NO_SOURCE = {
-    None: "no GSNR was measured: it takes two or more backward passes a step, or several workers",
+    None: "no GSNR was measured: it takes two or more backward passes per step, or several workers",
     "adam": (
-        "the GSNR is known only from Adam's moments, which take the drift of gradients for noise: it takes two or "
-        "more backward passes a step"
+        "the GSNR is known only from Adam's moments, which count the drift of gradients as noise: it takes two or "
+        "more backward passes per step"
     ),
 }
 PROXY = (
-    "The noise scale is a proxy of the critical batch size, and more of a lower bound: in language models the "
-    "critical batch is often far larger."
+    "The noise scale is a proxy of the critical batch size, and rather a lower bound: in language models the critical "
+    "batch is often far larger."
 )
 
 
-@dataclass(frozen=True)
-class Signal:
-    """The GSNR over averages that share no reading, at one batch size."""
+class Signal(NamedTuple):
+    """The GSNR over averages that share no reading, at one batch size, and the noise scale from it."""
 
     value: float
     low: float
@@ -54,159 +52,160 @@ class Signal:
 
     @property
     def noise_scale(self) -> tuple[float, float, float]:
-        """B_simple = B / GSNR, with the ends of its interval; nan and inf where the signal is not beyond zero."""
+        """B_simple = B / GSNR, with the ends of its interval; nan and inf where the signal may be zero."""
         known = self.low > 0
-        low = self.batch_size / self.high if self.high > 0 else math.nan
         return (
             self.batch_size / self.value if known else math.nan,
-            low,
+            self.batch_size / self.high if self.high > 0 else math.nan,
             self.batch_size / self.low if known else math.inf,
         )
 
 
+@advises_on(TOPIC, NAMES)
 def advise_batch(record: Record) -> Advice:
-    """Whether the batch fits the noise of the gradients."""
-    averages = [average for average in record.late_averages if average.count >= FEWEST and math.isfinite(average.low)]
+    """Returns whether the batch fits the noise of the gradients."""
+    averages = [one for one in record.late_averages if one.count >= MIN_READINGS and math.isfinite(one.low)]
     if not averages:
-        return cannot_tell(TOPIC, _why_none(record), NAMES, [])
+        found = max((average.count for average in record.late_averages), default=0)
+        few = (
+            f"the latest GSNR at this batch size has {found} readings, and it takes {MIN_READINGS}: a longer run, or a "
+            "smaller tensor_every"
+        )
+        raise CannotTell(NO_SOURCE.get(record.gsnr_source, few))
     late = [average for average in averages if average.begins >= record.last_step / 2] or averages[-1:]
     signal = joined(apart(late))
-    if math.isnan(signal.batch_size):
-        return cannot_tell(TOPIC, "the batch size was not told: watch(..., batch_size=...)", NAMES, [_in_parts(signal)])
     value, low, high = signal.noise_scale
     size = signal.step_size if signal.step_size > 0 else signal.batch_size
+    if math.isnan(signal.batch_size):
+        raise CannotTell("the batch size was not reported: watch(..., batch_size=...)", [_in_micro_batches(signal)])
+    figures = list(_figures(record, signal, averages, size))
+    finding = next(
+        (
+            finding.title
+            for finding in record.findings
+            if finding.id in ("batch_too_small", "batch_too_large") and finding.last_step is None
+        ),
+        "",
+    )
     if math.isnan(low) or (math.isinf(high) and low < LARGER * size):
-        why = "the noise scale is not identifiable: the interval of the GSNR holds zero"
-        why += f". By other signs, {found}" if (found := _found(record)) else ""
-        return cannot_tell(TOPIC, why, NAMES, _figures(record, signal, averages, size))
-    values = {"noise_scale": value, "low": low, "high": high, "batch_size": size}
-    proposed = _proposed(value, low, high, size)
-    factors = {"steps_factor": 1 + value / size, "samples_factor": 1 + size / value} if math.isfinite(value) else {}
-    confidence, because = _confidence(signal, record)
+        why = "the noise scale is not identifiable: the interval of the GSNR includes zero"
+        raise CannotTell(why + (f". By other signs, {finding}" if finding else ""), figures)
+    proposed = _proposed(low, high, size)
+    known = math.isfinite(value)
+    width = high / low
+    if not known:
+        because = "only a lower end of the noise scale is known"
+    elif width > 4:
+        because = f"the interval of the noise scale spans a factor of {width:.2g}"
+    else:
+        because = f"its interval spans a factor of {width:.2g}, but the noise scale is only a proxy"
     return Advice(
         topic=TOPIC,
-        answer=_answer(value, low, high, size, proposed, _found(record)),
-        confidence=confidence,
+        answer=_answer(value, low, size, proposed, finding),
+        confidence="fair" if known and width <= 4 else "low",
         because=because,
-        values={**dict.fromkeys(NAMES), **values, **factors, "proposed": proposed},
-        figures=tuple(_figures(record, signal, averages, size)),
-        notes=tuple(_notes(record, size, proposed)),
+        values={
+            "noise_scale": value,
+            "low": low,
+            "high": high,
+            "batch_size": size,
+            "proposed": proposed,
+            "steps_factor": 1 + value / size if known else None,
+            "samples_factor": 1 + size / value if known else None,
+        },
+        figures=figures,
+        notes=list(_notes(record, size, proposed)),
     )
 
 
 def joined(averages: Sequence[Average]) -> Signal:
-    """The mean of averages that share no reading, each weighted by its number of readings.
+    """Returns the mean of averages that share no reading, each weighted by its number of readings.
 
-    Weights by their errors would favour low values, whose errors are small. Where the averages differ by more than
-    their errors explain, the error of the mean is that of their differences.
+    Weights by their errors would favor low values, whose errors are small. If the averages differ by more than their
+    errors explain, the error of the mean is that of their differences.
     """
     values = np.array([average.value for average in averages])
     errors = np.array([(average.high - average.low) / 2 / SURE for average in averages])
     weights = np.array([float(average.count) for average in averages])
     weights /= weights.sum()
-    value, error = float(weights @ values), float(np.linalg.norm(weights * errors))
+    value, error, last = float(weights @ values), float(np.linalg.norm(weights * errors)), averages[-1]
+    low, high = last.low, last.high
     if len(values) > 1:
         error = max(error, math.sqrt(float(weights @ (values - value) ** 2) / (len(values) - 1)))
-    reach = SURE * error
-    last = averages[-1]
-    return Signal(
-        value=value,
-        low=value - reach if len(values) > 1 else last.low,
-        high=value + reach if len(values) > 1 else last.high,
-        batch_size=last.batch_size,
-        step_size=last.step_size,
-        first_step=averages[0].begins,
-        last_step=last.step,
-        readings=sum(average.count for average in averages),
-    )
+        low, high = value - SURE * error, value + SURE * error
+    readings = sum(average.count for average in averages)
+    return Signal(value, low, high, last.batch_size, last.step_size, averages[0].begins, last.step, readings)
 
 
-def _why_none(record: Record) -> str:
-    source = record.gsnr_source
-    if source in NO_SOURCE:
-        return NO_SOURCE[source]
-    found = max((average.count for average in record.late_averages), default=0)
-    return (
-        f"the latest GSNR at this batch size rests on {found} readings, and it takes {FEWEST}: a longer run, or a "
-        "smaller tensor_every"
-    )
-
-
-def _proposed(value: float, low: float, high: float, size: float) -> float | None:
-    """A batch to go to, at most a factor of 4 away in one go; None to stay."""
+def _proposed(low: float, high: float, size: float) -> float | None:
+    """Returns a batch to go to by powers of two, at most a factor of 4 away in one go; None to stay."""
     if low > LARGER * size:
-        return float(min(4 * size, _power_of_two(low / size) * size))
+        return min(4.0, _power_of_two(low / size)) * size
     if high < SMALLER * size:
-        return float(max(size / 4, size / _power_of_two(size / high)))
+        return size / min(4.0, _power_of_two(size / high))
     return None
 
 
 def _power_of_two(ratio: float) -> float:
-    """The largest power of two that is not over a ratio."""
-    return 2.0 ** math.floor(math.log2(ratio)) if ratio < 1e9 else 1e9
+    """Returns the largest power of two up to a ratio."""
+    return 2.0 ** math.floor(math.log2(min(ratio, 1e9)))
 
 
-def _answer(value: float, low: float, high: float, size: float, proposed: float | None, found: str) -> str:
+def _answer(value: float, low: float, size: float, proposed: float | None, finding: str) -> str:
     scale = f"about {number(round(value))} samples" if math.isfinite(value) else f"over {number(round(low))} samples"
-    if proposed is None and found:
-        return f"By the noise scale alone, {scale}, the batch of {number(round(size))} may stay; but {found}."
+    now = number(round(size))
+    if proposed is None and finding:
+        return f"By the noise scale alone, {scale}, the batch of {now} may stay; but {finding}."
     if proposed is None:
-        return f"Keep the batch of {number(round(size))}: the noise scale is {scale}."
+        return f"Keep the batch of {now}: the noise scale is {scale}."
+    change = f"{number(round(proposed))} instead of {now}"
+    steps = (1 + value / proposed) / (1 + value / size)
     if proposed > size:
-        gain = "" if math.isnan(value) else f", for about {_fewer(value, size, proposed)} fewer steps"
-        return (
-            f"A larger batch pays off: {number(round(proposed))} instead of {number(round(size))}{gain}. "
-            f"The noise scale is {scale}."
-        )
-    more, less = (1 + value / proposed) / (1 + value / size), (1 + proposed / value) / (1 + size / value)
+        gain = "" if math.isnan(value) else f", for about {100 * (1 - steps):.0f} % fewer steps"
+        return f"A larger batch pays off: {change}{gain}. The noise scale is {scale}."
+    samples = (1 + proposed / value) / (1 + size / value)
     return (
-        f"A smaller batch would do: {number(round(proposed))} instead of {number(round(size))} takes about "
-        f"{more:.2f} times the steps and {less:.2f} times the samples. The noise scale is {scale}."
+        f"A smaller batch would do: {change} takes about {steps:.2f} times the steps and {samples:.2f} times the "
+        f"samples. The noise scale is {scale}."
     )
 
 
-def _fewer(value: float, size: float, proposed: float) -> str:
-    return f"{100 * (1 - (1 + value / proposed) / (1 + value / size)):.0f} %"
-
-
-def _figures(record: Record, signal: Signal, averages: Sequence[Average], size: float) -> list[Figure]:
+def _figures(record: Record, signal: Signal, averages: Sequence[Average], size: float) -> Iterator[Figure]:
     span = {"first_step": signal.first_step, "last_step": signal.last_step}
     value, low, high = signal.noise_scale
-    gsnr = (
-        f"GSNR {number(signal.value)} ({number(signal.low)} to {number(signal.high)}) at "
-        f"{number(signal.batch_size)} samples, from {signal.readings} {record.gsnr_source} readings"
+    ends = f"{number(signal.low)} to {number(signal.high)}"
+    source = f"{signal.readings} {record.gsnr_source} readings"
+    yield Figure(
+        text=f"GSNR {number(signal.value)} ({ends}) at {number(signal.batch_size)} samples, from {source}",
+        values={
+            "gsnr": signal.value,
+            "low": signal.low,
+            "high": signal.high,
+            "batch_size": signal.batch_size,
+            "readings": signal.readings,
+            "source": record.gsnr_source,
+        },
+        **span,
     )
-    numbers: dict[str, Any] = {
-        "gsnr": signal.value,
-        "low": signal.low,
-        "high": signal.high,
-        "batch_size": signal.batch_size,
-    }
-    numbers |= {"readings": signal.readings, "source": record.gsnr_source}
     scale = f"so the noise scale is {number(value)} samples ({number(low)} to {number(high)})"
     if math.isnan(value):
         scale = f"so the noise scale is {number(low)} samples or more" if low > 0 else "so there is no noise scale"
-    figures = [
-        Figure(text=gsnr, values=numbers, **span),
-        Figure(text=scale, values={"noise_scale": value, "low": low, "high": high}, **span),
-    ]
-    if math.isfinite(value):
-        steps, samples = 1 + value / size, 1 + size / value
-        text = (
-            f"by it, a batch of {number(round(size))} takes {steps:.2f} times the fewest steps possible, and "
-            f"{samples:.2f} times the fewest samples"
-        )
-        figures.append(Figure(text=text, values={"steps_factor": steps, "samples_factor": samples}))
+    yield Figure(text=scale, values={"noise_scale": value, "low": low, "high": high}, **span)
+    if math.isnan(value):
+        return
+    steps, samples = 1 + value / size, 1 + size / value
+    least = f"{steps:.2f} times the fewest steps possible, and {samples:.2f} times the fewest samples"
+    factors = {"steps_factor": steps, "samples_factor": samples}
+    yield Figure(text=f"a batch of {number(round(size))} takes {least}", values=factors)
     early = next((average for average in averages if average.low > 0), None)
-    if early is not None and early.step < signal.first_step and math.isfinite(value):
+    if early is not None and early.step < signal.first_step:
         before = early.batch_size / early.value
         text = f"earlier it was {number(before)} samples"
-        figures.append(Figure(text=text, values={"noise_scale": before}, first_step=early.begins, last_step=early.step))
-    return figures
+        yield Figure(text=text, values={"noise_scale": before}, first_step=early.begins, last_step=early.step)
 
 
-def _in_parts(signal: Signal) -> Figure:
-    """Without a batch size the noise scale is still known in micro-batches."""
+def _in_micro_batches(signal: Signal) -> Figure:
+    """Returns the noise scale in micro-batches, which is known without a batch size."""
     times = 1 / signal.value if signal.low > 0 else math.nan
     text = f"GSNR {number(signal.value)} ({number(signal.low)} to {number(signal.high)}) for one micro-batch"
     text += f": the noise scale is {number(times)} of them" if times > 0 else ""
@@ -214,28 +213,10 @@ def _in_parts(signal: Signal) -> Figure:
     return Figure(text=text, values=values, first_step=signal.first_step, last_step=signal.last_step)
 
 
-def _confidence(signal: Signal, record: Record) -> tuple[Confidence, str]:
-    value, low, high = signal.noise_scale
-    if math.isnan(value):
-        return "low", "only a lower end of the noise scale is known"
-    width = high / low
-    if width > 4:
-        return "low", f"the interval of the noise scale spans a factor of {width:.2g}"
-    return "fair", f"its interval spans a factor of {width:.2g}, but the noise scale is only a proxy"
-
-
-def _found(record: Record) -> str:
-    """What the doctor says about the batch at the end of the run; empty for nothing."""
-    found = [finding for finding in record.findings if finding.id in ("batch_too_small", "batch_too_large")]
-    return next((finding.title for finding in found if finding.last_step is None), "")
-
-
-def _notes(record: Record, size: float, proposed: float | None) -> list[str]:
-    notes = [PROXY]
+def _notes(record: Record, size: float, proposed: float | None) -> Iterator[str]:
+    yield PROXY
     if proposed is not None:
-        ratio = proposed / size
-        by = (math.sqrt(ratio), "the root of the batch, for Adam")
-        if record.facts.betas is None:
-            by = (ratio, "the batch, for SGD")
-        notes.append(f"Multiply the learning rate by {number(by[0])} with it: it goes with {by[1]}.")
-    return notes
+        adam = record.facts.betas is not None
+        factor = math.sqrt(proposed / size) if adam else proposed / size
+        follows = "the root of the batch, for Adam" if adam else "the batch, for SGD"
+        yield f"Multiply the learning rate by {number(factor)} with it: it follows {follows}."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradvitals.advise.advice import Advice, Figure, cannot_tell
+from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
 from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
 from gradvitals.format import number
 from gradvitals.store.blocks import Kind
@@ -18,12 +17,12 @@ from gradvitals.store.blocks import Kind
 TOPIC = "layers"
 NAMES = ("layers",)
 
-READINGS = 3
+MIN_READINGS = 3
 """Per-tensor readings in the second half of the run at least."""
-LATEST = 100
-"""Readings that are looked at, at most."""
-WORST = 5
-"""Layers that are told of."""
+MAX_LATEST = 100
+"""The most readings to use."""
+MAX_NAMED = 5
+"""Layers that are named."""
 VANISHING = 1e-4
 """Root mean square of a layer's gradient over the median layer's."""
 LARGEST_UPDATE = 0.1
@@ -33,19 +32,18 @@ SMALLEST_UPDATE = 1e-7
 UNEVEN = 10.0
 """Times the change of the median layer that stands out."""
 NOTABLE = 0.01
-"""A change that is larger than those of other layers is told from here on."""
+"""A smaller change is not reported, even if it is larger than those of other layers."""
 GROWN = 10.0
 """Times its norm early in the run, beyond what the median layer's has grown by."""
 WEAK = 10.0
 """How far below the model's GSNR that of a layer lies, by their intervals."""
-MOST_BROKEN = 0.2
+MAX_BROKEN = 0.2
 """Share of steps with gradients that are not finite, beyond which single layers say nothing."""
-EPS_NEAR = 10.0
+NEAR_EPS = 10.0
 """Times Adam's eps that gradients are above at least, or eps decides about the step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
+class Need(NamedTuple):
     """One layer, what was seen in it, and what it needs."""
 
     layer: str
@@ -54,38 +52,42 @@ class Need:
     to_do: str
     weight: float
     """How far it is out, as a factor: the worst come first."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any]
 
 
+@advises_on(TOPIC, NAMES)
 def advise_layers(record: Record) -> Advice:
-    """The few layers that stand out, worst first."""
+    """Returns the few layers that stand out, worst first."""
     seen = Layers(record)
     if not seen.names or "grad/norm" not in record.run.metrics("tensors"):
-        return cannot_tell(TOPIC, "no single tensors were read", NAMES)
-    if seen.readings < READINGS:
-        why = (
-            f"the second half of the run has {seen.readings} per-tensor readings, and it takes {READINGS}: a longer "
-            "run, or a smaller tensor_every"
+        raise CannotTell("no single tensors were read")
+    readings = f"{seen.readings} per-tensor readings"
+    if seen.readings < MIN_READINGS:
+        raise CannotTell(
+            f"the second half of the run has {readings}, and it takes {MIN_READINGS}: a longer run, or a smaller "
+            "tensor_every"
         )
-        return cannot_tell(TOPIC, why, NAMES)
-    broken = seen.share_broken
-    if broken > MOST_BROKEN:
-        why = (
-            f"gradients are not finite at {100 * broken:.0f} % of the steps in the second half of the run; "
-            "`gradvitals doctor` says since when and why"
+    if seen.share_broken > MAX_BROKEN:
+        raise CannotTell(
+            f"gradients are not finite at {100 * seen.share_broken:.0f} % of the steps in the second half of the run; "
+            "`gradvitals doctor` reports since when and why"
         )
-        return cannot_tell(TOPIC, why, NAMES)
-    needs = sorted(_one_each(seen), key=lambda need: -need.weight)
-    told = needs[:WORST]
-    more = f" (the worst {WORST} of them are named)" if len(needs) > WORST else ""
-    kinds = f"{len(needs)} of {len(seen.names)} layers stand out{more}." if needs else "No layer stands out."
+    # One need per layer, the gravest: a layer without a gradient also has no signal.
+    needs = [need for place in range(len(seen.names)) if (need := next(_needs(seen, place), None)) is not None]
+    needs.sort(key=lambda need: -need.weight)
+    more = f" (these are the worst {MAX_NAMED})" if len(needs) > MAX_NAMED else ""
     return Advice(
         topic=TOPIC,
-        answer=kinds,
+        answer=f"{len(needs)} of {len(seen.names)} layers stand out{more}." if needs else "No layer stands out.",
         confidence="fair" if seen.readings >= 10 else "low",
-        because=f"{seen.readings} per-tensor readings in the second half of the run",
-        values={"layers": [_as_values(need) for need in told]},
-        figures=(*_figures(seen, told), *_ranges(seen)),
+        because=f"{readings} in the second half of the run",
+        values={
+            "layers": [
+                {"layer": need.layer, "pattern": need.pattern, "to_do": need.to_do, **need.values}
+                for need in needs[:MAX_NAMED]
+            ]
+        },
+        figures=list(_figures(seen, needs[:MAX_NAMED])),
     )
 
 
@@ -178,7 +180,7 @@ class Layers:
         steps = steps[(steps >= begin) & (steps <= end)]
         if not len(steps):
             return np.zeros((0, rows))
-        first = int(steps[-min(LATEST, len(steps))])
+        first = int(steps[-min(MAX_LATEST, len(steps))])
         return run.matrix(metric, kind, source=source, since=first - 1, until=int(steps[-1]))[1]
 
     def _sums(self, values: Floats, chosen: Any) -> Floats:
@@ -208,136 +210,66 @@ def _middle(values: Floats) -> float:
     return float(np.median(known)) if len(known) else math.nan
 
 
-Look = Callable[[Layers, int], Need | None]
-
-
-def _one_each(seen: Layers) -> Iterator[Need]:
-    """The gravest need of each layer: a layer without a gradient also has no signal."""
-    looks: tuple[Look, ...] = (_dead, _vanishing, _exploding, _moves, _below_eps, _noise)
-    for place in range(len(seen.names)):
-        found = next((need for look in looks if (need := look(seen, place)) is not None), None)
-        if found is not None:
-            yield found
-
-
-def _dead(seen: Layers, place: int) -> Need | None:
-    if seen.norms[place] != 0:
-        return None
-    return Need(
-        layer=seen.names[place],
-        pattern="no gradient",
-        text=f"its gradient is zero or missing at most of {seen.readings} readings",
-        to_do="check that the loss depends on it; freeze it if it should not learn",
-        weight=math.inf,
-        values={"grad_norm": 0.0},
-    )
-
-
-def _vanishing(seen: Layers, place: int) -> Need | None:
-    usual, own = _middle(seen.rms), float(seen.rms[place])
-    if not own < VANISHING * usual:
-        return None
-    return Need(
-        layer=seen.names[place],
-        pattern="vanishing",
-        text=f"its gradient is {number(own)} an element (root mean square), the median layer's {number(usual)}",
-        to_do="look at what is between it and the loss: initialisation, normalisation, residual paths; or float16",
-        weight=usual / own,
-        values={"rms": own, "usual": usual},
-    )
-
-
-def _exploding(seen: Layers, place: int) -> Need | None:
-    usual, own = _middle(seen.growth), float(seen.growth[place])
-    beyond = own / max(usual, 1.0)
-    if not GROWN < beyond < math.inf:
-        return None
-    return Need(
-        layer=seen.names[place],
-        pattern="growing",
-        text=f"its norm is {number(own)} times what it was in the second quarter, the median layer's {number(usual)}",
-        to_do="clip it by itself (AdaGC), or lower its learning rate",
-        weight=beyond,
-        values={"growth": own, "usual": usual},
-    )
-
-
-def _moves(seen: Layers, place: int) -> Need | None:
-    usual, own = _middle(seen.updates), float(seen.updates[place])
-    values = {"update_ratio": own, "usual": usual}
-    told = f"one step changes it by {number(own)} of its size, the median layer by {number(usual)}"
-    if own > LARGEST_UPDATE or (own > NOTABLE and own > UNEVEN * usual):
-        factor = own / min(usual, LARGEST_UPDATE) if usual > 0 else own / LARGEST_UPDATE
-        todo = f"a lower learning rate for it, by a factor of about {number(float(f'{max(factor, 2.0):.1g}'))}"
-        pattern, weight = "moves too far", factor
-    elif own > 0 and (own < SMALLEST_UPDATE or own * 100 * UNEVEN < usual):
-        pattern, todo, weight = "hardly moves", "a higher learning rate for it, or smaller weights", usual / own
-    else:
-        return None
-    return Need(layer=seen.names[place], pattern=pattern, text=told, to_do=todo, weight=weight, values=values)
-
-
-def _below_eps(seen: Layers, place: int) -> Need | None:
-    eps, own = seen.record.facts.eps, float(seen.rms[place])
-    if eps is None or seen.record.facts.betas is None or not 0 < own < EPS_NEAR * eps:
-        return None
-    return Need(
-        layer=seen.names[place],
-        pattern="near eps",
-        text=f"its gradient is {number(own)} an element (root mean square), and Adam's eps is {number(eps)}",
-        to_do=f"a smaller eps, such as {number(own / 1000)}: with this one, eps sets how far it moves",
-        weight=EPS_NEAR * eps / own,
-        values={"rms": own, "eps": eps},
-    )
-
-
-def _noise(seen: Layers, place: int) -> Need | None:
-    """A layer whose signal is far below the model's, by intervals that do not meet."""
+def _needs(seen: Layers, place: int) -> Iterator[Need]:
+    """Yields what one layer needs, the gravest first."""
+    layer, facts = seen.names[place], seen.record.facts
+    if seen.norms[place] == 0:
+        text = f"its gradient is zero or missing at most of {seen.readings} readings"
+        to_do = "check that the loss depends on it; freeze it if it should not learn"
+        yield Need(layer, "no gradient", text, to_do, math.inf, {"grad_norm": 0.0})
+    rms, usual = float(seen.rms[place]), _middle(seen.rms)
+    per_element = f"its gradient is {number(rms)} per element (root mean square)"
+    if rms < VANISHING * usual:
+        text = f"{per_element}, the median layer's {number(usual)}"
+        to_do = "look at what is between it and the loss: initialization, normalization, residual paths; or float16"
+        yield Need(layer, "vanishing", text, to_do, usual / rms, {"rms": rms, "usual": usual})
+    growth, median_growth = float(seen.growth[place]), _middle(seen.growth)
+    beyond = growth / max(median_growth, 1.0)
+    if GROWN < beyond < math.inf:
+        times = f"{number(growth)} times its norm in the second quarter, the median layer's {number(median_growth)}"
+        to_do = "clip it by itself (AdaGC), or lower its learning rate"
+        yield Need(layer, "growing", f"its norm is {times}", to_do, beyond, {"growth": growth, "usual": median_growth})
+    update, typical = float(seen.updates[place]), _middle(seen.updates)
+    values = {"update_ratio": update, "usual": typical}
+    text = f"one step changes it by {number(update)} of its size, the median layer by {number(typical)}"
+    if update > LARGEST_UPDATE or (update > NOTABLE and update > UNEVEN * typical):
+        factor = update / min(typical, LARGEST_UPDATE) if typical > 0 else update / LARGEST_UPDATE
+        lower = number(float(f"{max(factor, 2.0):.1g}"))
+        to_do = f"a lower learning rate for it, by a factor of about {lower}"
+        yield Need(layer, "moves too far", text, to_do, factor, values)
+    elif update > 0 and (update < SMALLEST_UPDATE or update * 100 * UNEVEN < typical):
+        to_do = "a higher learning rate for it, or smaller weights"
+        yield Need(layer, "hardly moves", text, to_do, typical / update, values)
+    if facts.eps is not None and facts.betas is not None and 0 < rms < NEAR_EPS * facts.eps:
+        text = f"{per_element}, and Adam's eps is {number(facts.eps)}"
+        to_do = f"a smaller eps, such as {number(rms / 1000)}: with this one, eps sets how far it moves"
+        yield Need(layer, "near eps", text, to_do, NEAR_EPS * facts.eps / rms, {"rms": rms, "eps": facts.eps})
+    # A signal far below the model's, by intervals that do not meet.
     value, low, high = (float(part[place]) for part in seen.gsnr)
-    last = seen.record.averages[-1] if seen.record.averages else None
-    if last is None or last.count < READINGS or not last.low > 0 or not (low <= 0 and high * WEAK < last.low):
-        return None
-    embedding = any(word in seen.names[place].lower() for word in ("emb", "wte", "wpe", "position"))
-    rare = "rows of rare tokens get little signal: " if embedding else ""
-    return Need(
-        layer=seen.names[place],
-        pattern="noise only",
-        text=f"its GSNR is {number(value)} ({number(low)} to {number(high)}), the model's {number(last.value)}",
-        to_do=f"{rare}a lower learning rate for it, or a larger batch",
-        weight=last.low / high if high > 0 else 1e6,
-        values={"gsnr": value, "low": low, "high": high, "model": last.value, "batch_size": last.batch_size},
-    )
+    model = seen.record.averages[-1] if seen.record.averages else None
+    if model is not None and model.count >= MIN_READINGS and model.low > 0 and low <= 0 and high * WEAK < model.low:
+        embedding = any(word in layer.lower() for word in ("emb", "wte", "wpe", "position"))
+        rare = "rows of rare tokens get little signal: " if embedding else ""
+        values = {"gsnr": value, "low": low, "high": high, "model": model.value, "batch_size": model.batch_size}
+        text = f"its GSNR is {number(value)} ({number(low)} to {number(high)}), the model's {number(model.value)}"
+        to_do = f"{rare}a lower learning rate for it, or a larger batch"
+        yield Need(layer, "noise only", text, to_do, model.low / high if high > 0 else 1e6, values)
 
 
-def _as_values(need: Need) -> dict[str, Any]:
-    return {"layer": need.layer, "pattern": need.pattern, "to_do": need.to_do, **need.values}
-
-
-def _figures(seen: Layers, needs: list[Need]) -> Iterator[Figure]:
+def _figures(seen: Layers, needs: Sequence[Need]) -> Iterator[Figure]:
+    span = {"first_step": seen.since, "last_step": seen.record.last_step}
     for need in needs:
-        yield Figure(
-            text=f"{need.layer}, {need.pattern}: {need.text}. To do: {need.to_do}",
-            values={"layer": need.layer, **need.values},
-            first_step=seen.since,
-            last_step=seen.record.last_step,
-        )
-
-
-def _ranges(seen: Layers) -> Iterator[Figure]:
-    """What the layers have in common, for those that do not stand out."""
-    gsnr = seen.gsnr[0]
+        text = f"{need.layer}, {need.pattern}: {need.text}. Fix: {need.to_do}"
+        yield Figure(text=text, values={"layer": need.layer, **need.values}, **span)
+    # What the layers have in common, for those that do not stand out.
     for name, what, values in (
         ("update_ratio", "one step changes layers by", seen.updates),
         ("rms", "gradients have a root mean square of", seen.rms),
-        ("gsnr", "the GSNR of layers is", gsnr),
+        ("gsnr", "the GSNR of layers is", seen.gsnr[0]),
     ):
         known = np.flatnonzero(np.isfinite(values))
-        if not len(known):
-            continue
-        least, most = (known[int(pick(values[known]))] for pick in (np.argmin, np.argmax))
-        text = (
-            f"{what} {number(float(values[least]))} ({seen.names[least]}) to {number(float(values[most]))} "
-            f"({seen.names[most]})"
-        )
-        numbers = {f"{name}_least": float(values[least]), f"{name}_most": float(values[most])}
-        yield Figure(text=text, values=numbers, first_step=seen.since, last_step=seen.record.last_step)
+        if len(known):
+            least, most = known[np.argmin(values[known])], known[np.argmax(values[known])]
+            ends = [f"{number(float(values[at]))} ({seen.names[at]})" for at in (least, most)]
+            numbers = {f"{name}_least": float(values[least]), f"{name}_most": float(values[most])}
+            yield Figure(text=f"{what} {' to '.join(ends)}", values=numbers, **span)

@@ -22,7 +22,10 @@ Steps = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
-"""Findings whose steps show gradients as they should not be; told as a warning or worse, they are left out."""
+"""Findings that taint the gradients of their steps: from warnings on, these steps are left out."""
+
+LOOP_BUGS = ("stale_gradients", "unchanged_weights", "frozen_weights", "batches_given_up")
+"""Findings about the training loop that decide how a run goes, whatever its settings."""
 
 MENDED = ("clip", "skip", "roll_back")
 """Kinds of actions that answer a gradient which should not have been."""
@@ -132,13 +135,10 @@ class Record:
         return self.norms.chosen(~(self.troubled | self.outliers))
 
     @property
-    def batch_size(self) -> float:
-        """Samples of one optimizer step, at the end of the run; nan where not told."""
-        for metric in ("grad/norm", "loss"):
-            if metric in self.run.metrics("values"):
-                sizes = self.run.batch_sizes(metric)[1]
-                return float(np.median(sizes[-20:])) if len(sizes) else math.nan
-        return math.nan
+    def loop_bug(self) -> Finding | None:
+        """The first bug of the training loop that was open at the end; None if there is none."""
+        open_ones = (one for one in self.findings if one.last_step is None and one.severity != "info")
+        return next((one for one in open_ones if one.id in LOOP_BUGS), None)
 
     @cached_property
     def gsnr_source(self) -> Source | None:
@@ -170,10 +170,6 @@ class Record:
                 same = i
         return tuple(found[same:])
 
-    def finding(self, *ids: str) -> Finding | None:
-        """The first finding of one of these kinds."""
-        return next((finding for finding in self.findings if finding.id in ids), None)
-
 
 def steps_spanned(run: Run, steps: Steps) -> int:
     """How many steps training made from the first to the last of those that were read, in order.
@@ -203,7 +199,7 @@ def far_above(values: Floats) -> Mask:
 
 
 def apart(averages: Iterable[Average]) -> tuple[Average, ...]:
-    """Averages that share no reading, the newest among them, in order: only these tell something new."""
+    """Returns averages that share no reading, with the newest, in order: only these are independent."""
     kept: list[Average] = []
     for average in reversed(list(averages)):
         if not kept or average.step < kept[-1].begins:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from gradvitals.advise.advice import Advice, Confidence, Figure, cannot_tell, rounded_up
+from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, advises_on, rounded_up
 from gradvitals.advise.record import Floats, Record, Series
 from gradvitals.diagnose.history import fall
 from gradvitals.format import number
-from gradvitals.types import Finding
 
 TOPIC = "warmup"
 NAMES = ("steps", "used", "peak_lr", "peak_step", "norms_settled", "updates_settled", "gsnr_seen", "harm")
@@ -24,7 +24,7 @@ SETTLED = 1.5
 FULL = 0.999
 """Share of its highest value from which the learning rate is at its height."""
 AVERAGED = 10
-"""Readings in a GSNR before that it does not differ from zero says anything."""
+"""The fewest readings in a GSNR that shows no signal."""
 LONGEST_GUESS = 200
 """Steps of warmup that are advised at most where the run shows harm and not how long it takes to settle."""
 EARLY = 50
@@ -37,8 +37,7 @@ SURE = 4.0
 """Standard errors of a median of norms or updates within which it counts as the same."""
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """How a run began. Steps are counted from its first one; None is not known."""
 
     used: int
@@ -46,49 +45,41 @@ class Start:
     norms: int | None
     updates: int | None
     signal: int | None
-    """Steps without a GSNR beyond zero, where it was looked for."""
+    """Steps without a GSNR above zero."""
     restless: str
-    """What was read and did not settle; empty for nothing."""
+    """What was read and did not settle; empty if everything did."""
     seen: int | None
-    """The step at which it was first known to be beyond zero."""
+    """The step at which the GSNR was first known to be above zero."""
     harm: str
-
-    @property
-    def settled(self) -> int | None:
-        """When everything that is known had settled."""
-        known = [steps for steps in (self.norms, self.updates, self.signal) if steps is not None]
-        return max(known) if known else None
+    """What went wrong in the first steps; empty if nothing did."""
 
 
+@advises_on(TOPIC, NAMES)
 def advise_warmup(record: Record) -> Advice:
-    """How long the learning rate should rise, by how this run began."""
-    why = _why_not(record)
-    if why:
-        return cannot_tell(TOPIC, why, NAMES)
+    """Returns how long the learning rate should rise, by how this run began."""
     start = _start(record)
-    if start.settled is None:
-        return cannot_tell(
-            TOPIC, "norms and updates were still changing fast at the end of the run", NAMES, _figures(record, start)
-        )
-    steps, answer, confidence, because = _advice(record, start, start.settled)
-    values = {
-        "steps": steps,
-        "used": start.used,
-        "peak_lr": start.peak_lr,
-        "peak_step": record.first_step + start.used,
-        "norms_settled": start.norms,
-        "updates_settled": start.updates,
-        "gsnr_seen": start.seen,
-        "harm": start.harm or None,
-    }
+    figures = list(_figures(record, start))
+    known = [steps for steps in (start.norms, start.updates, start.signal) if steps is not None]
+    if not known:
+        raise CannotTell("norms and updates were still changing fast at the end of the run", figures)
+    steps, answer, confidence, because = _answer(record, start, max(known))
     return Advice(
         topic=TOPIC,
         answer=answer,
         confidence=confidence,
         because=because,
-        values=values,
-        figures=tuple(_figures(record, start)),
-        notes=("This holds for the learning rate of this run; a higher one takes a longer warmup.",),
+        values={
+            "steps": steps,
+            "used": start.used,
+            "peak_lr": start.peak_lr,
+            "peak_step": record.first_step + start.used,
+            "norms_settled": start.norms,
+            "updates_settled": start.updates,
+            "gsnr_seen": start.seen,
+            "harm": start.harm or None,
+        },
+        figures=figures,
+        notes=["This holds for the learning rate of this run; a higher one takes a longer warmup."],
     )
 
 
@@ -118,28 +109,13 @@ def settled_after(values: Floats) -> int | None:
 
 
 def noise_of(values: Floats) -> float:
-    """Standard deviation of the logarithm from one value to the next, as the median tells it; 0 for fewer than three.
+    """Standard deviation of the logarithm from one value to the next, by their median; 0 for fewer than three.
 
     >>> round(noise_of(np.exp(np.random.default_rng(0).normal(size=10_000))), 1)
     1.0
     """
     changes = np.diff(np.log(values[values > 0]))
     return float(np.median(np.abs(changes))) / 0.6745 / math.sqrt(2) if len(changes) > 1 else 0.0
-
-
-def _why_not(record: Record) -> str:
-    if record.first_step > 0:
-        return f"the record begins at step {record.first_step:,}: how training began is not in it"
-    if not len(record.lr):
-        return "no learning rate was read"
-    if len(record.norms) < 4 * WINDOW:
-        return f"{len(record.norms):,} steps are too few to see what settles; it takes {4 * WINDOW:,}"
-    if record.lr.values.max() <= 0:
-        return "the learning rate is zero"
-    used = _warmup_used(record.lr)
-    if used > 0.9 * len(record.lr):
-        return "the learning rate was still rising at the end of the run"
-    return ""
 
 
 def _warmup_used(lr: Series) -> int:
@@ -152,7 +128,18 @@ def _warmup_used(lr: Series) -> int:
 
 
 def _start(record: Record) -> Start:
+    if record.first_step > 0:
+        raise CannotTell(f"the record begins at step {record.first_step:,}: it does not show how training began")
+    if not len(record.lr):
+        raise CannotTell("no learning rate was read")
+    if len(record.norms) < 4 * WINDOW:
+        why = f"{len(record.norms):,} steps are too few to see what settles; it takes {4 * WINDOW:,}"
+        raise CannotTell(why)
+    if record.lr.values.max() <= 0:
+        raise CannotTell("the learning rate is zero")
     used = _warmup_used(record.lr)
+    if used > 0.9 * len(record.lr):
+        raise CannotTell("the learning rate was still rising at the end of the run")
     moves = record.series("update/rms")
     rates = record.lr.at(moves.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -161,18 +148,10 @@ def _start(record: Record) -> Start:
     norms = settled_after(record.norms.values)
     usable = per_rate[np.isfinite(per_rate) & (per_rate > 0)]
     updates = settled_after(usable)
-    restless = [] if norms is not None else ["norms"]
+    restless = ["norms"] if norms is None else []
     restless += ["updates"] if updates is None and len(usable) >= 4 * WINDOW else []
-    return Start(
-        used=used,
-        peak_lr=float(record.lr.values.max()),
-        norms=norms,
-        updates=updates,
-        restless=" and ".join(restless),
-        signal=signal,
-        seen=seen,
-        harm=_harm(record, used),
-    )
+    peak = float(record.lr.values.max())
+    return Start(used, peak, norms, updates, signal, " and ".join(restless), seen, _harm(record, used))
 
 
 def _signal(record: Record) -> tuple[int | None, int | None]:
@@ -181,94 +160,86 @@ def _signal(record: Record) -> tuple[int | None, int | None]:
     first = next((average for average in looked if average.low > 0), None)
     if first is None or first.begins > record.last_step / 2:
         return None, None
-    # That an interval holds zero says nothing; that it ends below all of a later one says that there was less signal.
+    # An interval that includes zero shows nothing; one that ends below all of a later one shows less signal.
     later = max((average.low for average in looked if average.established), default=-math.inf)
     silent = [average.step for average in looked if average.step < first.step and average.high < later]
     return (silent[-1] if silent else 0), first.step
 
 
 def _harm(record: Record, used: int) -> str:
-    """What went wrong in the first steps; empty for nothing."""
+    """Returns what went wrong in the first steps; empty if nothing did."""
     until = max(EARLY, 2 * used)
     early = ("warmup_needed", "explosion", "loss_nonfinite", "nonfinite", "near_zero_initial_gsnr")
     for finding in record.findings:
-        is_early = finding.id in early and finding.severity != "info" and finding.first_step < until
-        if is_early and (finding.id != "explosion" or _lasted(finding)):
-            return _told(finding)
+        if finding.id in early and finding.severity != "info" and finding.first_step < until:
+            # One bad batch comes with any learning rate.
+            lasted = finding.last_step is None or finding.last_step - finding.first_step > 2
+            if finding.id != "explosion" or lasted:
+                return f"{finding.title} (step {finding.first_step:,}, {finding.id})"
     losses = record.loss.chosen(record.loss.steps < until).values
     if len(losses) >= 10 and losses[0] > 0:
         highest = float(np.max(np.median(np.lib.stride_tricks.sliding_window_view(losses, 3), axis=1)))
-        # What did harm may have made the first losses swing: the later ones tell what is noise then.
+        # The harm itself may have made the first losses swing: the later ones show their noise then.
         noise = min(noise_of(losses), noise_of(record.loss.since(record.last_step / 2).values))
         if highest > losses[0] * max(ROSE, math.exp(BEYOND_NOISE * noise)):
-            return f"the loss went from {number(float(losses[0]))} up to {number(highest)}"
+            return f"the loss rose from {number(float(losses[0]))} to {number(highest)}"
     return ""
 
 
-def _made_headway(record: Record, until: int) -> bool:
-    """Whether the loss fell, beyond doubt, while not all had settled."""
-    losses = record.loss.chosen(record.loss.steps < record.first_step + until + WINDOW).values
-    fell, error = fall(losses)
-    return fell > 2 * error
-
-
-def _lasted(finding: Finding) -> bool:
-    """Whether it was more than one bad batch, which comes with any learning rate."""
-    return finding.last_step is None or finding.last_step - finding.first_step > 2
-
-
-def _told(finding: Finding) -> str:
-    return f"{finding.title} (step {finding.first_step:,}, {finding.id})"
-
-
-def _advice(record: Record, start: Start, settled: int) -> tuple[int, str, Confidence, str]:
+def _answer(record: Record, start: Start, settled: int) -> tuple[int, str, Confidence, str]:
+    """Returns the steps advised, the answer, the confidence and its reason."""
     used, single = start.used, "it is one run at one learning rate"
     if start.harm:
         guess = min(LONGEST_GUESS, max(WINDOW, record.num_steps // 10))
         steps = round(rounded_up(max(settled, 2 * used, guess)))
         now = f"instead of {used:,}" if used else "where there was none"
-        because = "that one is needed is clear, how long is not: a tenth of the run" if steps == guess else single
-        return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", "fair", because
+        because = "it is clear that one is needed, but not how long: a tenth of the run" if steps == guess else single
+        confidence: Confidence = "fair"
+        fell, error = fall(record.loss.chosen(record.loss.steps < max(EARLY, 2 * used)).values)
+        if used >= record.num_steps // 10:
+            confidence, because = "low", "the warmup is a tenth of the run already, and it did not prevent the harm"
+        elif fell > 2 * error:
+            confidence, because = "low", "the loss fell meanwhile"
+        return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", confidence, because
     kept = f"Keep the warmup of {used:,} steps" if used else "Go on without a warmup"
     if start.restless:
-        answer = f"{kept}: nothing went wrong in the first steps."
-        return used, answer, "low", f"{start.restless} still changed fast after an eighth of the run"
+        because = f"{start.restless} still changed fast after an eighth of the run"
+        return used, f"{kept}: nothing went wrong in the first steps.", "low", because
     if settled <= used:
-        calm = f"the start was calm, and all had settled by step {settled:,}"
-        return used, f"{kept}: {calm}.", "fair" if used else "low", single
+        answer = f"{kept}: the start was calm, and everything had settled by step {settled:,}."
+        return used, answer, "fair" if used else "low", single
     if settled <= WINDOW:
         text = f"A warmup of {used:,} steps is" if used else "No warmup is"
         return used, f"{text} enough, as far as this run shows: all settled in {settled} steps.", "low", single
-    if _made_headway(record, settled):
-        answer = f"{kept}: all had settled only by step {settled:,}, but the loss fell meanwhile."
+    until_settled = record.first_step + settled + WINDOW
+    fell, error = fall(record.loss.chosen(record.loss.steps < until_settled).values)
+    if fell > 2 * error:
+        answer = f"{kept}: everything had settled only by step {settled:,}, but the loss fell meanwhile."
         return used, answer, "low", single
     steps = round(rounded_up(settled))
     answer = (
         f"A longer warmup may help, about {steps:,} steps: the learning rate was at its height after {used:,}, and "
-        f"it took {settled:,} until all had settled, in which the loss did not fall."
+        f"everything settled only after {settled:,}, during which the loss did not fall."
     )
-    return steps, answer, "low", f"that it settled late is no proof that it suffered, and {single}"
+    return steps, answer, "low", f"late settling does not prove harm, and {single}"
 
 
-def _figures(record: Record, start: Start) -> list[Figure]:
+def _figures(record: Record, start: Start) -> Iterator[Figure]:
     first, begun = record.first_step, float(record.lr.values[0])
-    rise = f"rose from {number(begun)} to {number(start.peak_lr)} over {start.used:,} steps"
-    text = f"the learning rate {rise if start.used else f'was at its height from the start, {number(begun)}'}"
-    values = {"first": begun, "peak": start.peak_lr, "steps": start.used}
-    figures = [Figure(text=text, values=values, first_step=first, last_step=first + start.used)]
+    text = f"the learning rate was at its height from the start, {number(begun)}"
+    if start.used:
+        text = f"the learning rate rose from {number(begun)} to {number(start.peak_lr)} over {start.used:,} steps"
+    rise = {"first": begun, "peak": start.peak_lr, "steps": start.used}
+    yield Figure(text=text, values=rise, first_step=first, last_step=first + start.used)
     for name, what, at in (
         ("norms_settled", "the gradient norm", start.norms),
         ("updates_settled", "the size of updates over the learning rate", start.updates),
     ):
         when = f"had settled by step {first + at:,}" if at is not None else "is not known to have settled"
-        figures.append(Figure(text=f"{what} {when}", values={name: at}))
+        yield Figure(text=f"{what} {when}", values={name: at})
     if start.seen is not None:
-        late = f", and far less of it up to step {start.signal:,}" if start.signal else ""
-        text = f"the GSNR was above zero by step {start.seen:,}, beyond its interval{late}"
-        figures.append(Figure(text=text, values={"gsnr_seen": start.seen, "no_signal_until": start.signal}))
-    figures.append(Figure(text=start.harm or _no_harm(record), values={"harm": bool(start.harm)}, first_step=first))
-    return figures
-
-
-def _no_harm(record: Record) -> str:
-    return "nothing went wrong in the first steps" if len(record.loss) else "no loss was observed to show harm"
+        late = f", and far lower up to step {start.signal:,}" if start.signal else ""
+        text = f"the whole interval of the GSNR was above zero by step {start.seen:,}{late}"
+        yield Figure(text=text, values={"gsnr_seen": start.seen, "no_signal_until": start.signal})
+    calm = "nothing went wrong in the first steps" if len(record.loss) else "no loss was observed to show harm"
+    yield Figure(text=start.harm or calm, values={"harm": bool(start.harm)}, first_step=first)

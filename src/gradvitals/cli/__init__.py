@@ -35,7 +35,7 @@ MODULES = {"import": "importing"}
 
 
 class Commands(click.Group):
-    """Finds a subcommand in the file of its name; says what went wrong in one line."""
+    """Finds a subcommand in the file of its name; prints an error in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, for the help page."""

@@ -1,4 +1,4 @@
-"""`gradvitals advise`: what a run says about how to set the next one."""
+"""`gradvitals advise`: settings for the next run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradvitals.cli.runs import run_argument
 def advise(run: Path, verbose: bool, as_json: bool) -> None:
     """Suggest settings for the next run from what RUN shows: clipping, batch size, warmup, decay, layers.
 
-    Each suggestion comes with its confidence. If the run does not show enough, it says what is missing. Works on a
-    finished run and on one that is being written. Needs no torch.
+    Each suggestion comes with its confidence. If the run does not show enough, the answer names what is missing.
+    Works on a finished run and on one that is being written. Needs no torch.
 
     \b
     Example:

@@ -46,10 +46,10 @@ def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
       gradvitals demo --fault lr --out runs/hot
     """
     screen = console()
-    tell = (lambda *parts, **style: None) if as_json else screen.print
+    show = (lambda *parts, **style: None) if as_json else screen.print
     about = {"stale": "its loop never calls optimizer.zero_grad()", "lr": "its learning rate is 100 times too high"}
     what = f" This one has a bug: {about[fault]}." if fault in about else ""
-    tell(f"A small transformer learns Shakespeare, one character at a time.{what}")
+    show(f"A small transformer learns Shakespeare, one character at a time.{what}")
 
     from gradvitals.demo import LEARNING_RATE, DemoSettings, run_demo
     from gradvitals.report.report import Report
@@ -62,11 +62,11 @@ def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
     with open_run(first.path) as run:
         report = Report(run)
         verdict = report.verdict
-        tell()
-        tell(render_doctor(report))
+        show()
+        show(render_doctor(report))
     result: dict[str, Any] = {**first.to_json(), "verdict": verdict.to_json()}
     if fault == "none" or first.interrupted:
-        tell(f"\nThe run is in {first.path}. See it: gradvitals serve")
+        show(f"\nThe run is in {first.path}. See it: gradvitals serve")
         if as_json:
             print_json(result)
         return
@@ -74,7 +74,7 @@ def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
     proposed = getattr(verdict.fix, "change", {}).get("lr") if fault == "lr" else None
     rate = proposed or LEARNING_RATE
     names = ("without zero_grad()", "with zero_grad()") if fault == "stale" else ("before", f"at a rate of {rate:g}")
-    tell(f"\nThe same training {names[1]}:")
+    show(f"\nThe same training {names[1]}:")
     fixed_path = first.path.with_name(f"{first.path.name}-fixed")
     with _progress(screen, steps, silent=as_json) as on_step:
         second = run_demo(DemoSettings(out=fixed_path, fault="none", lr=proposed, **settings), on_step)
@@ -87,12 +87,12 @@ def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
     if as_json:
         print_json(result)
         return
-    tell()
-    tell(Curves(curves, [f"Loss {name}" for name in names]))
-    tell(
+    show()
+    show(Curves(curves, [f"Loss {name}" for name in names]))
+    show(
         f"\nThe fix brings the loss after {second.steps} steps from {ends[0]:.2f} down to {ends[1]:.2f}.", style="bold"
     )
-    tell(f"\nBoth runs are kept. Next:\n  gradvitals diff {first.path} {second.path}\n  gradvitals serve")
+    show(f"\nBoth runs are kept. Next:\n  gradvitals diff {first.path} {second.path}\n  gradvitals serve")
 
 
 @contextmanager

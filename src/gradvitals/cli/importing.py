@@ -50,10 +50,10 @@ def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bo
     if as_json:
         print_json(done.to_json())
     else:
-        _tell(done)
+        _print_summary(done)
 
 
-def _tell(done: Imported) -> None:
+def _print_summary(done: Imported) -> None:
     from gradvitals.report.format import clean
 
     read = ", ".join(f"{metric} from {column!r}" for metric, column in done.columns.items())

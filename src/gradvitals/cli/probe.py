@@ -60,13 +60,13 @@ def probe(
     from gradvitals.probe.examination import probe as examine
 
     if html is not None and not (html.parent.is_dir() and os.access(html if html.exists() else html.parent, os.W_OK)):
-        raise click.BadParameter(f"cannot write {html}; expected a folder that is there and open", param_hint="--html")
+        raise click.BadParameter(f"cannot write {html}; expected a writable folder", param_hint="--html")
     asked = [question for question in QUESTIONS if question in only] or None
     given = {"n_batches": batches, "examples": examples, "lr": lr, "questions": asked}
     with contextlib.redirect_stdout(sys.stderr):
         arguments = made_by(factory, device)
         if not sys.stderr.isatty():
-            arguments.setdefault("progress", _Lines())  # where a bar would only make a mess
+            arguments.setdefault("progress", _Lines())  # a bar needs a terminal
         found = examine(**{**arguments, **{name: value for name, value in given.items() if value is not None}})
     if html is not None:
         found.save_html(html)
@@ -74,19 +74,19 @@ def probe(
     if as_json:
         print_json(found.to_dict())
     else:
-        from gradvitals.report.probe_report import render_probe
+        from gradvitals.report.probe_terminal import render_probe
 
         console().print(render_probe(found.record()))
 
 
 class _Lines:
-    """A line on stderr whenever something else goes on."""
+    """Prints a line to stderr whenever another part begins."""
 
     def __init__(self) -> None:
-        self.said = ""
+        self.part = ""
 
     def __call__(self, done: int, total: int, label: str) -> None:
-        kind = label.split()[0]
-        if kind != self.said:
-            self.said = kind
+        part = label.split()[0]
+        if part != self.part:
+            self.part = part
             click.echo(f"{done} of {total}: {label}", err=True)

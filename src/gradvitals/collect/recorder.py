@@ -812,7 +812,6 @@ class StepRecorder:
             or state.vitals.available
             or state.vitals.expected
             or self.assumed_scaler is not None
-            or self.table.windows
             or self.guarded
             or self.observes_expected == math.inf
             or (state.micro is not None and state.micro.armed)
@@ -835,7 +834,8 @@ class StepRecorder:
 
     def _begin_plain(self, due: Due) -> None:
         """Start the step as a plain one, if nothing else is due."""
-        if not (due.full or due.audit or due.change or self.count_nonfinite or self.guarded):
+        windowed = due.window and self.table.windows
+        if not (due.full or due.audit or due.change or windowed or self.count_nonfinite or self.guarded):
             assert self._plain.ring is not None
             self._plain.begin(self._plain.ring, due.norm)
 
@@ -929,12 +929,12 @@ class StepRecorder:
         plain.active = False
         self.step += 1
         due = self._due_at(self.step)
-        if due.full or due.audit or due.change or self.count_nonfinite:
+        self._begin_plain(due)
+        if plain.active:
+            draft.record.step, draft.due = self.step, due
+        else:
             self._prepare(state, due, self.step)
             self.draft = self._new_draft()
-        else:
-            draft.record.step, draft.due = self.step, due
-            self._begin_plain(due)
         if not self._on_host:
             self.transfer.note_time(wall)
         if self.schedule.account(
@@ -1047,7 +1047,7 @@ class StepRecorder:
 
     def _push_windows(self, state: OptimizerState) -> None:
         """Add an optimizer's gradients to the sliding windows, once per step."""
-        if self.table.windows and not state.windowed:
+        if self.table.windows and self.draft.due.window and not state.windowed:
             pushed = state.push_windows(self.table, self.draft.buffer, self.assumed_scaler)
             self.draft.record.windows |= pushed
 

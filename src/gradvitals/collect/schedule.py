@@ -1,4 +1,4 @@
-"""Which steps are read, and which in full: a function of the step number, thinned on a CPU to stay within a budget."""
+"""Which steps are read, and which in full: a function of the step number, thinned to stay within a budget."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ YOUNG_EVERY = 25
 AUDIT_YOUNG_EVERY = 50
 
 CHANGE_EVERY = 10
-"""In an older run weights are sampled in two consecutive steps out of so many: two, to compare their directions."""
+"""After the first steps, weights are sampled in two consecutive steps out of so many, to compare their directions."""
+
+WINDOW_EVERY = 10
+"""Of so many windows of steps, one is read, unless the config names the tensors to follow."""
 
 NORM_EVERY = (1, 2, 5, 10, 20, 50)
-"""Steps from one norm that costs a pass over the gradients to the next, on a CPU."""
+"""Steps from one norm that costs a pass over the gradients to the next."""
 
-DEFAULT_SHARE = 0.02
-"""What monitoring may take of a step's time on a CPU if `Config.overhead_budget` does not say."""
+DEFAULT_SHARE = 0.01
+"""What readings may take of a run's time if `Config.overhead_budget` does not say. A plain step comes on top."""
 
-FREE_SECONDS = 1.0
+FREE_SECONDS = 0.5
 """Work that is done before the default takes hold: a short run is read whole, and no long one notices."""
 
 WARM_UP_STEPS = 10
@@ -71,6 +74,8 @@ class Due:
     """The norm, even if it costs a pass over the gradients."""
     change: bool = True
     """A sample of the weights, before and after the step."""
+    window: bool = True
+    """The sliding windows."""
 
 
 class CostTimer:
@@ -103,7 +108,7 @@ class ReadSchedule:
     Args:
         config: What was asked for.
         audits: Whether there are ranks to compare.
-        adapts: Whether readings may be thinned to stay within a budget: one process, on a CPU or with a budget set.
+        adapts: Whether readings may be thinned to stay within a budget: in one process.
     """
 
     def __init__(self, config: Config, *, audits: bool, adapts: bool) -> None:
@@ -114,6 +119,7 @@ class ReadSchedule:
         self.every_step = False
         """Whether someone acts on what is read, so that every step must be read."""
         self._factor = config.detail_factor
+        self._window = config.window_steps if config.window_tensors is None else None
         self._audit_every = config.audit_every if audits else None
         self._least_every = config.tensor_every
         self.share = config.overhead_budget or DEFAULT_SHARE
@@ -127,17 +133,18 @@ class ReadSchedule:
     def due(self, step: int) -> Due:
         """What is due at this step."""
         times = self.every // self._least_every
+        window = self._window is None or step % (WINDOW_EVERY * self._window) < self._window
         young = None if times <= 1 else times * (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY)
         full = is_due(step, self.every, young_every=young)
         audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
         if full or audit:
             detail = full and is_due(step, self.every, self._factor, young_every=young)
-            return Due(True, detail, audit)
+            return Due(True, detail, audit, window=window)
         if self.every_step:
-            return _EVERYTHING_PLAIN
+            return Due(False, False, False, window=window)
         norm = step % self.norm_every == 0
-        change = (step < FIRST_STEPS and norm) or (step + 1) % CHANGE_EVERY <= 1
-        return Due(False, False, False, norm, change)
+        change = (step < FIRST_STEPS and norm) or (step + 1) % max(CHANGE_EVERY, self.norm_every) <= 1
+        return Due(False, False, False, norm, change, window)
 
     def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:
         """Account for one step; returns whether this changed the schedule.
@@ -186,6 +193,3 @@ class ReadSchedule:
     def spent(self) -> float:
         """Share of the time that monitoring took since the schedule last changed."""
         return sum(seconds for seconds, _ in self._costs.values()) / self._wall[0] if self._wall[0] else 0.0
-
-
-_EVERYTHING_PLAIN = Due(False, False, False)

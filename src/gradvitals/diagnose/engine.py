@@ -17,6 +17,9 @@ from gradvitals.diagnose.rule import Rule, build_rules, plain, restored
 from gradvitals.diagnose.step import RunInfo, Step
 from gradvitals.types import SEVERITIES, Finding, Layout, PlainReadings, Reading
 
+FURTHEST = 10.0
+"""Factor by which a finding changes the learning rate at most."""
+
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
 
@@ -242,6 +245,7 @@ class Diagnosis:
 
     def _note(self, rule: Rule, observation: Observation | None, step: Step) -> list[Finding]:
         entry = self._open.get(rule.id)
+        observation = _bounded(rule, observation, step) if observation is not None else None
         if observation is not None and entry is None and observation.active:
             return [self._start(rule, observation, step)]
         if observation is not None and entry is not None:
@@ -346,6 +350,27 @@ def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
         usual = (ratio > 1 / CALM_RATIO**2) & (highest.reshape(len(plain), -1)[:, 0] < CALM_RATIO)
         calm &= ~present["grad/norm"] | (usual & (values["grad/nonfinite"] == 0) & (values["grad/norm"] < LARGE_NORM))
     return calm
+
+
+def _bounded(rule: Rule, seen: Observation, step: Step) -> Observation:
+    """An observation whose proposed learning rates stay within `FURTHEST` of the one it names.
+
+    What is right further off, only a run at the new rate shows.
+    """
+    rates = [rate for rate in (*step.history["lr"].values, step.value("lr")) if rate > 0]
+    lr = seen.seen.get("lr")
+    if not rates or not isinstance(lr, float) or not lr > 0:
+        return seen
+    near = (
+        {}
+        if rule.measures_lr
+        else {
+            name: min(max(value, lr / FURTHEST), lr * FURTHEST)
+            for name, value in seen.seen.items()
+            if name in ("lr_proposed", "lr_lower") and isinstance(value, float)
+        }
+    )
+    return replace(seen, seen={**seen.seen, **near}, text={**seen.text, "peak_lr": max(rates)})
 
 
 def _explained(finding: Finding, seen: Observation, message: Message | None) -> Finding:

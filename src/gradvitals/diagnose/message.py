@@ -85,6 +85,7 @@ PROPOSED = {
     "lr_lower": "lr",
     "lr_tenth": "lr",
     "lr_before": "lr",
+    "norm_proposed": "max_norm",
     "max_norm": "max_norm",
     "decay_proposed": "weight_decay",
     "momentum_proposed": "momentum",
@@ -93,6 +94,9 @@ PROPOSED = {
     "batch_proposed": "batch_size",
 }
 """Numbers that a fix proposes, and the setting that each is for."""
+
+RELATIVE = ("lr_proposed", "lr_lower", "lr_tenth")
+"""Those that are relative to the learning rate of the step at which the pattern was seen."""
 
 SNIPPETS = {
     "lr": 'for group in optimizer.param_groups:\n    group["lr"] = {}',
@@ -139,8 +143,11 @@ def _fix(message: Message, key: str, text: str, blanks: _Blanks) -> Fix:
             and math.isfinite(value)
             and PROPOSED[name] not in change
         ):
-            value = float(f"{value:.2g}") if isinstance(value, float) else value
-            change[PROPOSED[name]] = value
+            # A program sets the height of the schedule, a text names the rate of the moment.
+            share = blanks["lr"].value / blanks.get("peak_lr", math.nan) if name in RELATIVE else 1.0
+            whole = value / share if 0 < share < math.inf else value
+            value, whole = (float(f"{one:.2g}") if isinstance(one, float) else one for one in (value, whole))
+            change[PROPOSED[name]] = whole
             if key not in message.snippets and PROPOSED[name] in SNIPPETS:
                 lines.append(SNIPPETS[PROPOSED[name]].format(f"{value:g}"))
     return Fix(text, change, "\n".join(lines))

@@ -107,6 +107,8 @@ class Rule:
     a thousandfold, even if its own rule did not fire."""
     taints_steps: ClassVar[bool] = False
     """Whether the steps of a warning show gradients that advice must not be based on."""
+    measures_lr: ClassVar[bool] = False
+    """Whether the learning rate it proposes is measured, and may be further off than a factor of 10."""
     ordinary: ClassVar[bool] = False
     """Whether nearly every healthy run has this note, which asks for nothing."""
 

@@ -637,12 +637,13 @@ class WeightCheck:
         self._parameters = [parameter for parameter in parameters if local(parameter).is_floating_point()]
         self._before: list[float] = []
         self._pending: Tensor | None = None
+        self._sum: Tensor | None = None
         self.lags = any(local(parameter).is_cuda for parameter in self._parameters)
         """Whether a look shows the norms of the look before."""
 
     def reset(self) -> None:
         """Forget the last norms, as after a rollback."""
-        self._before, self._pending = [], None
+        self._before, self._pending, self._sum = [], None, None
 
     @torch.no_grad()
     def growth(self, *, wait: bool) -> float:
@@ -651,18 +652,31 @@ class WeightCheck:
         Args:
             wait: Whether to wait for this look's own norms; else those of the last look are the newest.
         """
-        norms = torch._foreach_norm([local(parameter).detach() for parameter in self._parameters])
-        now = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
+        now = self._norms()
         if wait or not self.lags:
             newest: Tensor | None = now
         else:
-            newest, self._pending = self._pending, torch.empty(len(norms), pin_memory=True)
+            newest, self._pending = self._pending, torch.empty(len(now), pin_memory=True)
             self._pending.copy_(now, non_blocking=True)
         if newest is None:
             return 1.0
         before, self._before = self._before, newest.tolist()
         pairs = zip(self._before, before, strict=False)
         return max((after / then if after < math.inf else math.inf for after, then in pairs if then > 0), default=1.0)
+
+    @torch.no_grad()
+    def are_finite(self) -> bool:
+        """Whether all parameters are finite; on a GPU, whether they were at the last call."""
+        now = self._norms().sum()
+        if not self.lags:
+            return math.isfinite(now.item())
+        newest, self._sum = self._sum, torch.empty((), pin_memory=True)
+        self._sum.copy_(now, non_blocking=True)
+        return newest is None or math.isfinite(newest.item())
+
+    def _norms(self) -> Tensor:
+        norms = torch._foreach_norm([local(parameter).detach() for parameter in self._parameters])
+        return torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
 
 
 def _version(buffer: Tensor) -> int:

@@ -14,7 +14,6 @@ import torch
 
 from gradvitals import notices
 from gradvitals.collect.recorder import StepInputs
-from gradvitals.distributed.shards import local
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
@@ -675,8 +674,7 @@ class GuardLoop:
         return self._roll_back(step, finding, words, step - looks * WeightCheck.EVERY)
 
     def _weights_finite(self) -> bool:
-        broken = [~torch.isfinite(local(parameter)).all() for parameter in self.link.parameters]
-        return not self._anywhere(any(map(bool, broken)))
+        return not self._anywhere(not self.weights.are_finite())
 
     def _anywhere(self, here: bool) -> bool:
         """Whether this holds on any rank."""

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradvitals.diagnose import Diagnosis
-from gradvitals.importing.sources import (
-    MAX_COLUMNS,
-    MAX_ROWS,
-    ImportSourceError,
-    Notes,
-    Row,
-    Source,
-    find_source,
-    number,
-    whole,
-)
+from gradvitals.importing.sources import ImportSourceError, Notes, Source, find_source, number, whole
 from gradvitals.places import RUNS_FOLDER
 from gradvitals.store import RunWriter, free_run_path
 from gradvitals.types import Finding, Reading
@@ -59,19 +49,19 @@ SHOWN = 20
 """The most columns to list in an error."""
 
 
-def choose(columns: Sequence[str], told: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
+def choose(columns: Sequence[str], named: Mapping[str, str], *, has_steps: bool = False) -> dict[str, str]:
     """Returns the column to read for each metric, and for the step and the time if there is one.
 
     Args:
         columns: All columns of the source.
-        told: The user's choice: metrics by column.
+        named: The user's choice: metrics by column.
         has_steps: Whether rows have a step and a time besides their columns.
 
     Raises:
         ImportSourceError: If the columns are ambiguous. The message lists them and how to choose.
     """
     chosen: dict[str, str] = {}
-    for column, called in told.items():
+    for column, called in named.items():
         metric = _metric_called(called)
         if metric not in (*KNOWN, STEP, TIME):
             known = ", ".join((*NAMES, *(name for name in KNOWN if name not in NAMES)))
@@ -186,7 +176,9 @@ def import_run(
     path = Path(source)
     found = find_source(path)
     notes = Notes()
-    named = _columns_of(found)
+    named = list(dict.fromkeys(column for row in found.rows(Notes()) for column in row.cells))
+    if not named:
+        raise ImportSourceError(f"{found.path} has no row that can be read as {found.kind}")
     chosen = choose(named, columns or {}, has_steps=found.kind == "tensorboard")
     if "loss" not in chosen:
         left = listed([column for column in named if column not in chosen.values()])
@@ -220,17 +212,6 @@ def import_run(
     )
 
 
-def _columns_of(source: Source) -> list[str]:
-    columns: dict[str, None] = {}
-    for row in _limited(source, Notes()):
-        columns.update(dict.fromkeys(row.cells))
-        if len(columns) > MAX_COLUMNS:
-            raise ImportSourceError(f"{source.path} has over {MAX_COLUMNS:,} columns; expected fewer")
-    if not columns:
-        raise ImportSourceError(f"{source.path} has no row that can be read as {source.kind}")
-    return list(columns)
-
-
 def _readings(source: Source, chosen: Mapping[str, str], notes: Notes) -> list[Reading]:
     """Returns one reading per step, in order. If a step is repeated, its last values count."""
     metrics = _metrics(chosen)
@@ -238,12 +219,13 @@ def _readings(source: Source, chosen: Mapping[str, str], notes: Notes) -> list[R
     times: dict[int, float] = {}
     again = unplaced = 0
     written = source.path.stat().st_mtime
-    for index, row in enumerate(_limited(source, notes)):
+    for index, row in enumerate(source.rows(notes)):
         cells = {metric: number(row.cells.get(column)) for metric, column in metrics.items()}
         known = {metric: value for metric, value in cells.items() if value is not None}
         if not known:
             continue
-        step = _step(row, chosen.get(STEP), index)
+        counted = index if row.step is None else row.step
+        step = whole(row.cells.get(chosen[STEP])) if STEP in chosen else counted
         if step is None:
             unplaced += 1
             continue
@@ -261,21 +243,8 @@ def _readings(source: Source, chosen: Mapping[str, str], notes: Notes) -> list[R
     return [Reading(step=step, time=times[step], values=values[step]) for step in sorted(values)]
 
 
-def _step(row: Row, column: str | None, index: int) -> int | None:
-    if column is not None:
-        return whole(row.cells.get(column))
-    return row.step if row.step is not None else index
-
-
 def _metrics(chosen: Mapping[str, str]) -> dict[str, str]:
     return {metric: column for metric, column in chosen.items() if metric not in (STEP, TIME)}
-
-
-def _limited(source: Source, notes: Notes) -> Iterator[Row]:
-    for count, row in enumerate(source.rows(notes)):
-        if count >= MAX_ROWS:
-            raise ImportSourceError(f"{source.path} has over {MAX_ROWS:,} rows; expected fewer")
-        yield row
 
 
 def _name(path: Path) -> str:

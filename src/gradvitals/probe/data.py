@@ -19,9 +19,16 @@ from gradvitals.errors import ConfigError, GradvitalsError
 
 MODEL_NAMES = ("model", "net", "network", "module")
 BATCH_NAMES = ("batch", "data", "examples", "samples")
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
+"""Names of model inputs in batches that are mappings, most likely first."""
+
+LOADER = "expected a DataLoader or another iterable of batches"
 
 Form = Literal["output, target", "output", "model, batch", "own"]
 """How the loss is called; `own` means that the model returns its loss."""
+
+Found = TypeVar("Found")
 
 
 def form_of(loss_fn: Callable[..., Any] | None) -> Form:
@@ -40,50 +47,43 @@ def form_of(loss_fn: Callable[..., Any] | None) -> Form:
     if not callable(loss_fn):
         raise GradvitalsError(
             f"loss_fn is {loss_fn!r}; expected loss_fn(output, target), loss_fn(model, batch), or None for a model "
-            "that gives its own loss"
+            "that returns its own loss"
         )
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise GradvitalsError(f"loss_fn is the class {loss_fn.__name__}; expected one of it: {loss_fn.__name__}()")
+        raise GradvitalsError(f"loss_fn is the class {loss_fn.__name__}; expected an instance: {loss_fn.__name__}()")
     if isinstance(loss_fn, nn.Module):
         return "output, target"
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):  # a function that is not written in Python
         return "output, target"
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not placed and variadic:
-        return "output, target"
-    required = [p.name for p in placed if p.default is p.empty]
-    if not placed or len(required) > 2:
+    required = [p.name for p in positional if p.default is p.empty]
+    if len(required) > 2 or not (positional or variadic):
         raise GradvitalsError(
             f"loss_fn takes {', '.join(required) or 'no arguments'}; expected loss_fn(output, target) or "
             "loss_fn(model, batch)"
         )
-    annotation = placed[0].annotation
-    is_module = isinstance(annotation, type) and issubclass(annotation, nn.Module)
-    if placed[0].name in MODEL_NAMES or is_module or str(annotation).endswith("Module"):
+    if not positional:
+        return "output, target"
+    first = positional[0]
+    is_module = isinstance(first.annotation, type) and issubclass(first.annotation, nn.Module)
+    if first.name in MODEL_NAMES or is_module or str(first.annotation).endswith("Module"):
         return "model, batch"
-    if len(placed) == 1 and placed[0].name in BATCH_NAMES and not variadic:
+    if len(positional) > 1 or variadic:
+        return "output, target"
+    if first.name in BATCH_NAMES:
         raise GradvitalsError(
-            f"loss_fn takes one argument, {placed[0].name}, and would get the model's output; expected "
-            f"loss_fn(model, {placed[0].name}) for a loss that reads the batch itself"
+            f"loss_fn takes one argument, {first.name}, and would get the model's output; expected "
+            f"loss_fn(model, {first.name}) for a loss that reads the batch itself"
         )
-    return "output" if len(placed) == 1 and not variadic else "output, target"
-
-
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-"""Names of targets in batches that are mappings."""
-
-INPUT_KEYS = ("inputs_embeds", "pixel_values", "input_values", "input_features", "input_ids", "inputs", "input", "x")
-"""Names of model inputs, most likely first."""
-
-Found = TypeVar("Found")
+    return "output"
 
 
 def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
     """Returns the same batch with every tensor changed: tensors, mappings, tuples, named tuples, lists, dataclasses."""
-    result: Any
+    result: Any = batch
     if isinstance(batch, Tensor):
         result = change(batch)
     elif isinstance(batch, Mapping):
@@ -98,13 +98,11 @@ def map_tensors(batch: Found, change: Callable[[Tensor], Any]) -> Found:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
         result = dataclasses.replace(batch, **{name: map_tensors(getattr(batch, name), change) for name in fields})
-    else:
-        result = batch
     return result  # type: ignore[no-any-return]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Yields the tensors of a batch in order."""
+    """Returns the tensors of a batch in order."""
     found: list[Tensor] = []
     map_tensors(batch, found.append)
     return found
@@ -133,12 +131,13 @@ def target_key(batch: Any) -> Any:
     """Returns the name or position of the target; None if there is none or the input is its own target."""
     parts = named(batch)
     key = next((key for key in TARGET_KEYS if key in parts), None)
-    if key is not None:
+    if key is not None or isinstance(batch, Mapping) or len(parts) < 2:
         return key
-    # Without known names the last part is the target, as in a DataLoader of pairs.
-    told = [key for key, value in parts.items() if tensors_of(value)]
-    alone = len(told) == 1 and told[0] != list(parts)[-1]  # (x, names of files) has no target
-    return told[-1] if not isinstance(batch, Mapping) and len(parts) > 1 and told and not alone else None
+    # Without known names the last part is the target, as in a DataLoader of pairs; (x, names of files) has none.
+    with_tensors = [key for key, value in parts.items() if tensors_of(value)]
+    if not with_tensors or (len(with_tensors) == 1 and with_tensors[0] != list(parts)[-1]):
+        return None
+    return with_tensors[-1]
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,6 @@ class Subject:
     loss_fn: Callable[..., Any] | None
     form: Form
     device: torch.device
-    task: str = "unknown"
-    """``classification``, ``regression``, ``language`` or ``unknown``."""
 
     @property
     def splits(self) -> bool:
@@ -165,7 +162,7 @@ class Subject:
         """Returns the number of examples: the first dimension of the model's input.
 
         Raises:
-            GradvitalsError: when there is no such dimension, it is empty, or that of the target is another.
+            GradvitalsError: when inputs or target have no such dimension.
         """
         shape = self.inputs(batch).shape
         if not shape or shape[0] == 0:
@@ -189,83 +186,87 @@ class Subject:
 
     def inputs(self, batch: Any) -> Tensor:
         """Returns the first input tensor of the model."""
-        value = named(batch)[self._input_key(batch)]
-        return value if isinstance(value, Tensor) else tensors_of(value)[0]
+        parts, target = named(batch), target_key(batch)
+        candidates = [key for key in INPUT_KEYS if key in parts] + [key for key in parts if key != target]
+        if self.form == "model, batch" or len(parts) == 1:
+            candidates += [*parts]
+        for key in candidates:
+            if found := tensors_of(parts[key]):
+                return found[0]
+        raise GradvitalsError(
+            f"a batch of type {type(batch).__name__} holds no tensor to feed the model with ({_describe(batch)}); "
+            "expected a tensor, (inputs, target), a mapping of tensors, a named tuple or a dataclass: the loader's "
+            "collate_fn turns text into tensors"
+        )
 
     def target(self, batch: Any) -> Any:
         """Returns the target; the batch itself if it is a single tensor; None if there is none."""
-        key = target_key(batch)
+        key, parts = target_key(batch), named(batch)
         if key is not None:
-            return named(batch)[key]
-        parts = list(named(batch).values())
-        return parts[0] if len(parts) == 1 and not isinstance(batch, Mapping) else None
+            return parts[key]
+        return next(iter(parts.values())) if len(parts) == 1 and not isinstance(batch, Mapping) else None
 
     def raw_output(self, batch: Any, *, with_target: bool = False) -> Any:
         """Returns the model's output for a batch."""
         key, parts = target_key(batch), named(batch)
         fed = {name: value for name, value in parts.items() if with_target or name != key or len(parts) == 1}
+        by_name: dict[str, Any] = {}
         if isinstance(batch, Mapping):
-            accepted = _accepted(self.model, fed)
+            accepted = inspect.signature(self.model.forward).parameters
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+            by_name = {str(name): value for name, value in fed.items() if takes_any or name in accepted}
         else:
-            fed, accepted = {name: value for name, value in fed.items() if tensors_of(value)}, {}
+            fed = {name: value for name, value in fed.items() if tensors_of(value)}
         try:
-            return self.model(**accepted) if accepted else self.model(*fed.values())
+            return self.model(**by_name) if by_name else self.model(*fed.values())
         except Exception as error:
-            how = _called_with(accepted or fed)
+            how = _describe_call(by_name or fed)
             error.add_note(f"gradvitals called the model with {how}, from a batch of type {type(batch).__name__}")
             if self.loss_fn is None:
-                error.add_note("loss_fn is None, so the model was given the target too and expected to return its loss")
+                error.add_note("loss_fn is None, so the model also got the target and should have returned its loss")
             raise
 
     def output(self, batch: Any) -> Tensor:
         """Returns the tensor of predictions or logits."""
         return logits_of(self.raw_output(batch))
 
-    def loss_of(self, output: Any, batch: Any) -> Tensor:
-        """Returns the loss of an output that is already computed."""
-        if self.loss_fn is None or not self.splits:
-            raise GradvitalsError(
-                f"the loss is called as {self.form!r} and cannot be had from an output; "
-                "expected loss_fn(output, target) for this question"
-            )
-        # A torch loss expects a tensor; a user's function knows what its model returns.
-        if not isinstance(output, Tensor) and isinstance(self.loss_fn, nn.Module):
-            output = logits_of(output)
-        if self.form == "output":
-            return checked_loss(self._called({"output": output}))
-        target = self.target(batch)
-        return checked_loss(self._called({"output": output, "target": batch if target is None else target}))
-
     def loss(self, batch: Any) -> Tensor:
         """Returns the scalar loss of a batch, with its graph."""
         if self.form == "own":
             return checked_loss(_own_loss(self.raw_output(batch, with_target=True)))
+        given: dict[str, Any]
         if self.form == "model, batch":
-            return checked_loss(self._called({"model": self.model, "batch": batch}))
-        return self.loss_of(self.raw_output(batch), batch)
-
-    def _called(self, given: dict[str, Any]) -> Any:
-        """Returns what loss_fn returns; errors report how it was called."""
+            given = {"model": self.model, "batch": batch}
+        else:
+            output, target = self.raw_output(batch), self.target(batch)
+            # A torch loss expects a tensor; a user's function knows what its model returns.
+            if not isinstance(output, Tensor) and isinstance(self.loss_fn, nn.Module):
+                output = logits_of(output)
+            given = {"output": output}
+            if self.form == "output, target":
+                given["target"] = batch if target is None else target
         assert self.loss_fn is not None
         try:
-            return self.loss_fn(*given.values())
+            loss = self.loss_fn(*given.values())
         except Exception as error:
             hint = "" if "model" in given else "; a function whose first argument is called model gets (model, batch)"
-            error.add_note(f"gradvitals called loss_fn({', '.join(given)}) with {_called_with(given)}{hint}")
+            error.add_note(f"gradvitals called loss_fn({', '.join(given)}) with {_describe_call(given)}{hint}")
             raise
+        return checked_loss(loss)
 
-    def _input_key(self, batch: Any) -> Any:
-        parts, target = named(batch), target_key(batch)
-        candidates = [key for key in INPUT_KEYS if key in parts] + [key for key in parts if key != target]
-        candidates += [*parts] if self.form == "model, batch" or len(parts) == 1 else []
-        for key in candidates:
-            if tensors_of(parts[key]):
-                return key
-        raise GradvitalsError(
-            f"a batch of type {type(batch).__name__} holds no tensor to feed the model with ({_describe(batch)}); "
-            "expected a tensor, (inputs, target), a mapping of tensors, a named tuple or a dataclass: texts are made "
-            "tensors by the loader's collate_fn"
-        )
+    def task(self, batch: Any) -> str:
+        """Returns ``classification``, ``regression``, ``language`` or ``unknown``, as far as one batch shows it."""
+        target = self.target(batch)
+        with torch.no_grad():
+            output = self.output(batch)
+        if not isinstance(target, Tensor):
+            return "unknown"
+        if target.is_floating_point():
+            return "regression" if target.shape == output.shape or target.numel() == output.numel() else "unknown"
+        if output.dim() < 2 or target.dim() != output.dim() - 1:
+            return "unknown"
+        tokens = not self.inputs(batch).is_floating_point()
+        return "language" if tokens and output.dim() >= 3 else "classification"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -280,10 +281,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """Returns the loss if it is one number that depends on something.
+    """Returns the loss if it is a tensor with one element.
 
     Raises:
-        GradvitalsError: when it is not a tensor or has more than one element.
+        GradvitalsError: when it is not.
     """
     if not isinstance(loss, Tensor):
         raise GradvitalsError(f"the loss is {_describe(loss)}; expected a tensor with one element")
@@ -299,8 +300,8 @@ def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
     """Returns the predictions in a model's output: the tensor itself, its `logits`, or the first tensor with an axis.
 
     Args:
-        output: of the model.
-        guess: whether to look through parts that have names other than `logits` too.
+        output: What the model returned.
+        guess: Whether parts with names other than `logits` count too.
     """
     if isinstance(output, Tensor):
         return output
@@ -313,10 +314,10 @@ def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the same, but does not guess.
+    """Returns the predictions in a model's output.
 
     Raises:
-        GradvitalsError: where there is none.
+        GradvitalsError: when they would have to be guessed.
     """
     found = answers_in(output, guess=False)
     if found is None:
@@ -326,44 +327,20 @@ def logits_of(output: Any) -> Tensor:
     return found
 
 
-def task_of(subject: Subject, batch: Any) -> str:
-    """Returns the kind of task, as far as one batch shows it."""
-    target = subject.target(batch)
-    with torch.no_grad():
-        output = subject.output(batch)
-    if not isinstance(target, Tensor):
-        return "unknown"
-    if target.is_floating_point():
-        return "regression" if target.shape == output.shape or target.numel() == output.numel() else "unknown"
-    if output.dim() < 2 or target.dim() != output.dim() - 1:
-        return "unknown"
-    tokens = not subject.inputs(batch).is_floating_point()
-    return "language" if tokens and output.dim() >= 3 else "classification"
-
-
 def _own_loss(output: Any) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor) and output[0].numel() == 1:
-        return output[0]
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(first, Tensor) and first.numel() == 1:
+        return first
     raise GradvitalsError(
         f"loss_fn is None and the model returned {_describe(output)}; expected an output with .loss (does the batch "
         "have 'labels'?), a scalar, or a loss_fn"
     )
 
 
-def _accepted(model: nn.Module, fed: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the parts that the model's forward has a parameter for; all of them if it takes any."""
-    parameters = inspect.signature(model.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return {str(name): value for name, value in fed.items()}
-    return {str(name): value for name, value in fed.items() if name in parameters}
-
-
-def _called_with(given: Mapping[Any, Any]) -> str:
+def _describe_call(given: Mapping[Any, Any]) -> str:
     return "; ".join(f"{name}: {_describe(value)}" for name, value in given.items())
 
 
@@ -378,55 +355,41 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-WANTED = "expected a DataLoader or another iterable of batches"
-
-
-def check_model(model: Any) -> nn.Module:
-    """Returns the model if it is one.
+def check_arguments(model: Any, loader: Any) -> None:
+    """Check that the model is a module and the loader an iterable of batches.
 
     Raises:
-        ConfigError: when it is none.
+        ConfigError: when one is something else, such as a data set or a single batch.
     """
     if not isinstance(model, nn.Module):
         order = "probe(model, loader, loss_fn)"
         raise ConfigError(f"model is {type(model).__name__}; expected a torch.nn.Module first, as in {order}")
-    return model
-
-
-def check_loader(loader: Any) -> None:
-    """Reject a data set or a single batch where a loader of batches is expected.
-
-    Raises:
-        ConfigError: when it is no loader; it says how to make one.
-    """
     kind = type(loader).__name__
     if isinstance(loader, Tensor):
-        raise ConfigError(f"loader is a tensor of shape {tuple(loader.shape)}; {WANTED}: x.split(32)")
+        raise ConfigError(f"loader is a tensor of shape {tuple(loader.shape)}; {LOADER}: x.split(32)")
     if isinstance(loader, Mapping):
-        raise ConfigError(f"loader is a mapping with the keys {list(loader)[:8]!r}; {WANTED}: for one batch [batch]")
+        raise ConfigError(f"loader is a mapping with the keys {list(loader)[:8]!r}; {LOADER}: for one batch [batch]")
     # Hugging Face data sets are not subclasses of torch's; do not import their package for this.
     of_rows = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if of_rows or (type(loader).__module__.startswith("datasets.") and hasattr(loader, "__getitem__")):
         raise ConfigError(
-            f"loader is {kind}, a data set of single examples; {WANTED}: DataLoader(dataset, batch_size=32)"
+            f"loader is {kind}, a data set of single examples; {LOADER}: DataLoader(dataset, batch_size=32)"
         )
-    if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(part, Tensor) for part in loader):
-        first = loader[0]
-        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in loader):
-            shapes = ", ".join(str(tuple(part.shape)) for part in loader)
-            raise ConfigError(
-                f"loader is a tuple of tensors of shapes {shapes}, which is one batch; {WANTED}: [(x, y)], or "
-                "DataLoader(TensorDataset(x, y), batch_size=32)"
-            )
+    tensors = loader if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader) else ()
+    if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigError(
+            f"loader is a tuple of tensors of shapes {shapes}, which is one batch; {LOADER}: [(x, y)], or "
+            "DataLoader(TensorDataset(x, y), batch_size=32)"
+        )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise ConfigError(f"loader is {kind}; {WANTED}")
+        raise ConfigError(f"loader is {kind}; {LOADER}")
 
 
 class Reading:
     """Reads the first batches of a loader and records, if possible, which examples they hold.
 
-    Args:
-        loader: Is not changed; its own generators are put back after reading.
+    The loader is not changed: its own generators are restored after reading.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -436,17 +399,28 @@ class Reading:
 
     def first(self, n_batches: int) -> Generator[Any]:
         """Yields at most this many batches."""
-        loader = self._recording()
+        loader = self.loader
+        if (
+            isinstance(loader, DataLoader)
+            and type(loader).__iter__ is DataLoader.__iter__
+            and not isinstance(loader.dataset, IterableDataset)
+            and loader.batch_sampler is not None
+            and getattr(loader, "in_order", True)
+        ):
+            self.indices = []
+            twin = copy.copy(loader)
+            # Bypasses the loader's setter, which forbids this; persistent workers stay with the original.
+            vars(twin).update(batch_sampler=_RecordingSampler(loader.batch_sampler, self.indices), _iterator=None)
+            loader = twin
         sampler = getattr(self.loader, "sampler", None)
         holders = (self.loader, sampler, getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
         generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
         states = [(generator, generator.get_state()) for generator in generators]
         try:
-            if n_batches > 0:
-                for number, batch in enumerate(loader, 1):
-                    yield batch
-                    if number == n_batches:
-                        break
+            for number, batch in enumerate(loader, 1):
+                yield batch
+                if number == n_batches:
+                    break
         finally:
             for generator, state in states:
                 generator.set_state(state)
@@ -455,23 +429,6 @@ class Reading:
         """Returns the data set indices of the examples of one batch; None for each if unknown."""
         known = self.indices[batch] if self.indices is not None and batch < len(self.indices) else []
         return [*known] if len(known) == size else [None] * size
-
-    def _recording(self) -> Iterable[Any]:
-        """Returns the loader, or a copy that records the indices of its sampler."""
-        loader = self.loader
-        if (
-            not isinstance(loader, DataLoader)
-            or type(loader).__iter__ is not DataLoader.__iter__
-            or isinstance(loader.dataset, IterableDataset)
-            or loader.batch_sampler is None
-            or not getattr(loader, "in_order", True)
-        ):
-            return loader
-        self.indices = []
-        twin = copy.copy(loader)
-        # Bypasses the loader's setter, which forbids this; persistent workers stay with the original.
-        vars(twin).update(batch_sampler=_RecordingSampler(loader.batch_sampler, self.indices), _iterator=None)
-        return twin
 
 
 class _RecordingSampler:
@@ -522,18 +479,11 @@ class Names:
 
 
 def names_of(model: Any, loader: Any) -> Names:
-    """Returns the names that a data set, a tokenizer or a model carry, if they follow the usual conventions.
+    """Returns the names that a data set, a tokenizer or a model carry by convention.
 
-    Classes are the `classes` of the data set, as torchvision has them, or the `id2label` of the model's `config`, as
-    Hugging Face has them. Tokens are those of a `tokenizer` of the loader's `collate_fn`, of the data set or of the
-    model. Features are the `feature_names` of the data set.
-
-    Args:
-        model: the model.
-        loader: gives the batches.
-
-    Returns:
-        The names found; anything unconventional is skipped.
+    Classes are the `classes` of the data set, as in torchvision, or the `id2label` of the model's `config`, as in
+    Hugging Face. Tokens are those of a `tokenizer` of the loader's `collate_fn`, of the data set or of the model.
+    Features are the `feature_names` of the data set.
     """
     dataset = getattr(loader, "dataset", None)
     classes = _texts(getattr(dataset, "classes", None))

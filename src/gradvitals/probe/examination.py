@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,181 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import ConfigError, GradvitalsError, expect
-from gradvitals.probe.data import (
-    Names,
-    Reading,
-    Subject,
-    check_loader,
-    check_model,
-    form_of,
-    names_of,
-    task_of,
-    unwrapped,
-)
-from gradvitals.probe.gradients import Gradients, Stream, signal_record, trainable
+from gradvitals.probe.data import Names, Reading, Subject, check_arguments, form_of, names_of, unwrapped
+from gradvitals.probe.gradients import Stream, gradients, signal_record, trainable
 from gradvitals.probe.landscape import landscape_record
 from gradvitals.probe.layers import Activations, layers_record, planned_update
-from gradvitals.probe.perturb import at_rest
-from gradvitals.probe.robustness import examine_robustness
-from gradvitals.probe.saliency import examine_saliency
+from gradvitals.probe.opening import eval_mode
+from gradvitals.probe.robustness import robustness_record
+from gradvitals.probe.saliency import saliency_record
 from gradvitals.probe.samples import samples_record
 from gradvitals.probe.state import same_buffers, same_randomness, untouched
-from gradvitals.probe.verdict import item, verdicts
+from gradvitals.probe.verdict import verdicts
 from gradvitals.types import json_ready
-
-EXAMPLES = 4
-TOLERANCE = {True: 0.03, False: 3e-3}
-"""Relative tolerance, by whether half precision is used: a batch sums in another order than its examples."""
-
-
-def averaging_of(subject: Subject, batch: Any) -> dict[str, Any]:
-    """Compare the loss of a few examples together with their losses one by one, in eval mode.
-
-    Returns:
-        `kind` (``mean``, ``sum``, ``weighted``, ``other``, or ``unknown`` if undetermined: a single example, a
-        loss that needs several or draws random numbers), and the two losses as `together` and `mean_of_singles`.
-    """
-    count = min(EXAMPLES, subject.size(batch))
-    nothing = {"kind": "unknown", "together": math.nan, "mean_of_singles": math.nan}
-    if count < 2:
-        return nothing
-    some = subject.take(batch, 0, count)
-    try:
-        with torch.no_grad(), at_rest(subject.model):
-            together, again = (_loss(subject, some, seed) for seed in (0, 1))
-            singles = [_loss(subject, subject.take(batch, i, i + 1), 0) for i in range(count)]
-    except Exception:  # the model may need more than one example; only the whole batch matters
-        return nothing
-    mean = math.fsum(singles) / count
-    if together != again or not math.isfinite(mean + together):
-        return nothing
-    near = TOLERANCE[_is_half(subject)] * max(abs(mean), abs(together), 1e-6)
-    if abs(together - mean) <= near:
-        kind = "mean"
-    elif abs(together - count * mean) <= near * count:
-        kind = "sum"
-    else:
-        within = min(singles) - near <= together <= max(singles) + near
-        kind = "weighted" if within and not _is_broadcast(subject, some) else "other"
-    return {"kind": kind, "together": together, "mean_of_singles": mean, "examples": count}
-
-
-def _is_half(subject: Subject) -> bool:
-    narrow = any(p.is_floating_point() and p.element_size() < 4 for p in subject.model.parameters())
-    return narrow or torch.is_autocast_enabled(subject.device.type)
-
-
-def _is_broadcast(subject: Subject, batch: Any) -> bool:
-    """Whether output and a floating-point target differ in shape, so that broadcasting compares each with all."""
-    target = subject.target(batch)
-    if not subject.splits or not isinstance(target, Tensor) or not target.is_floating_point():
-        return False
-    with torch.no_grad(), at_rest(subject.model):
-        return subject.output(batch).shape != target.shape
-
-
-def verdict_of(found: dict[str, Any], shapes: str) -> list[dict[str, Any]]:
-    """Returns a warning if the loss is not a mean."""
-    numbers = f"{found['together']:.4g} for {found.get('examples')} together, {found['mean_of_singles']:.4g} on average"
-    if found["kind"] == "sum":
-        title = "the batch loss is the sum of its examples' losses, not the mean"
-        advice = "reduction='mean': with a sum, gradients, steps and the edge of stability grow with the batch"
-        return [item("warning", "loss", title, numbers, (), advice)]
-    if found["kind"] == "other":
-        title = "the batch loss is not the mean of its examples' losses"
-        advice = (
-            "look at the shapes of output and target, one may be broadcast; where examples are compared with each "
-            "other, as in a contrastive loss, what is said of single examples does not hold"
-        )
-        return [item("warning", "loss", title, f"{numbers}; {shapes}", (), advice)]
-    return []
-
-
-def note_of(found: dict[str, Any]) -> list[str]:
-    """Returns a note if examples have different weights, as sequences of different length do."""
-    if found["kind"] != "weighted":
-        return []
-    return [
-        f"the batch loss weighs its examples ({found['together']:.4g} together, {found['mean_of_singles']:.4g} on "
-        "average), as a mean over tokens or weights of classes do; what is said of single examples weighs them the same"
-    ]
-
-
-def _loss(subject: Subject, batch: Any, seed: int) -> float:
-    with same_randomness(seed):
-        return float(subject.loss(batch))
-
-
-AT_REST = (
-    "the optimizer's learning rate is 0 now, as at the start of a warm-up: no thresholds by the learning rate and no "
-    "size of a step; give lr= the rate that is planned"
-)
-
-
-def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the largest learning rate of all groups; None if all are 0."""
-    largest = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
-    return largest if largest > 0 else None
-
-
-def notes_on_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Returns notes on parameters that the optimizer does not step.
-
-    Raises:
-        ConfigError: when it trains none of them.
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in parameters.items() if id(p) not in held]
-    if len(missing) == len(parameters):
-        raise ConfigError(
-            f"optimizer is {type(optimizer).__name__} of {len(held)} tensors, none of them this model's; expected the "
-            "one made with this model's parameters, after they were last replaced"
-        )
-    if not missing:
-        return []
-    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
-    return [f"the optimizer leaves out {', '.join(missing[:2])}{more}: nothing trains them"]
-
-
-Progress = Callable[[int, int, str], object]
-
-
-class ProgressReport:
-    """Counts finished parts and reports progress."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def step(self, label: str) -> None:
-        """One part is done."""
-        self.done = min(self.done + 1, self.total)
-        self.report(label)
-
-    def report(self, label: str) -> None:
-        """Report what happens within a part."""
-        self.progress(self.done, self.total, label)
-
-
-@contextmanager
-def reporting(progress: Progress | bool, total: int) -> Iterator[ProgressReport]:
-    """Use the given function, or else a progress bar if stderr is a terminal."""
-    if callable(progress):
-        yield ProgressReport(progress, total)
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not progress or not console.is_terminal:
-        yield ProgressReport(lambda done, total, label: None, total)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        yield ProgressReport(lambda done, total, label: bar.update(task, completed=done, description=label), total)
-
 
 QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness")
 """In the order in which they are answered."""
@@ -230,12 +66,8 @@ class Probe:
         return ready
 
     def save_html(self, path: str | Path) -> Path:
-        """Write a self-contained HTML page.
-
-        Returns:
-            Where it was written.
-        """
-        from gradvitals.report.probe_report import probe_page
+        """Write a self-contained HTML page. Returns its path."""
+        from gradvitals.report.probe_html import probe_page
 
         target = Path(path)
         target.write_text(probe_page(self.record()), encoding="utf-8")
@@ -243,7 +75,7 @@ class Probe:
 
     def __str__(self) -> str:
         """Returns the tables of the terminal, without colors."""
-        from gradvitals.report.probe_report import probe_text
+        from gradvitals.report.probe_terminal import probe_text
 
         return probe_text(self.record())
 
@@ -265,25 +97,25 @@ def probe(
 ) -> Probe:
     """Examine a model and its data: before, between or after training.
 
-    The model is left exactly as it was: parameters, gradients, running statistics, random numbers, flags, hooks. It is
-    looked at in the mode it is in; call `model.eval()` before, to look at it without dropout.
+    The model is left exactly as it was: parameters, gradients, running statistics, random numbers, flags, hooks. It
+    runs in its current mode; call `model.eval()` before, to examine it without dropout.
 
     Args:
-        model: The model; one inside `torch.compile` or DDP is looked at as it is inside.
-        loader: A DataLoader, or anything that gives batches: a tensor, (inputs, target), a mapping of tensors, a named
-            tuple, a dataclass. An iterator is used up as far as it was read.
-        loss_fn: ``loss_fn(output, target)``; ``loss_fn(model, batch)`` where its first argument is called `model`; None
-            where the model gives its loss itself, as those of Hugging Face do.
-        n_batches: Batches to take gradients of; GSNR is better known with more.
-        lr: Learning rate, for thresholds and the size of a step. Taken from the optimizer where that is given.
-        optimizer: To see the step it would make; the step is made by a copy.
+        model: The model; `torch.compile` and DDP wrappers are removed.
+        loader: A DataLoader, or anything that yields batches: a tensor, (inputs, target), a mapping of tensors, a
+            named tuple, a dataclass. An iterator is used up as far as it was read.
+        loss_fn: ``loss_fn(output, target)``; ``loss_fn(model, batch)`` if its first argument is called `model`; None
+            if the model returns its loss itself, as Hugging Face models do.
+        n_batches: Batches to take gradients of; more make GSNR more certain.
+        lr: Learning rate, for thresholds and the size of a step. Defaults to the optimizer's.
+        optimizer: The optimizer, to examine its next step. A copy makes the step.
         questions: Which to ask: ``signal``, ``layers``, ``samples``, ``landscape``, ``saliency``, ``robustness``.
-        device: Where batches are moved to; the model has to be there already. By default the model's.
-        examples: Examples whose own gradients are looked at.
+        device: Where batches are moved to; the model has to be there already. Defaults to the model's.
+        examples: Examples whose own gradients are examined.
         memory_mb: Megabytes that the gradients of single examples may take at once.
-        names: What features, classes and tokens are called, for saliency; by default what model and loader tell.
-        progress: True for a bar where stderr is a terminal, False for none, or a function that is called with how much
-            is done, how much there is, and what is going on.
+        names: Names of features, classes and tokens, for saliency. Defaults to those that model and loader carry.
+        progress: True for a bar in a terminal, False for none, or a function of the parts done, their number and a
+            label.
 
     Returns:
         The answers.
@@ -308,28 +140,36 @@ def probe(
     expect(memory_mb > 0, "memory_mb", memory_mb, "a positive number of megabytes")
     number = lr is None or (isinstance(lr, (int, float)) and lr > 0 and math.isfinite(lr))
     expect(number, "lr", lr, "a positive learning rate as a number, or None")
-    model = unwrapped(check_model(model))
-    check_loader(loader)
+    check_arguments(model, loader)
+    model = unwrapped(model)
     parameters = trainable(model)
-    notes = []
+    notes: list[str] = []
     if optimizer is not None:
-        notes = notes_on_optimizer(optimizer, parameters)
-        lr = learning_rate(optimizer) if lr is None else lr
-        notes += [AT_REST] if lr is None else []
-    subject = Subject(model, loss_fn, form_of(loss_fn), _place(next(iter(parameters.values())).device, device))
-    steps = n_batches + len(asked)
+        notes += _missing_parameters(optimizer, parameters)
+        planned = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+        if lr is None and planned > 0:
+            lr = planned
+        elif lr is None:
+            notes.append(
+                "the optimizer's learning rate is 0 now, as at the start of a warm-up: no thresholds by the learning "
+                "rate and no size of a step; pass the planned rate as lr="
+            )
+    subject = Subject(model, loss_fn, form_of(loss_fn), _device(next(iter(parameters.values())).device, device))
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         untouched(model),
         untouched(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext(),
-        reporting(progress, steps) as report,
+        _progress_bar(progress, n_batches + len(asked)) as report,
     ):
-        examination = _Examination(subject, parameters, asked, lr, optimizer, report, names, notes)
-        return examination.run(loader, n_batches, examples, memory_mb)
+        examination = _Examination(subject, parameters, asked, lr, optimizer, report, notes)
+        examination.read(loader, n_batches, examples)
+        return examination.answer(loader, n_batches, examples, memory_mb, names)
 
 
 class _Examination:
+    """One pass over the batches, then one question after the other."""
+
     def __init__(
         self,
         subject: Subject,
@@ -337,78 +177,28 @@ class _Examination:
         asked: list[str],
         lr: float | None,
         optimizer: torch.optim.Optimizer | None,
-        report: ProgressReport,
-        names: Names | None,
+        progress: _Progress,
         notes: list[str],
     ) -> None:
         self.subject, self.parameters, self.asked = subject, parameters, asked
-        self.lr, self.optimizer, self.progress, self.names = lr, optimizer, report, names
-        self.notes = notes
-        self.stepping = optimizer if optimizer is not None and learning_rate(optimizer) else None
+        self.lr, self.optimizer, self.progress, self.notes = lr, optimizer, progress, notes
+        steps = optimizer is not None and any(group.get("lr", 0.0) > 0 for group in optimizer.param_groups)
+        self.stepping = optimizer if steps else None
         """The optimizer, if its step changes anything."""
         self.losses: list[float] = []
         self.sizes: list[int] = []
         self.kept: list[Any] = []
         """The first batches, for questions about examples."""
         self.activations = Activations(subject.model)
+        self.started = time.perf_counter()
 
-    def run(self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int) -> Probe:
-        """Answer all questions."""
-        started = time.perf_counter()
-        stream = Stream(list(self.parameters.values()), n_batches)
+    def read(self, loader: Iterable[Any], n_batches: int, examples: int) -> None:
+        """Take the gradients of all batches."""
+        parameters = list(self.parameters.values())
+        self.stream = Stream(parameters, n_batches)
         self.reading = Reading(loader)
-        self._stream(n_batches, examples, stream)
-        first = self.subject.move(self.kept[0])
-        self.subject = replace(self.subject, task=self._task(first))
-        size = round(statistics.median(self.sizes))
-        dataset = getattr(loader, "dataset", None)
-        train_size = _length(dataset)
-        with untouched(self.subject.model):
-            averaging = averaging_of(self.subject, first)
-        self.notes += note_of(averaging)
-        names = self.names or names_of(self.subject.model, loader)
-        ways: dict[str, Callable[[], Any]] = {
-            "signal": lambda: signal_record(list(self.parameters), stream, size, self.lr),
-            "layers": lambda: self._layers(stream),
-            "samples": lambda: samples_record(
-                self.subject,
-                self.parameters,
-                self.kept,
-                most=examples,
-                memory_limit=memory_mb << 20,
-                train_size=train_size,
-                indices=self.reading.of,
-                label=names.label,
-                tick=self.progress.report,
-            ),
-            "landscape": lambda: landscape_record(
-                self.subject,
-                list(self.parameters.values()),
-                first,
-                lr=self.lr,
-                optimizer=self.stepping,
-                tick=self.progress.report,
-            ),
-            "saliency": lambda: examine_saliency(self.subject, first, tick=self.progress.report, names=names),
-            "robustness": lambda: examine_robustness(self.subject, first, tick=self.progress.report),
-        }
-        answers = {question: self._answer(question, ways[question]) for question in QUESTIONS if question in self.asked}
-        if answers.get("samples") and self.reading.indices is None and not isinstance(loader, (list, tuple)):
-            self.notes.append(
-                "samples: the loader tells no places in a data set; batch and position are those of this time"
-            )
-        about = self._about(n_batches, size, train_size, [q for q in answers if answers[q] is not None])
-        about["seconds"] = time.perf_counter() - started
-        shapes = self._shapes(first) if averaging["kind"] == "other" else ""
-        about["averaging"] = averaging["kind"]
-        found = verdicts({"about": about, **answers}, verdict_of(averaging, shapes))
-        return Probe(about=about, verdict=found, notes=self.notes, **answers)
-
-    def _stream(self, n_batches: int, examples: int, stream: Stream) -> None:
-        """One pass over the batches."""
         wants_gradients = bool({"signal", "layers"} & set(self.asked))
-        watch = self.activations.watching if "layers" in self.asked else nullcontext
-        gradients = Gradients(list(self.parameters.values()))
+        watching = self.activations.watching if "layers" in self.asked else nullcontext
         # Closed now, so that the loader's generators are restored now and not later.
         with closing(self.reading.first(n_batches)) as batches:
             for number, raw in enumerate(batches, 1):
@@ -417,45 +207,76 @@ class _Examination:
                     self.kept.append(raw)
                 self.sizes.append(self.subject.size(batch))
                 with same_buffers(self.subject.model):  # every batch meets the statistics of the model as given
-                    with watch(), torch.set_grad_enabled(wants_gradients):
+                    with watching(), torch.set_grad_enabled(wants_gradients):
                         loss = self.subject.loss(batch)
                     if wants_gradients:
-                        stream.add(gradients(loss))
+                        self.stream.add(gradients(loss, parameters))
                 self.losses.append(float(loss.detach()))
-                self.progress.step(f"batch {number}")
-        self._note_on_batches(n_batches)
-
-    def _note_on_batches(self, n_batches: int) -> None:
+                self.progress.advance(f"batch {number}")
         found = len(self.losses)
         if not found:
             raise GradvitalsError("the loader gave no batch; expected at least one: is it an iterator already used up?")
         if found < n_batches:
             self.notes.append(f"{found} of {n_batches} batches: the loader had no more")
         if found == 1:
-            self.notes.append("one batch has no spread: GSNR needs two or more, and is better known with ten")
+            self.notes.append("one batch has no spread: GSNR needs two or more, and ten make it more certain")
         if len(set(self.sizes)) > 1:
             self.notes.append(
                 f"batches have {min(self.sizes)} to {max(self.sizes)} examples and weigh the same; "
                 "GSNR stands for the median size"
             )
 
-    def _shapes(self, batch: Any) -> str:
-        """Returns the shapes of output and target, if both are tensors."""
-        try:
-            with untouched(self.subject.model), torch.no_grad():
-                output, target = self.subject.output(batch), self.subject.target(batch)
-        except Exception:  # only the loss can call the model
-            return "an output that cannot be had by itself"
-        return f"output {tuple(output.shape)}, target {tuple(getattr(target, 'shape', ()))}"
+    def answer(
+        self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int, names: Names | None
+    ) -> Probe:
+        """Answer all questions."""
+        subject, tick = self.subject, self.progress.report
+        first = subject.move(self.kept[0])
+        size = round(statistics.median(self.sizes))
+        train_size = _length(getattr(loader, "dataset", None))
+        names = names or names_of(subject.model, loader)
+        with untouched(subject.model):
+            averaging = loss_averaging(subject, first)
+        ways: dict[str, Callable[[], Any]] = {
+            "signal": lambda: signal_record(list(self.parameters), self.stream, size, self.lr),
+            "layers": self._layers,
+            "samples": lambda: samples_record(
+                subject,
+                self.parameters,
+                self.kept,
+                most=examples,
+                memory_limit=memory_mb << 20,
+                train_size=train_size,
+                indices=self.reading.of,
+                label=names.label,
+                tick=tick,
+            ),
+            "landscape": lambda: landscape_record(
+                subject, list(self.parameters.values()), first, lr=self.lr, optimizer=self.stepping, tick=tick
+            ),
+            "saliency": lambda: saliency_record(subject, first, names, tick),
+            "robustness": lambda: robustness_record(subject, first, tick),
+        }
+        answers = {question: self._ask(question, ways[question]) for question in QUESTIONS if question in self.asked}
+        if answers.get("samples") and self.reading.indices is None and not isinstance(loader, (list, tuple)):
+            self.notes.append(
+                "samples: the loader does not reveal places in a data set; batch and position are those of this time"
+            )
+        if averaging["kind"] == "weighted":
+            self.notes.append(
+                f"the batch loss weighs its examples ({averaging['numbers']}), as a mean over tokens or class weights "
+                "do; the answers on single examples weigh them the same"
+            )
+        about = {
+            **self._about(first, n_batches, size, train_size),
+            "averaging": averaging["kind"],
+            "questions": [question for question in answers if answers[question] is not None],
+            "seconds": time.perf_counter() - self.started,
+        }
+        found = verdicts({"about": about, **answers}, averaging)
+        return Probe(about=about, verdict=found, notes=self.notes, **answers)
 
-    def _task(self, batch: Any) -> str:
-        try:
-            with untouched(self.subject.model):
-                return task_of(self.subject, batch)
-        except Exception:  # only some questions need the output
-            return "unknown"
-
-    def _answer(self, question: str, way: Callable[[], Any]) -> Any:
+    def _ask(self, question: str, way: Callable[[], Any]) -> Any:
         """Answer one question. An error becomes a note, and the other questions are still answered."""
         try:
             # Each question starts with the model as it was given.
@@ -465,31 +286,38 @@ class _Examination:
             text = " ".join(str(error).split()) or type(error).__name__
             self.notes.append(f"{question}: no answer: {text[:300]}")
             answer = None
-        self.progress.step(question)
+        self.progress.advance(question)
         if isinstance(answer, tuple):
             answer, notes = answer
             self.notes += notes
         return answer
 
-    def _layers(self, stream: Stream) -> dict[str, Any]:
-        updates = None
-        if self.stepping is not None and stream.count:
+    def _layers(self) -> dict[str, Any]:
+        updates, mean = None, self.stream.mean
+        if not self.stream.count:
+            mean = [torch.full_like(one, math.nan) for one in mean]
+        elif self.stepping is not None:
             try:
-                updates = planned_update(self.stepping, list(self.parameters.values()), stream.mean)
+                updates = planned_update(self.stepping, list(self.parameters.values()), mean)
             except Exception as error:
                 self.notes.append(f"layers: the optimizer's step could not be made on a copy: {error}")
         self.notes += self.activations.notes
-        mean = stream.mean if stream.count else [torch.full_like(one, math.nan) for one in stream.mean]
         return layers_record(self.parameters, mean, updates, self.lr, self.activations.records())
 
-    def _about(self, asked: int, size: int, train_size: int | None, answered: list[str]) -> dict[str, Any]:
-        flags = {module.training for module in self.subject.model.modules()}
+    def _about(self, batch: Any, asked: int, size: int, train_size: int | None) -> dict[str, Any]:
+        model = self.subject.model
+        flags = {module.training for module in model.modules()}
         finite = [loss for loss in self.losses if math.isfinite(loss)]
+        try:
+            with untouched(model):
+                task = self.subject.task(batch)
+        except Exception:  # only some questions need the output
+            task = "unknown"
         return {
-            "model": type(self.subject.model).__name__,
+            "model": type(model).__name__,
             "num_parameters": sum(p.numel() for p in self.parameters.values()),
             "num_tensors": len(self.parameters),
-            "task": self.subject.task,
+            "task": task,
             "device": str(self.subject.device),
             "mode": "mixed" if len(flags) > 1 else "train" if True in flags else "eval",
             "lr": self.lr,
@@ -501,8 +329,86 @@ class _Examination:
             "train_size": train_size,
             "loss": statistics.fmean(finite) if finite else math.nan,
             "losses": self.losses,
-            "questions": answered,
         }
+
+
+AVERAGED_EXAMPLES = 4
+HALF_TOLERANCE, TOLERANCE = 0.03, 3e-3
+"""Relative tolerance in half precision and otherwise: a batch sums in another order than its examples."""
+
+
+def loss_averaging(subject: Subject, batch: Any) -> dict[str, str]:
+    """Compare the loss of a few examples together with their losses one by one, in eval mode.
+
+    Returns:
+        `kind` (``mean``, ``sum``, ``weighted``, ``other``, or ``unknown`` for a single example or a loss that needs
+        several or draws random numbers), `numbers` (both losses in words) and `shapes` (of output and target).
+    """
+    unknown = {"kind": "unknown", "numbers": "", "shapes": ""}
+    count = min(AVERAGED_EXAMPLES, subject.size(batch))
+    if count < 2:
+        return unknown
+    some = subject.take(batch, 0, count)
+
+    def loss(batch: Any, seed: int) -> float:
+        with same_randomness(seed):
+            return float(subject.loss(batch))
+
+    try:
+        with torch.no_grad(), eval_mode(subject.model):
+            together, again = loss(some, 0), loss(some, 1)
+            singles = [loss(subject.take(batch, i, i + 1), 0) for i in range(count)]
+    except Exception:  # the model may need more than one example; only the whole batch matters
+        return unknown
+    mean = math.fsum(singles) / count
+    if together != again or not math.isfinite(mean + together):
+        return unknown
+    half = any(p.is_floating_point() and p.element_size() < 4 for p in subject.model.parameters())
+    half = half or torch.is_autocast_enabled(subject.device.type)
+    near = (HALF_TOLERANCE if half else TOLERANCE) * max(abs(mean), abs(together), 1e-6)
+    shapes = ""
+    if abs(together - mean) <= near:
+        kind = "mean"
+    elif abs(together - count * mean) <= near * count:
+        kind = "sum"
+    else:
+        shapes, broadcast = _shapes(subject, batch)
+        within = min(singles) - near <= together <= max(singles) + near
+        kind = "weighted" if within and not broadcast else "other"
+    numbers = f"{together:.4g} for {count} together, {mean:.4g} on average"
+    return {"kind": kind, "numbers": numbers, "shapes": shapes}
+
+
+def _shapes(subject: Subject, batch: Any) -> tuple[str, bool]:
+    """Returns the shapes of output and target in words, and whether the loss broadcasts one against the other."""
+    try:
+        with torch.no_grad(), eval_mode(subject.model):
+            output, target = subject.output(batch), subject.target(batch)
+    except Exception:  # only the loss can call the model
+        return "the output is not available on its own", False
+    broadcast = False
+    if subject.splits and isinstance(target, Tensor):
+        broadcast = target.is_floating_point() and output.shape != target.shape
+    return f"output {tuple(output.shape)}, target {tuple(getattr(target, 'shape', ()))}", broadcast
+
+
+def _missing_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Returns a note on parameters that the optimizer does not step.
+
+    Raises:
+        ConfigError: when it trains none of them.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if id(p) not in held]
+    if len(missing) == len(parameters):
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__} of {len(held)} tensors, none of them this model's; expected the "
+            "one made with this model's parameters, after they were last replaced"
+        )
+    if not missing:
+        return []
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    return [f"the optimizer leaves out {', '.join(missing[:2])}{more}: nothing trains them"]
 
 
 def _length(dataset: Any) -> int | None:
@@ -512,14 +418,45 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _place(home: torch.device, wanted: str | torch.device | None) -> torch.device:
-    """Returns the device for batches."""
-    if wanted is None:
-        return home
-    place = torch.device(wanted)
+def _device(home: torch.device, wanted: str | torch.device | None) -> torch.device:
+    """Returns the device for batches: the model's."""
+    place = home if wanted is None else torch.device(wanted)
     if place.type != home.type or (place.index is not None and place.index != (home.index or 0)):
         raise ConfigError(f"device is {place} and the model is on {home}; expected the same: call model.to('{place}')")
     return home
+
+
+class _Progress:
+    """Counts finished parts and reports them."""
+
+    def __init__(self, show: Callable[[int, int, str], object], total: int) -> None:
+        self.show, self.total, self.done = show, total, 0
+
+    def advance(self, label: str) -> None:
+        self.done = min(self.done + 1, self.total)
+        self.report(label)
+
+    def report(self, label: str) -> None:
+        self.show(self.done, self.total, label)
+
+
+@contextmanager
+def _progress_bar(progress: Callable[[int, int, str], object] | bool, total: int) -> Iterator[_Progress]:
+    """Use the given function, or else a progress bar if stderr is a terminal."""
+    if callable(progress):
+        yield _Progress(progress, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not progress or not console.is_terminal:
+        yield _Progress(lambda done, total, label: None, total)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        yield _Progress(lambda done, total, label: bar.update(task, completed=done, description=label), total)
 
 
 PLACES = ("model", "loader", "loss_fn", "optimizer")
@@ -527,17 +464,39 @@ WANTED = "(model, loader), (model, loader, loss), (model, loader, loss, optimize
 
 
 def made_by(path: str, device: str | None = None) -> dict[str, Any]:
-    """Returns the arguments of `probe` that a factory function makes.
+    """Returns the arguments of `gv.probe` that a factory function makes; finds modules in the current folder too.
 
     Args:
-        path: ``package.module:function``; modules in the current folder are found too.
+        path: ``package.module:function``.
         device: ``cpu``, ``cuda`` or ``auto`` to move the model there.
 
     Raises:
         GradvitalsError: when there is no such function, or it returns something else.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
+    made = _function(path)()
+    if isinstance(made, Mapping):
+        arguments = {str(key): value for key, value in made.items()}
+    elif isinstance(made, (tuple, list)) and 2 <= len(made) <= len(PLACES):
+        arguments = dict(zip(PLACES, made, strict=False))
+    else:
+        raise GradvitalsError(f"{path} returned {type(made).__name__}; expected {WANTED}")
+    if not isinstance(arguments.get("model"), nn.Module) or "loader" not in arguments:
+        got = type(arguments.get("model")).__name__
+        raise GradvitalsError(f"{path} returned a model of type {got}; expected {WANTED}, with a torch.nn.Module first")
+    known = list(inspect.signature(probe).parameters)
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise GradvitalsError(
+            f"{path} returned a dict with the key {unknown[0]!r}; expected some of {', '.join(known)}"
+        )
+    if device is not None:
+        arguments["model"].to(_device_named(device))
+    return arguments
+
+
+def _function(path: str) -> Any:
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
         raise GradvitalsError(f"the factory is {path!r}; expected package.module:function, e.g. train:make_probe")
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
@@ -556,46 +515,17 @@ def made_by(path: str, device: str | None = None) -> dict[str, Any]:
         raise GradvitalsError(f"{module_name} has no function {name!r}; expected one that returns {WANTED}")
     needed = [
         p.name
-        for p in _parameters(function)
+        for p in inspect.signature(function).parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
         raise GradvitalsError(
-            f"{path} takes {', '.join(needed)}; expected a function without arguments, that returns {WANTED}"
+            f"{path} takes {', '.join(needed)}; expected a function without arguments that returns {WANTED}"
         )
-    arguments = _arguments(path, function())
-    if device is not None:
-        arguments["model"].to(_device(device))
-    return arguments
+    return function
 
 
-def _arguments(path: str, made: Any) -> dict[str, Any]:
-    if isinstance(made, Mapping):
-        arguments = {str(key): value for key, value in made.items()}
-    elif isinstance(made, (tuple, list)) and 2 <= len(made) <= len(PLACES):
-        arguments = dict(zip(PLACES, made, strict=False))
-    else:
-        raise GradvitalsError(f"{path} returned {type(made).__name__}; expected {WANTED}")
-    if not isinstance(arguments.get("model"), nn.Module) or "loader" not in arguments:
-        got = type(arguments.get("model")).__name__
-        raise GradvitalsError(f"{path} returned a model of type {got}; expected {WANTED}, with a torch.nn.Module first")
-    known = list(inspect.signature(probe).parameters)
-    unknown = [key for key in arguments if key not in known]
-    if unknown:
-        raise GradvitalsError(
-            f"{path} returned a dict with the key {unknown[0]!r}; expected some of {', '.join(known)}"
-        )
-    return arguments
-
-
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
-        return []
-
-
-def _device(name: str) -> str:
+def _device_named(name: str) -> str:
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradvitals.probe.data import Subject
-from gradvitals.probe.gradients import gradients
+from gradvitals.probe.gradients import dense_gradients, gradients
 from gradvitals.probe.layers import planned_update
 from gradvitals.probe.state import same_randomness
 
 FACTORS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Points on the line, in units of the learning rate."""
 
-MOST_ITERATIONS = 50
+MAX_ITERATIONS = 50
 TOLERANCE = 1e-3
 RESIDUAL = 0.1
 """An eigenvalue has converged if its relative change and its relative residual are below these."""
@@ -44,15 +44,14 @@ class Curvature:
         self._graph: list[tuple[Tensor, int]] | None = None
 
     def loss(self) -> float:
-        """At the current parameters."""
+        """Returns the loss at the current parameters."""
         with torch.no_grad(), same_randomness():
             return float(self.subject.loss(self.batch))
 
     def gradient(self) -> Vector:
-        """At the current parameters."""
+        """Returns the gradient at the current parameters."""
         with same_randomness():
-            loss = self.subject.loss(self.batch)
-        return _whole(gradients(loss, self.parameters), self.parameters)
+            return gradients(self.subject.loss(self.batch), self.parameters)
 
     def forget(self) -> None:
         """Free the graph, which is large."""
@@ -62,13 +61,17 @@ class Curvature:
         """Returns the Hessian times a vector."""
         if self.method == "double backward":
             try:
-                return self.by_double_backward(vector)
+                return self._by_double_backward(vector)
             except (RuntimeError, NotImplementedError):  # an operation without a second derivative
                 self.method, self._graph = "differences", None
-        return self.by_differences(vector)
+        scale = DIFFERENCE * max(_norm([p.detach() for p in self.parameters]), 1.0) / max(_norm(vector), 1e-30)
+        sides = []
+        for sign in (1.0, -1.0):
+            with moved(self.parameters, vector, sign * scale):
+                sides.append(self.gradient())
+        return [(ahead - behind) / (2 * scale) for ahead, behind in zip(*sides, strict=True)]
 
-    def by_double_backward(self, vector: Vector) -> Vector:
-        """Returns the exact product; needs a second derivative of every operation."""
+    def _by_double_backward(self, vector: Vector) -> Vector:
         if self._graph is None:
             # Fused attention kernels have no second derivative.
             with same_randomness(), sdpa_kernel(SDPBackend.MATH):
@@ -78,20 +81,9 @@ class Curvature:
                 # Either the loss is linear here, or an operation hides its second derivative: autograd cannot tell.
                 raise NotImplementedError
             self._graph = [(g, place) for place, g in enumerate(found) if g is not None]
-        outputs = [g for g, _ in self._graph]
-        product = torch.autograd.grad(
-            outputs, self.parameters, [vector[place] for _, place in self._graph], retain_graph=True, allow_unused=True
-        )
-        return [p.detach() for p in _whole(product, self.parameters)]
-
-    def by_differences(self, vector: Vector) -> Vector:
-        """Returns the approximate product, from gradients at two nearby points."""
-        scale = DIFFERENCE * max(_norm([p.detach() for p in self.parameters]), 1.0) / max(_norm(vector), 1e-30)
-        sides = []
-        for sign in (1.0, -1.0):
-            with moved(self.parameters, vector, sign * scale):
-                sides.append(self.gradient())
-        return [(ahead - behind) / (2 * scale) for ahead, behind in zip(*sides, strict=True)]
+        outputs, at = [g for g, _ in self._graph], [vector[place] for _, place in self._graph]
+        product = torch.autograd.grad(outputs, self.parameters, at, retain_graph=True, allow_unused=True)
+        return dense_gradients(product, self.parameters)
 
 
 def top_eigenvalue(curvature: Curvature, tick: Callable[[str], object] = lambda label: None) -> tuple[float, int, bool]:
@@ -99,26 +91,27 @@ def top_eigenvalue(curvature: Curvature, tick: Callable[[str], object] = lambda 
 
     .. math:: v \leftarrow Hv / \|Hv\|, \qquad \lambda = v'Hv
 
-    This finds the eigenvalue of the largest size. Where that one is negative, a second run on
+    This finds the eigenvalue of the largest size. If that one is negative, a second run on
     :math:`H + |\lambda| I`, whose eigenvalues are all positive, finds the largest.
 
     Returns:
-        The eigenvalue, the number of products it took, and whether it had settled.
+        The eigenvalue, the number of products, and whether it converged.
     """
-    value, count, settled = _power(curvature, 0.0, MOST_ITERATIONS, tick)
+    value, count, converged = _power_iteration(curvature, 0.0, MAX_ITERATIONS, tick)
     if value < 0:
         # Shifted eigenvalues are close together, so the iteration converges more slowly.
-        value, more, settled = _power(curvature, -value, 2 * MOST_ITERATIONS, tick)
+        value, more, converged = _power_iteration(curvature, -value, 2 * MAX_ITERATIONS, tick)
         count += more
-    return value, count, settled
+    return value, count, converged
 
 
-def _power(curvature: Curvature, shift: float, most: int, tick: Callable[[str], object]) -> tuple[float, int, bool]:
-    """Of the Hessian, from a power iteration on the Hessian plus `shift`: eigenvalue, products, settled."""
+def _power_iteration(
+    curvature: Curvature, shift: float, limit: int, tick: Callable[[str], object]
+) -> tuple[float, int, bool]:
     generator = torch.Generator().manual_seed(0)
     vector = _unit([torch.randn(p.shape, generator=generator).to(p) for p in curvature.parameters])
     value = math.nan
-    for iteration in range(1, most + 1):
+    for iteration in range(1, limit + 1):
         product = curvature.times(vector)
         before, value = value, _dot(vector, product)
         tick("sharpness")
@@ -131,7 +124,7 @@ def _power(curvature: Curvature, shift: float, most: int, tick: Callable[[str], 
         if length == 0 or not math.isfinite(length):
             return value, iteration, length == 0
         vector = [p / length for p in shifted]
-    return value, most, False
+    return value, limit, False
 
 
 def landscape_record(
@@ -147,26 +140,25 @@ def landscape_record(
 
     Args:
         subject: The model and its loss.
-        parameters: Those that are trained.
+        parameters: The trained ones.
         batch: The batch whose loss is followed, on the model's device.
         lr: Learning rate.
-        optimizer: Where given, the line is that of its next step; else that of plain gradient descent.
+        optimizer: The line follows its next step; without one, plain gradient descent.
         tick: Called after each product with the Hessian.
     """
     notes: list[str] = []
     curvature = Curvature(subject, parameters, batch)
     grad = curvature.gradient()
-    direction, name = [-g for g in grad], "gradient"
-    unit = lr
+    direction, name, unit = [-g for g in grad], "gradient", lr
     if optimizer is not None:
         try:
             # The update of a whole step, so that factor 1 is what the optimizer would do.
             direction, name, unit = planned_update(optimizer, parameters, grad), "update", 1.0
         except Exception as error:
-            notes.append(f"landscape: the optimizer's step could not be made on a copy ({error}); took the gradient's")
+            notes.append(f"landscape: the optimizer's step could not be made on a copy ({error}); used the gradient's")
     length = _norm(direction)
     bend = _dot(direction, curvature.times(direction)) / length**2 if length > 0 else math.nan
-    value, iterations, settled = top_eigenvalue(curvature, tick)
+    value, iterations, converged = top_eigenvalue(curvature, tick)
     curvature.forget()
     if unit is None:
         unit = 1 / abs(bend) if bend and math.isfinite(bend) else 1.0
@@ -188,7 +180,7 @@ def landscape_record(
         "slope": _dot(grad, direction) / length if length > 0 else math.nan,
         "top_eigenvalue": value,
         "iterations": iterations,
-        "converged": settled,
+        "converged": converged,
         "method": curvature.method,
         "edge": edge,
         "sharpness_limit": 2 / lr if lr else None,
@@ -208,13 +200,6 @@ def moved(parameters: Sequence[nn.Parameter], direction: Vector, step: float) ->
     finally:
         for p, data in zip(parameters, home, strict=True):
             p.data = data
-
-
-def _whole(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Vector:
-    return [
-        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-        for g, p in zip(grads, parameters, strict=True)
-    ]
 
 
 def _dot(left: Vector, right: Vector) -> float:

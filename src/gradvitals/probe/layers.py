@@ -1,10 +1,10 @@
-"""Layers: activations, effective ranks and the update that the optimizer plans."""
+"""Question "layers": activations, effective ranks and the update that the optimizer plans."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from gradvitals.collect.parameters import layer_of
 from gradvitals.collect.reductions import odd_stride
@@ -31,7 +30,7 @@ RANGES = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 NEAR = 0.01
 """A value this close to an end of the range, relative to its width, is saturated: its slope is below 4 % of the top."""
 
-
+ADDITIONS = ("add", "__add__", "__radd__", "add_")
 SMOOTH = ("gelu", "silu", "swish", "mish")
 """Parts of class names of activations that use a sigmoid or a tanh and do not saturate."""
 
@@ -45,7 +44,6 @@ Key = tuple[str, str, int]
 class Activation:
     """Sums over all outputs of one activation of one module."""
 
-    kind: str
     active: Tensor
     """For each unit, whether it was ever above zero."""
     zeros: int = 0
@@ -53,37 +51,18 @@ class Activation:
     values: int = 0
 
 
-class _Seen(TorchFunctionMode):
-    def __init__(self, activations: Activations) -> None:
-        super().__init__()
-        self.activations = activations
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        kind = KINDS.get(func) if callable(func) and isinstance(result, Tensor) else None
-        if kind is not None:
-            self.activations.note(kind, result)
-        elif getattr(func, "__name__", "") in ("add", "__add__", "__radd__", "add_") and 1 in map(_plain, args):
-            self.activations.is_inner(args)
-        return result
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float)) else None
-
-
-class Activations:
-    """Observes activations while a model runs."""
+class Activations(TorchFunctionMode):
+    """Observes the activations of a model while it runs, called as modules or as functions."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.model = model
         self.found: dict[Key, Activation] = {}
         self.notes: dict[str, None] = {}
         """What could not be observed, once each."""
         self._left_out: set[Key] = set()
-        self._inside: list[tuple[str, nn.Module]] = []
+        self._modules: list[tuple[str, nn.Module]] = []
+        """The modules whose forward is running, the innermost last."""
         self._calls: dict[tuple[str, str], int] = {}
         self._last: tuple[Key, Tensor] | None = None
         self._channels_first: bool | None = None
@@ -91,31 +70,43 @@ class Activations:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe inside the block; the hooks are removed afterwards."""
-        handles: list[RemovableHandle] = []
+        handles = []
         try:
             for name, module in self.model.named_modules():
-                handles.append(module.register_forward_pre_hook(self._entering(name)))
-                handles.append(module.register_forward_hook(self._leaving, always_call=True))
-            with _Seen(self):
+                handles.append(module.register_forward_pre_hook(lambda inner, *_, name=name: self._enter(name, inner)))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+            with self:
                 yield
         finally:
-            self._inside.clear()
+            self._modules.clear()
             self._last = None
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, *_: object) -> None:
-            if module is self.model:
-                self._calls.clear()
-                self._channels_first = None
-            self._inside.append((name, module))
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function; count its output if it is an activation."""
+        result = func(*args, **(kwargs or {}))
+        kind = KINDS.get(func) if callable(func) and isinstance(result, Tensor) else None
+        if kind is not None:
+            self._count(kind, result)
+        elif self._last is not None and self._last[0][1] == "tanh" and getattr(func, "__name__", "") in ADDITIONS:
+            # 1 + tanh(...) is a part of GELU, written out, and saturates no more than that does.
+            has_one = any(isinstance(arg, (int, float)) and arg == 1 for arg in args)
+            if has_one and any(arg is self._last[1] for arg in args):
+                self._left_out.add(self._last[0])
+        return result
 
-        return enter
+    def _enter(self, name: str, module: nn.Module) -> None:
+        if module is self.model:
+            self._calls.clear()
+            self._channels_first = None
+        self._modules.append((name, module))
 
-    def _leaving(self, module: nn.Module, _: object, output: Any) -> None:
-        if self._inside:
-            self._inside.pop()
+    def _leave(self, module: nn.Module, _: object, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
         if isinstance(module, CHANNELS_FIRST):
             self._channels_first = True
         elif next(module.parameters(recurse=False), None) is not None:
@@ -124,15 +115,9 @@ class Activations:
         if module is self.model and self._last is not None and output is self._last[1] and self._last[0][1] in RANGES:
             self._left_out.add(self._last[0])
 
-    def is_inner(self, args: tuple[Any, ...]) -> None:
-        """1 + tanh(...) is a part of GELU, written out, and saturates no more than that does."""
-        if self._last is not None and self._last[0][1] == "tanh" and any(arg is self._last[1] for arg in args):
-            self._left_out.add(self._last[0])
-
-    def note(self, kind: str, result: Tensor) -> None:
-        """Add the output of one call."""
+    def _count(self, kind: str, result: Tensor) -> None:
         values = result.detach()
-        name, module = self._inside[-1] if self._inside else ("", self.model)
+        name, module = self._modules[-1] if self._modules else ("", self.model)
         if values.dim() == 0 or not values.numel() or any(part in type(module).__name__.lower() for part in SMOOTH):
             return
         number = self._calls[name, kind] = self._calls.get((name, kind), 0) + 1
@@ -141,14 +126,11 @@ class Activations:
         # Units are channels after a convolution, and the last dimension otherwise.
         first = self._channels_first if self._channels_first is not None else values.dim() >= 4
         unit = 1 if first and values.dim() >= 3 else values.dim() - 1
-        others = [dim for dim in range(values.dim()) if dim != unit]
-        positive = values > 0
-        active = positive.any(dim=tuple(others)) if others else positive
-        record = self.found.setdefault(key, Activation(kind, torch.zeros_like(active)))
+        active = (values > 0).movedim(unit, 0).flatten(1).any(dim=1) if values.dim() > 1 else values > 0
+        record = self.found.setdefault(key, Activation(torch.zeros_like(active)))
         if record.active.shape != active.shape:
             place = name or "the model"
-            words = f"layers: {kind} in {place} has another number of units in some batches, which were left out"
-            self.notes[words] = None
+            self.notes[f"layers: {kind} in {place} changes its number of units; some batches were left out"] = None
             return
         record.active |= active
         record.values += values.numel()
@@ -176,8 +158,8 @@ class Activations:
         ]
 
 
-MOST_ROWS = 512
-MOST_COLUMNS = 4096
+MAX_ROWS = 512
+MAX_COLUMNS = 4096
 """The most rows and columns for an effective rank; larger gradients use every s-th."""
 
 
@@ -190,10 +172,10 @@ def effective_rank(matrix: Tensor) -> float:
     singular values come from the smaller Gram matrix, in float64.
 
     Args:
-        matrix: a weight's gradient; more than two dimensions are taken as rows and all the rest, as in a convolution.
+        matrix: A weight's gradient; dimensions beyond the first are flattened to columns, as for a convolution.
 
     Returns:
-        The effective rank; nan for a vector, for zeros and for what is not finite.
+        The effective rank; nan for a vector, for zeros and for non-finite values.
 
     Example:
         >>> round(effective_rank(torch.eye(3)), 6), round(effective_rank(torch.ones(3, 5)), 6)
@@ -220,7 +202,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.new_zeros(0, 0)
     rows = tensor.detach().reshape(tensor.shape[0], -1)
-    return rows[:: odd_stride(rows.shape[0], MOST_ROWS), :: odd_stride(rows.shape[1], MOST_COLUMNS)]
+    return rows[:: odd_stride(rows.shape[0], MAX_ROWS), :: odd_stride(rows.shape[1], MAX_COLUMNS)]
 
 
 def planned_update(
@@ -228,10 +210,8 @@ def planned_update(
 ) -> list[Tensor]:
     """Returns by how much one optimizer step with these gradients would change each parameter.
 
-    The step is made by a copy of the optimizer, with its moments, on copies of the parameters.
-
-    Raises:
-        Exception: what the step of the copy raises, for instance that of an optimizer that wants a closure.
+    A copy of the optimizer makes the step, with its moments, on copies of the parameters. Errors of that step, such
+    as a missing closure, are raised.
     """
     copies = {id(p): nn.Parameter(p.detach().clone()) for p in parameters}
     memo: dict[int, Any] = dict(copies)
@@ -255,19 +235,17 @@ def layers_record(
     Args:
         parameters: By name.
         mean_grads: The mean gradient of each.
-        updates: What one step of the optimizer would add to each, where there is an optimizer.
-        lr: Else, the learning rate of plain gradient descent.
-        activations: What `Activations.records` gave.
+        updates: What one step of the optimizer would add to each; None without an optimizer.
+        lr: The learning rate of plain gradient descent, used without an optimizer.
+        activations: The result of `Activations.records`.
     """
     tensors = []
-    for place, (name, parameter) in enumerate(parameters.items()):
-        grad = mean_grads[place]
+    for i, (name, parameter) in enumerate(parameters.items()):
+        grad = mean_grads[i]
         grad_norm, weight_norm = math.sqrt(squared_norm(grad)), math.sqrt(squared_norm(parameter))
-        update_norm = math.nan
+        update_norm = math.nan if lr is None else lr * grad_norm
         if updates is not None:
-            update_norm = math.sqrt(squared_norm(updates[place]))
-        elif lr is not None:
-            update_norm = lr * grad_norm
+            update_norm = math.sqrt(squared_norm(updates[i]))
         rank, full = effective_rank(grad), min(_as_matrix(grad).shape)
         tensors.append(
             {

@@ -72,50 +72,28 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as plain JSON values."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "family": self.family,
-            "pattern": self.pattern,
-            "default": self.default,
-            "severities": list(self.severities),
-            "needs": list(self.needs),
-            "min_steps": self.min_steps,
-            "closes_after": self.closes_after,
-            "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings},
-            "causes": list(self.causes),
-            "fixes": list(self.fixes),
-            "passed": self.passed,
-            "reference": self.reference,
-        }
-
-
-def _notice(
-    id: str,
-    name: str,
-    pattern: str,
-    *,
-    causes: tuple[str, ...],
-    fixes: tuple[str, ...],
-    severities: tuple[Severity, ...],
-) -> Entry:
-    return Entry(id=id, family=NOTICE, name=name, pattern=pattern, causes=causes, fixes=fixes, severities=severities)
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**own, "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings}}
 
 
 _NOTICES = (
-    _notice(
-        "training_stopped",
-        "Training stopped",
-        "The training loop ended with an exception, or was stopped by hand. Recorded when a `with` block ends or the "
+    Entry(
+        id="training_stopped",
+        family=NOTICE,
+        name="Training stopped",
+        pattern="The training loop ended with an exception, or was stopped by hand. Recorded when a `with` "
+        "block ends or the "
         "program exits.",
         causes=("the error in its title; by hand means Ctrl-C or sys.exit",),
         fixes=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
         severities=("info", "critical"),
     ),
-    _notice(
-        "run_cut_off",
-        "Run cut off",
-        "The run was not closed, and its process stopped responding. Found when the run is read, because a process "
+    Entry(
+        id="run_cut_off",
+        family=NOTICE,
+        name="Run cut off",
+        pattern="The run was not closed, and its process stopped responding. Found when the run is read, "
+        "because a process "
         "that is killed cannot report it.",
         causes=(
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
@@ -127,18 +105,20 @@ _NOTICES = (
         ),
         severities=("warning",),
     ),
-    _notice(
-        "ranks_lost",
-        "Ranks lost",
-        "Other ranks stopped responding, so their readings are missing from here on.",
+    Entry(
+        id="ranks_lost",
+        family=NOTICE,
+        name="Ranks lost",
+        pattern="Other ranks stopped responding, so their readings are missing from here on.",
         causes=("a process died or hangs", "the network between hosts is down", "ranks make different steps"),
         fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
         severities=("critical",),
     ),
-    _notice(
-        "source_unavailable",
-        "Source not available",
-        "A source of GSNR, or another measurement that was requested, is not available in this run.",
+    Entry(
+        id="source_unavailable",
+        family=NOTICE,
+        name="Source not available",
+        pattern="A source of GSNR, or another measurement that was requested, is not available in this run.",
         causes=(
             "no micro-batches, one process, or an optimizer without Adam-like moments",
             "overhead_budget with several ranks: all must read the same steps",
@@ -146,60 +126,71 @@ _NOTICES = (
         fixes=("nothing, if another source is available; else see the documentation for what each source needs",),
         severities=("info",),
     ),
-    _notice(
-        "readings_thinned",
-        "Readings thinned",
-        "Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default on a CPU), so "
+    Entry(
+        id="readings_thinned",
+        family=NOTICE,
+        name="Readings thinned",
+        pattern="Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default "
+        "on a CPU), so "
         "tensors are read less often, or not every step is read.",
         causes=("the model has many small tensors, or its steps are very short",),
         fixes=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
         severities=("info",),
     ),
-    _notice(
-        "monitor_error",
-        "Internal error",
-        "A part of gradvitals, or a rule, raised an error and is disabled from here on. Training continues.",
+    Entry(
+        id="monitor_error",
+        family=NOTICE,
+        name="Internal error",
+        pattern="A part of gradvitals, or a rule, raised an error and is disabled from here on. Training continues.",
         causes=("a bug in gradvitals or in a rule of your own", "a model or an optimizer it does not know"),
         fixes=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
         severities=("warning",),
     ),
-    _notice(
-        "observe_ignored",
-        "Observed value is not a loss",
-        "Monitor.observe received something other than a tensor or a number. That call is ignored, training continues, "
+    Entry(
+        id="observe_ignored",
+        family=NOTICE,
+        name="Observed value is not a loss",
+        pattern="Monitor.observe received something other than a tensor or a number. That call is ignored, "
+        "training continues, "
         "and later calls count.",
         causes=("a string, a list or the whole output of a model was passed instead of its loss",),
         fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
         severities=("warning",),
     ),
-    _notice(
-        "no_steps",
-        "No steps",
-        "The loop continues but skips every batch, so the optimizer makes no more steps.",
+    Entry(
+        id="no_steps",
+        family=NOTICE,
+        name="No steps",
+        pattern="The loop continues but skips every batch, so the optimizer makes no more steps.",
         causes=("the loop skips non-finite batches, and every batch is: the weights have become NaN or Inf",),
         fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
         severities=("critical",),
     ),
-    _notice(
-        "clipped_twice",
-        "Clipped twice",
-        "The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit wins.",
+    Entry(
+        id="clipped_twice",
+        family=NOTICE,
+        name="Clipped twice",
+        pattern="The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower "
+        "limit wins.",
         causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
         fixes=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
         severities=("info",),
     ),
-    _notice(
-        "store_error",
-        "Run cannot be written",
-        "Readings could not be written. Training continues, and gradvitals keeps trying to write.",
+    Entry(
+        id="store_error",
+        family=NOTICE,
+        name="Run cannot be written",
+        pattern="Readings could not be written. Training continues, and gradvitals keeps trying to write.",
         causes=("the disk is full, the folder is not writable, or the file was damaged",),
         fixes=("free space, or pass another folder as run=...",),
         severities=("warning",),
     ),
-    _notice(
-        "sink_error",
-        "Sink or alert failed",
-        "A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training continues, "
+    Entry(
+        id="sink_error",
+        family=NOTICE,
+        name="Sink or alert failed",
+        pattern="A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. "
+        "Training continues, "
         "and the run's own folder has everything.",
         causes=(
             "the network or the service is down, a disk is full, or settings are wrong",
@@ -208,18 +199,20 @@ _NOTICES = (
         fixes=("look at the error in its title; a sink gets nothing more in this run, later alerts are still tried",),
         severities=("info", "warning"),
     ),
-    _notice(
-        "rank_lr_differs",
-        "Learning rates differ",
-        "A rank steps with another learning rate than the first one.",
+    Entry(
+        id="rank_lr_differs",
+        family=NOTICE,
+        name="Learning rates differ",
+        pattern="A rank steps with another learning rate than the first one.",
         causes=("the rank builds its optimizer or its schedule from different settings",),
         fixes=("build optimizer and schedule the same way on every rank",),
         severities=("critical",),
     ),
-    _notice(
-        "guard_error",
-        "Guard stopped",
-        "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
+    Entry(
+        id="guard_error",
+        family=NOTICE,
+        name="Guard stopped",
+        pattern="The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
         causes=(
             "an error inside gradvitals",
             "the weights were broken before the first step, or every batch makes the loss NaN",
@@ -231,10 +224,11 @@ _NOTICES = (
         ),
         severities=("warning", "critical"),
     ),
-    _notice(
-        "snapshot_error",
-        "Snapshot not saved",
-        "A snapshot of the Guard could not be written; it keeps trying with later ones.",
+    Entry(
+        id="snapshot_error",
+        family=NOTICE,
+        name="Snapshot not saved",
+        pattern="A snapshot of the Guard could not be written; it keeps trying with later ones.",
         causes=("the folder is gone, full or not writable",),
         fixes=("free space, or give the Guard another folder",),
         severities=("warning",),
@@ -301,64 +295,19 @@ def passed_text(rule: str) -> str:
     return (message.passed if message else "") or f"no sign of: {name_of(rule)}"
 
 
-PHRASES = (
-    (r"\{loss\} (applies|expects)", r"the loss \1"),
-    (r"before \{loss\}", "before the loss"),
-    (r" of \{\w+\}, which", " that"),
-    (r"\bstep \{\w+\}", "that step"),
-    (r"\bStep \{\w+\}", "That step"),
-    (r"\branks \{\w+\} and \{\w+\}", "both ranks"),
-    (r"\branks? \{\w+\}", "another rank"),
-    (r"\bRank \{\w+\}", "One rank"),
-    (r"\bClip to \{\w+\}( instead of \{\w+\})?", "Clip to a norm that is ordinary for the run"),
-    (r"a learning rate of \{\w+\}, and one of \{\w+\}", "a lower learning rate, and a higher one"),
-    (r"a learning rate below \{\w+\}", "a lower learning rate"),
-    (r"back (?:from \{\w+\} )?to \{\w+\}", "back"),
-    (r"the batch over \{\w+\}", "the batch"),
-    (r"down to \{\w+\}", "near 0"),
-    (r"at a learning rate of \{\w+\}", "at this learning rate"),
-    (r"a learning rate of \{\w+\} or less", "a far lower learning rate"),
-    (r"; now \{\w+\} samples per step are worth \{\w+\}", ""),
-    (r" \(\{\w+\} when this was found\)", ""),
-    (r"these \{\w+\} ", "these "),
-    (r"Accumulate gradients to about \{\w+\} samples", "Accumulate gradients over more samples"),
-    (r"lower the learning rate of \{\w+\}, which", "lower the learning rate, which"),
-    (r"\{\w+\} instead of \{\w+\} are enough", "six are enough"),
-    (r"1/√\{\w+\}", "one over the root of the number of layers"),
-    (r"by \{\w+:%\}", "by a share"),
-    (r"twice the \{\w+\} samples", "twice the samples"),
-    (r"each of the \{\w+\} ", "each of the "),
-    (r"\{\w+\}×", "many times"),
-    (
-        r" (?:to a (?:batch|norm) of|instead of|of about|of|from|to about|to)"
-        r" \{(?!first|where|layer|who)\w+(?::[^{}]*)?\}(?=[\s,.;:)]|$)",
-        "",
-    ),
-)
-"""Phrases that name a number of the run, and how they read about no run in particular."""
-WORDS = {
-    "first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank", "layers": "many",
-    "loss": "not finite", "norm": "far too large", "unread": "Earlier steps were", "known_loss": "", "whose": "",
-    "steps": "several", "count": "few", "gradient": "nearly 0", "noise": "the noise scale", "dtype": "neighboring",
-    "readings": "its", "lr_first": "at its full height", "batch_size": "So few", "proposed": "half the",
-    "warmup": "a few hundred", "usual": "its own past", "ratio": "a factor", "enough": "six",
-    "needed": "more", "lr": "its value",
-}  # fmt: skip
-"""What stands for other numbers."""
+NAMED = {"first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank"}
+"""Names of a run that a text holds, and how they read about no run in particular."""
 
 
 def without_numbers(text: str) -> str:
-    """Returns a text of a rule as it reads about no run in particular.
+    """Returns a text of a rule with a blank in place of each number of a run.
 
     >>> without_numbers("Lower the learning rate from {lr} to about {lr_proposed}")
-    'Lower the learning rate'
+    'Lower the learning rate from … to about …'
     >>> without_numbers("Restore a checkpoint from before step {safe}; reset {first}")
-    'Restore a checkpoint from before that step; reset the tensor'
+    'Restore a checkpoint from before step …; reset the tensor'
     """
-    for phrase, reads in PHRASES:
-        text = re.sub(phrase, reads, text)
-    text = PLACEHOLDER.sub(lambda match: WORDS.get(match[1], "…"), text)
-    text = re.sub(r"\s+", " ", text).replace(" ,", ",").strip()
+    text = PLACEHOLDER.sub(lambda match: NAMED.get(match[1], "…"), text)
     return text if text.startswith(("optimizer.", "requires_grad", "zero_grad")) else text[:1].upper() + text[1:]
 
 

@@ -79,7 +79,7 @@ def _is_shown(name: str, value: Any) -> bool:
 
 def _compared(name: str, value: Any, expected: Any) -> str:
     if name == "share" and expected == 0 and math.isfinite(as_float(value)):
-        return f"{percent(value)} of their numbers, normally none"
+        return f"{percent(as_float(value))} of their numbers, normally none"
     text = f"{name.replace('_', ' ')} {_value(value)}"
     is_number = isinstance(expected, (int, float))
     return f"{text}, normally {_value(expected)}" if is_number else f"{text} (expected {_value(expected)})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from gradvitals import format
 from gradvitals.types import FloatArray
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -19,21 +20,15 @@ def number(value: Any, digits: int = 3, *, missing: str = "-") -> str:
 
     JSON keeps NaN and infinity as strings, so these count as numbers too.
 
-    >>> number(0.012345), number(234567.8), number(1234567.0), number(12000), number(float("nan"))
-    ('0.0123', '234,568', '1.23e+06', '12,000', '-')
-    >>> number("inf"), number("nan", missing="NaN")
-    ('Inf', 'NaN')
+    >>> number(0.012345), number(234567.8), number(12000), number(float("nan")), number("inf")
+    ('0.0123', '234,568', '12,000', '-', 'Inf')
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     value = as_float(value)
-    if math.isnan(value):
-        return missing
     if math.isinf(value):
         return "Inf" if value > 0 else "-Inf"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return format.number(value, digits, missing=missing)
 
 
 def interval(value: float, low: float, high: float) -> str:
@@ -47,14 +42,13 @@ def interval(value: float, low: float, high: float) -> str:
     return f"{number(value)} ({number(low)} to {number(high)})"
 
 
-def percent(share: Any, digits: int = 3) -> str:
+def percent(share: float, digits: int = 3) -> str:
     """Returns a share as a percentage.
 
-    >>> percent(0.125), percent(None)
+    >>> percent(0.125), percent(float("nan"))
     ('12.5%', '-')
     """
-    value = as_float(share)
-    return "-" if math.isnan(value) else f"{100 * value:.{digits}g}%"
+    return "-" if math.isnan(share) else format.percent(share, digits)
 
 
 def duration(seconds: float) -> str:
@@ -138,11 +132,6 @@ def as_float(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def as_floats(values: Iterable[Any] | None) -> list[float]:
-    """Returns `as_float` of each value; an empty list if there is no list."""
-    return [as_float(value) for value in values] if isinstance(values, (list, tuple)) else []
 
 
 def sparkline(values: Sequence[float] | FloatArray, width: int, *, robust: bool = False, blocks: str = BLOCKS) -> str:

@@ -16,7 +16,7 @@ from gradvitals.report.format import capitalized, cut, duration, number
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
-from gradvitals.report.summary import LayerRow, Summary, Worst
+from gradvitals.report.summary import LayerRow, Summary
 from gradvitals.report.timeline import WIDTH, Mark, heatmap_figure, timeline, x_axis
 from gradvitals.report.verdict import LABELS, STATES, OnStep, RankedFinding, Verdict
 from gradvitals.store.reader import Run
@@ -142,9 +142,7 @@ def _findings(verdict: Verdict) -> Html:
 def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     finding = item.finding
     resolved = "" if item.is_open else ", resolved"
-    found = finding.found_step
-    later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
-    facts = [("When", item.when(live=live) + later)]
+    facts = [("When", item.when(live=live, found=True))]
     if finding.tensors:
         facts.append(("Where", where(finding)))
     seen = list(evidence(finding.evidence))
@@ -152,7 +150,7 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
         facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
     causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.fixes)
-    severity = finding.severity if finding.severity in SEVERITIES else "info"
+    severity = finding.severity
     head = tag(
         "summary",
         tag("span", str(at), class_="flag", aria_hidden="true"),
@@ -272,18 +270,11 @@ def _layer_cells(row: LayerRow, largest: float, axis: Axis) -> list[Part]:
 
 
 def _worst_tensors(summary: Summary) -> Html | None:
-    lists: tuple[tuple[str, str, Sequence[Worst]], ...] = (
-        ("Lowest GSNR", "at the latest reading", summary.lowest_gsnr),
-        ("Largest spike ratio", "norm over its moving average, in the whole run", summary.largest_spikes),
-        ("Largest update over weight", "at the latest reading", summary.largest_updates),
-        ("NaN or Inf in the gradient", "elements when first seen; 1: at least one", summary.nonfinite),
-    )
     shown = []
-    for title, remark, found in lists:
-        if found:
-            rows = ([_name(item.name), number(item.value), f"{item.step:,}"] for item in found)
-            content = table(["Tensor", "Value", "Step"], rows)
-            shown.append(tag("div", tag("h3", title), tag("p", remark, class_="dim"), content))
+    for found in summary.worst:
+        rows = ([_name(row.name), number(row.value), f"{row.step:,}"] for row in found.rows)
+        head = (tag("h3", found.title), tag("p", found.remark, class_="dim"))
+        shown.append(tag("div", *head, table(["Tensor", "Value", "Step"], rows)))
     return tag("div", *shown, class_="pairs") if shown else None
 
 

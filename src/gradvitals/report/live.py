@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
@@ -17,14 +17,14 @@ from rich.text import Text
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
 from gradvitals.report.format import clean, duration, interval, number
-from gradvitals.report.series import Floats, Steps
-from gradvitals.report.summary import LayerRow, Worst, latest_extremes, layer_rows
+from gradvitals.report.series import Floats
+from gradvitals.report.summary import LayerRow, WorstList, layer_rows, seconds_of, worst_lists
 from gradvitals.report.terminal import (
     METRIC_LABELS,
     WIDE,
-    LayerTable,
     finding_in_short,
     headline,
+    layer_table,
     spark_of,
     vitals_table,
     worst_list,
@@ -51,24 +51,17 @@ HALF_WRITTEN_SECONDS = 10.0
 class LatestTensors:
     """Layers and tensors at their latest reading."""
 
-    step: int | None = None
-    gsnr_source: str | None = None
-    layers: Sequence[LayerRow] = ()
-    lowest_gsnr: Sequence[Worst] = ()
-    largest_updates: Sequence[Worst] = ()
+    step: int | None
+    source: str | None
+    layers: tuple[LayerRow, ...]
+    worst: tuple[WorstList, ...]
 
     @classmethod
     def of(cls, run: Run) -> LatestTensors:
         """Reads them from a run."""
         source = next(iter(run.sources("gsnr", "layers")), None)
         step, layers = layer_rows(run, source)
-        return cls(
-            step=step,
-            gsnr_source=source,
-            layers=layers,
-            lowest_gsnr=latest_extremes(run, "gsnr", lowest=True),
-            largest_updates=latest_extremes(run, "update/ratio"),
-        )
+        return cls(step=step, source=source, layers=layers, worst=worst_lists(run, source, whole_run=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +77,11 @@ class Moment:
     series: dict[str, Floats]
     verdict: Verdict | None
     """None for a run that is recorded without diagnosis."""
-    latest_tensors: LatestTensors
+    tensors: LatestTensors
     ended: bool
     """Whether nothing more will come."""
 
-    @property
+    @cached_property
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         return {metric: float(values[-1]) for metric, values in self.series.items() if values.size}
@@ -109,50 +102,36 @@ class Moment:
 
 
 class Follower:
-    """Follows one run. It reads only what is new of its series, and reopens a file that was replaced."""
+    """Follows one run, and reopens a file that was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open()
-
-    def _open(self) -> None:
-        self._run = open_run(self._path)
+        self._run = open_run(path)
         self._file = self._identity()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._writer = (self._run.meta["hostname"], self._run.meta["pid"], len(self._run.segments))
-        self._series: dict[str, tuple[Steps, Floats]] = {}
-        self._sources: dict[str, str | None] = {}
-        self._tensor_steps: list[int] | None = None
-        self._latest = LatestTensors()
+        self._tensors: tuple[list[int], LatestTensors] | None = None
 
     def look(self) -> Moment:
-        """Reads what is new, and returns how the run is."""
+        """Returns how the run is now."""
         if self._identity() != self._file:
             self._run.close()
-            self._open()
-        run, meta = self._run, self._run.meta
-        if (meta["hostname"], meta["pid"], len(run.segments)) != self._writer:
-            self._forget()  # another process continues it, perhaps from an earlier step
-        available = run.metrics("values")
-        for metric in METRICS:
-            if metric in available:
-                self._read_on(run, metric)
-        if (steps := self._latest_tensor_steps(run)) != self._tensor_steps:
-            self._tensor_steps, self._latest = steps, LatestTensors.of(run)
-        state = state_of(run)
+            self._run, self._tensors = open_run(self._path), None
+            self._file = self._identity()
+        run, meta, state = self._run, self._run.meta, state_of(self._run)
         silent = time.time() - meta["heartbeat"]
         return Moment(
             run=str(run.path),
             state=state,
-            seconds=(meta["finished_at"] or meta["heartbeat"]) - meta["started_at"],
+            seconds=seconds_of(run),
             num_ranks=num_ranks(meta),
             num_parameters=sum(info.numel for info in run.tensors),
             last_step=run.last_step,
-            series={metric: values for metric, (_, values) in self._series.items()},
+            series={
+                metric: run.series(metric, source=next(iter(run.sources(metric, "values")), None))[1]
+                for metric in METRICS
+                if metric in run.metrics("values")
+            },
             verdict=judge_run(run, run.findings) if was_diagnosed(meta) and run.last_step is not None else None,
-            latest_tensors=self._latest,
+            tensors=self._latest_tensors(),
             ended=state == "finished" or (state == "stopped" and silent > SILENT_SECONDS),
         )
 
@@ -165,23 +144,15 @@ class Follower:
         """Closes the file."""
         self._run.close()
 
-    def _read_on(self, run: Run, metric: str) -> None:
-        source = next(iter(run.sources(metric, "values")), None)
-        if source != self._sources.get(metric):
-            self._sources[metric] = source
-            self._series.pop(metric, None)  # values of different sources never mix
-        steps, values = self._series.get(metric, (np.empty(0, np.int64), np.empty(0)))
-        more, new = run.series(metric, source=source, since=int(steps[-1]) if steps.size else None)
-        if more.size:
-            self._series[metric] = (np.concatenate([steps, more]), np.concatenate([values, new]))
-
-    def _latest_tensor_steps(self, run: Run) -> list[int]:
-        """Returns when tensors were last read: reading them takes long, and they seldom change."""
-        steps = []
+    def _latest_tensors(self) -> LatestTensors:
+        """Returns the latest tensors, read again if there are new ones: that takes long, and they seldom change."""
+        run, steps = self._run, []
         for metric in ("grad/norm", "gsnr", "update/ratio"):
             if metric in run.metrics("tensors"):
                 steps += run.times(metric, kind="tensors")[0][-1:].tolist()
-        return steps
+        if self._tensors is None or self._tensors[0] != steps:
+            self._tensors = steps, LatestTensors.of(run)
+        return self._tensors[1]
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -260,17 +231,17 @@ class Lines:
         is_first = self.step == -1
         if moment.last_step != self.step:
             self.step = moment.last_step
-            head = "no readings yet" if self.step is None else f"step {self.step:,}"
-            line = head if self.step is None else plain_line(f"{head:<12}", moment.latest, ended=moment.ended)
-            self.console.print(line, soft_wrap=True)
+            line = (
+                plain_line(f"{f'step {self.step:,}':<12}", moment.latest, ended=moment.ended)
+                if self.step is not None
+                else None
+            )
+            self.console.print(line or "no readings yet", soft_wrap=True)
         for item in moment.verdict.ranked if moment.verdict is not None else ():
             key = (item.finding.id, item.finding.first_step, item.is_open)
-            if key not in self.reported:
-                self.reported.add(key)
-                if is_first and not item.is_open:
-                    continue
-                word = "" if item.is_open else "resolved: "
-                self.console.print(clean(f"{word}{item.finding}"), soft_wrap=True)
+            if key not in self.reported and (item.is_open or not is_first):
+                self.console.print(clean(f"{'' if item.is_open else 'resolved: '}{item.finding}"), soft_wrap=True)
+            self.reported.add(key)
         if moment.ended:
             self.console.print(clean(f"{moment.run}: {STATES[moment.state]}"), soft_wrap=True)
             if moment.verdict is not None:
@@ -285,21 +256,23 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Renders all of it, the most important first."""
+        moment, tensors, verdict = self.moment, self.moment.tensors, self.moment.verdict
         yield self._head()
-        moment = self.moment
         if moment.last_step is None:
             yield Text("No readings yet.")
             return
-        yield headline(moment.verdict) if moment.verdict is not None else Text(UNDIAGNOSED, style="dim")
+        yield headline(verdict) if verdict is not None else Text(UNDIAGNOSED, style="dim")
         yield Text()
         yield vitals_table(self._vitals(wide=options.max_width >= WIDE))
-        yield from self._findings()
-        latest = moment.latest_tensors
-        if latest.layers:
-            yield from (Text(), LayerTable(latest.layers, latest.step, latest.gsnr_source, None))
-        for title, worst in (("Lowest GSNR", latest.lowest_gsnr), ("Largest update/weight", latest.largest_updates)):
-            if worst:
-                yield worst_list(title, worst)
+        if verdict is not None and verdict.ranked:
+            yield Text()
+            yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS])
+            hidden = len(verdict.ranked) - MAX_FINDINGS
+            if hidden > 0:
+                yield Text(f"and {hidden} more; see `gradvitals doctor -v`", style="dim")
+        if tensors.layers:
+            yield from (Text(), layer_table(tensors.layers, tensors.step, tensors.source, None))
+        yield from map(worst_list, tensors.worst)
 
     def _head(self) -> Text:
         moment = self.moment
@@ -311,28 +284,15 @@ class Frame:
 
     def _vitals(self, *, wide: bool) -> Iterator[tuple[str, str, RenderableType]]:
         moment = self.moment
-        for metric, label in METRIC_LABELS.items():
-            if metric in moment.series:
-                values = moment.series[metric]
-                name = label if wide else label.replace("gradient ", "")
-                yield name, number(float(values[-1])), spark_of(metric, values)
-        if "noise_scale" in moment.series:
-            scale = noise_scale_of(moment.latest)
-            spark = spark_of("noise_scale", moment.series["noise_scale"])
-            yield "noise scale" if wide else "noise", number(scale[0]), spark
-            text = noise_text(scale)
-            yield "", "", Text(text.removesuffix(" yet") if moment.ended else text, style="dim")
-        if "lr" in moment.series:
-            yield "learning rate" if wide else "lr", number(moment.latest["lr"]), spark_of("lr", moment.series["lr"])
-
-    def _findings(self) -> Iterator[RenderableType]:
-        verdict = self.moment.verdict
-        if verdict is None or not verdict.ranked:
-            return
-        yield Text()
-        yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS])
-        if len(verdict.ranked) > MAX_FINDINGS:
-            yield Text(f"and {len(verdict.ranked) - MAX_FINDINGS} more; see `gradvitals doctor -v`", style="dim")
+        labels = {**METRIC_LABELS, "noise_scale": "noise scale", "lr": "learning rate"}
+        short = {"grad/norm": "norm", "noise_scale": "noise", "lr": "lr"}
+        for metric, label in labels.items():
+            if metric in moment.latest:
+                name = label if wide else short.get(metric, label)
+                yield name, number(moment.latest[metric]), spark_of(metric, moment.series[metric])
+            if metric == "noise_scale" and metric in moment.latest:
+                text = noise_text(moment.latest)
+                yield "", "", Text(text.removesuffix(" yet") if moment.ended else text, style="dim")
 
 
 @dataclass(frozen=True)
@@ -356,18 +316,13 @@ def plain_line(head: str, latest: Mapping[str, float], *, ended: bool = False) -
     """Returns the latest values in one line of text."""
     loss, norm, gsnr = (latest.get(name, NAN) for name in ("loss", "grad/norm", "gsnr"))
     line = f"{head}  loss {number(loss):<6}  norm {number(norm):<6}  GSNR {number(gsnr):<7}"
-    if "noise_scale" not in latest or (ended and interval(*noise_scale_of(latest)) == "-"):
+    noise = noise_text(latest)
+    if "noise_scale" not in latest or (ended and noise.endswith(" yet")):
         return line.rstrip()  # not measured in this loop, or not identifiable up to its end
-    return f"{line}  noise scale {noise_text(noise_scale_of(latest))}"
+    return f"{line}  noise scale {noise}"
 
 
-def noise_scale_of(latest: Mapping[str, float]) -> tuple[float, float, float]:
-    """Returns the noise scale and the ends of its interval."""
-    value, low, high = (latest.get(name, NAN) for name in ("noise_scale", "noise_scale_low", "noise_scale_high"))
-    return value, low, high
-
-
-def noise_text(scale: tuple[float, float, float]) -> str:
-    """Returns the same in words."""
-    text = interval(*scale)
+def noise_text(latest: Mapping[str, float]) -> str:
+    """Returns the noise scale and its interval in words."""
+    text = interval(*(latest.get(name, NAN) for name in ("noise_scale", "noise_scale_low", "noise_scale_high")))
     return "not identifiable yet" if text == "-" else f"{text} samples"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose import RULES, Rule
+from gradvitals.diagnose import RULES
 from gradvitals.report.catalog import name_of, passed_text
 from gradvitals.report.caveats import NOISE_RULES, adam_memory, layers_without_signal, negative_gsnr_in, silent_rules
+from gradvitals.report.format import plural
 from gradvitals.report.summary import Summary, knows_batch, summarize
 from gradvitals.report.verdict import (
     Diagnosed,
     OnStep,
-    Restart,
-    State,
     Verdict,
     diagnose_run,
     judge_run,
@@ -64,18 +63,19 @@ NO_PASSES = "no noise scale: it needs two or more backward passes per step, or s
 NEVER_A_GSNR = "these readings do not determine a GSNR"
 
 PROPOSALS = frozenset(
-    (
+    [
         "lr_proposed",
         "lr_lower",
         "lr_tenth",
         "max_norm",
+        "norm_proposed",
         "proposed",
         "batch_proposed",
         "warmup",
         "needed",
         "enough",
         "scale",
-    )
+    ]
 )
 """Numbers that a rule computes for its fixes, next to what it observed."""
 
@@ -119,6 +119,12 @@ class Checks:
         return sum(len(item.ids) for item in self.skipped)
 
     @property
+    def counted(self) -> str:
+        """How many checks passed and were skipped, in words."""
+        until = "" if self.until is None else f" up to step {self.until:,}"
+        return f"{plural(len(self.passed), 'check')} passed{until}, {self.num_skipped} skipped"
+
+    @property
     def passed_title(self) -> str:
         """The heading of the list of passed checks."""
         if self.until is not None:
@@ -160,9 +166,7 @@ class Report:
     @cached_property
     def checks(self) -> Checks:
         """The checks that passed and those that were skipped."""
-        until = _finite_until(self._judged)
-        availability = _Availability(self.run, self._judged.read, until)
-        return _checks(availability, self._judged, recorded_settings(self.run.meta), self.diagnosed.failed)
+        return _checks(self.run, self._judged, self.diagnosed.failed)
 
     @cached_property
     def caveat(self) -> str:
@@ -185,48 +189,36 @@ class Report:
         return tuple(self.run.actions)
 
     @cached_property
-    def state(self) -> State:
-        """Whether the run is being written, was closed, or ended without being closed."""
-        return state_of(self.run)
-
-    @cached_property
-    def restarts(self) -> tuple[Restart, ...]:
-        """Each time another process continued the run."""
-        return restarts(self.run)
+    def recorded_verdict(self) -> Verdict:
+        """The verdict by the findings recorded with the run, without a replay and without checks."""
+        return judge_run(self.run, self.run.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `gradvitals doctor --json` prints: plain values except for NaN, which the printer handles."""
         return {
             "run": str(self.run.path),
             "replayed": bool(self.diagnosed.replayed),
-            "state": self.state,
-            "restarts": [restart.to_json() for restart in self.restarts],
-            "verdict": self.verdict.to_json(),
-            "findings": [_observed(item.to_json()) for item in self.verdict.ranked],
+            "state": state_of(self.run),
+            "restarts": [restart.to_json() for restart in restarts(self.run)],
             "passed": [{"id": item.id, "text": item.text} for item in self.checks.passed],
             "passed_until": self.checks.until,
             "skipped": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
             "gsnr_caveat": self.caveat,
-            "monitoring": [finding.to_json() for finding in self.monitoring],
-            "actions": [action.to_json() for action in self.actions],
+            **self._findings_json(self.verdict),
         }
 
     def summary_json(self) -> dict[str, Any]:
         """Returns what `gradvitals report --json` prints: the numbers, and the findings as they were recorded."""
-        verdict = self.recorded_verdict
+        own = {**self.summary.to_json(), "diagnosed": was_diagnosed(self.run.meta)}
+        return {**own, **self._findings_json(self.recorded_verdict)}
+
+    def _findings_json(self, verdict: Verdict) -> dict[str, Any]:
         return {
-            **self.summary.to_json(),
-            "diagnosed": was_diagnosed(self.run.meta),
             "verdict": verdict.to_json(),
             "findings": [_observed(item.to_json()) for item in verdict.ranked],
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
-
-    @cached_property
-    def recorded_verdict(self) -> Verdict:
-        """The verdict by the findings recorded with the run, without a replay and without checks."""
-        return judge_run(self.run, self.run.findings)
 
 
 def _observed(finding: dict[str, Any]) -> dict[str, Any]:
@@ -248,101 +240,76 @@ def _finite_until(verdict: Verdict) -> int | None:
     return min(ends, default=None)
 
 
-class _Availability:
-    """Which metrics a run has, and why others are missing, looked up once each."""
-
-    def __init__(self, run: Run, steps: int, until: int | None) -> None:
-        counted = metric_of_every_step(run)
-        if until is not None and counted is not None:  # a run need not start with step 0
-            steps = int(np.count_nonzero(run.times(counted)[0] <= until))
-        self.steps = steps
-        """Steps that were read, up to `until`."""
-        self.until = until
-        self.is_adversarial = "step/in_turn" in run.metrics("values")
-        self._run = run
-        self._several_ranks = num_ranks(run.meta) > 1
-        self._lacking: dict[str, str] = {}
-
-    def lacking(self, metric: str) -> str:
-        """Returns why a rule that needs this metric cannot look; empty if it can."""
-        if metric not in self._lacking:
-            self._lacking[metric] = self._why_missing(metric)
-        return self._lacking[metric]
-
-    @cached_property
-    def _silent(self) -> dict[str, str]:
-        return silent_rules(self._run)
-
-    def unsure(self, rule: str) -> str:
-        """Returns why the silence of a rule proves nothing although it has its metrics; empty if it does."""
-        return self._silent.get(rule, "") if rule in NOISE_RULES else ""
-
-    def addition(self, rule: str) -> str:
-        """Returns what single layers add to the text of a passed check."""
-        return layers_without_signal(self._run) if rule == "estimator_unreliable" else ""
-
-    def _why_missing(self, needed: str) -> str:
-        """A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``."""
-        *of, metric = needed.split(":")
-        kinds = [kind for kind in KINDS if kind in of]
-        # GSNR and noise scale count if the whole model has them; those of single tensors decide little.
-        kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
-        recorded = self._run.sources(metric, kind)
-        sources = [source for source in recorded if source in SOURCES]
-        retired = bool(recorded) and not sources  # measured by an older version; no rule uses it
-        if "ranks" in sources:  # samples at one set of weights, as micro-batches are
-            of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
-        if retired or metric not in self._run.metrics(kind):
-            if self._several_ranks and metric in MISSING_RANKS:
-                return MISSING_RANKS[metric]
-            if kind == "heads" and self._run.layout.heads:
-                return HEADS_UNREAD
-            if metric == "noise_scale" and knows_batch(self._run):
-                return NO_PASSES
-            reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
-            return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
-        missing = next((part for part in of if part in SOURCES and part not in sources), None)
-        if missing is not None:
-            return MISSING_FROM.get(missing, f"{metric} has no source {missing}")
-        if metric == "gsnr" and kind == "values" and not self._any_gsnr([x for x in sources if x in of] or sources):
-            return NEVER_A_GSNR
-        return ""
-
-    def _any_gsnr(self, sources: Sequence[str | None]) -> bool:
-        return any(np.isfinite(self._run.series("gsnr", source=name)[1]).any() for name in sources or (None,))
-
-
-def _checks(available: _Availability, verdict: Verdict, settings: Mapping[str, Any], failed: frozenset[str]) -> Checks:
+def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
+    settings, until, steps = recorded_settings(run.meta), _finite_until(verdict), verdict.read
+    counted = metric_of_every_step(run)
+    if until is not None and counted is not None:  # a run need not start with step 0
+        steps = int(np.count_nonzero(run.times(counted)[0] <= until))
+    before = "" if until is None else " before NaN or Inf"
     found = {finding.id for finding in verdict.findings}
     contradicted = {name for finding in found if finding in RULES for name in RULES[finding].masks}
+    why_missing = cache(partial(_why_missing, run))
+    silent: dict[str, str] | None = None
     passed: list[PassedCheck] = []
     reasons: dict[str, list[str]] = {}
     for name, rule in RULES.items():
         if name in found or not (rule.default or settings.get(name, False) is not False):
             continue
-        reason = _why_skipped(name, rule, available, settings, failed)
+        least = max(rule.min_steps, rule.judges_after)
+        if settings.get(name) is False:
+            reason = "turned off in Config.rules"
+        elif failed & {name, "diagnosis"}:
+            reason = "the rule raised an error"
+        elif rule.expects_fall and "step/in_turn" in run.metrics("values"):
+            reason = "the model alternates with another one, as in a GAN, so its loss need not fall"
+        elif lacking := next(filter(None, map(why_missing, rule.needs)), ""):
+            reason = lacking
+        elif until is not None and steps <= 0:
+            reason = "no step was finite"
+        elif steps <= least:
+            reason = f"too early: it needs more than {least:,} steps{before}"
+        elif name in NOISE_RULES:
+            silent = silent_rules(run) if silent is None else silent
+            reason = silent.get(name, "")
+        else:
+            reason = ""
         if reason:
             reasons.setdefault(reason, []).append(name)
         elif name not in contradicted:
-            passed.append(PassedCheck(id=name, text=passed_text(name) + available.addition(name)))
+            more = layers_without_signal(run) if name == "estimator_unreliable" else ""
+            passed.append(PassedCheck(id=name, text=passed_text(name) + more))
     skipped = tuple(SkippedChecks(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
-    return Checks(passed=tuple(passed), skipped=skipped, until=available.until)
+    return Checks(passed=tuple(passed), skipped=skipped, until=until)
 
 
-def _why_skipped(
-    name: str, rule: type[Rule], available: _Availability, settings: Mapping[str, Any], failed: frozenset[str]
-) -> str:
-    if settings.get(name) is False:
-        return "turned off in Config.rules"
-    if failed & {name, "diagnosis"}:
-        return "the rule raised an error"
-    if rule.expects_fall and available.is_adversarial:
-        return "the model alternates with another one, as in a GAN, so its loss need not fall"
-    lacking = next(filter(None, map(available.lacking, rule.needs)), "")
-    least = max(rule.min_steps, rule.judges_after)
-    if not lacking and available.until is not None and available.steps <= 0:
-        return "no step was finite"
-    if not lacking and available.steps <= least:
-        before = "" if available.until is None else " before NaN or Inf"
-        return f"too early: it needs more than {least:,} steps{before}"
-    return lacking or available.unsure(name)
+def _why_missing(run: Run, needed: str) -> str:
+    """Returns why a rule that needs this metric cannot look; empty if it can.
+
+    A rule needs a metric, or a metric of one source or kind of row: ``microbatch:gsnr``, ``heads:gsnr``.
+    """
+    *of, metric = needed.split(":")
+    kinds = [kind for kind in KINDS if kind in of]
+    # GSNR and noise scale count if the whole model has them; those of single tensors decide little.
+    kind = kinds[0] if kinds else "values" if metric in ("gsnr", "noise_scale") else None
+    recorded = run.sources(metric, kind)
+    sources = [source for source in recorded if source in SOURCES]
+    retired = bool(recorded) and not sources  # measured by an older version; no rule uses it
+    if "ranks" in sources:  # samples at one set of weights, as micro-batches are
+        of = ["ranks" if part == "microbatch" and part not in sources else part for part in of]
+    if retired or metric not in run.metrics(kind):
+        if num_ranks(run.meta) > 1 and metric in MISSING_RANKS:
+            return MISSING_RANKS[metric]
+        if kind == "heads" and run.layout.heads:
+            return HEADS_UNREAD
+        if metric == "noise_scale" and knows_batch(run):
+            return NO_PASSES
+        reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
+        return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))
+    missing = next((part for part in of if part in SOURCES and part not in sources), None)
+    if missing is not None:
+        return MISSING_FROM.get(missing, f"{metric} has no source {missing}")
+    if metric == "gsnr" and kind == "values":
+        asked: Sequence[str | None] = [source for source in sources if source in of] or sources or [None]
+        if not any(np.isfinite(run.series("gsnr", source=source)[1]).any() for source in asked):
+            return NEVER_A_GSNR
+    return ""

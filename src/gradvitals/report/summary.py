@@ -17,7 +17,8 @@ from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
 
 NAN = float("nan")
-WORST = 5
+TRENDS = ("loss", "grad/norm", "gsnr", "vrgd/mean")
+MAX_WORST = 5
 """How many tensors each list of the worst ones names."""
 
 
@@ -35,27 +36,21 @@ class Trend:
     def to_json(self) -> dict[str, Any]:
         """Returns first, latest and extremes; `gradvitals export` has the whole series."""
         seen = self.values[np.isfinite(self.values)]
-        return {
-            "metric": self.metric,
-            "source": self.source,
-            "first": self.first,
-            "latest": self.latest,
-            "min": seen.min() if seen.size else NAN,
-            "max": seen.max() if seen.size else NAN,
-        }
+        ends = {"min": seen.min() if seen.size else NAN, "max": seen.max() if seen.size else NAN}
+        return {"metric": self.metric, "source": self.source, "first": self.first, "latest": self.latest, **ends}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
     """The latest noise scale, in samples; NaN if the readings do not identify it."""
 
-    measured: bool = False
+    measured: bool
     """Whether the run has it at all: it needs micro-batches and the batch size."""
-    value: float = NAN
-    low: float = NAN
-    high: float = NAN
-    source: str | None = None
-    batch_known: bool = False
+    value: float
+    low: float
+    high: float
+    source: str | None
+    batch_known: bool
     """Whether the loop reported how many samples a step has."""
 
     @property
@@ -85,6 +80,25 @@ class Worst:
     name: str
     value: float
     step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstList:
+    """The tensors that stand out in one way, the most extreme first."""
+
+    metric: str
+    title: str
+    remark: str
+    rows: tuple[Worst, ...]
+
+
+WORST_NAMES = {
+    "gsnr": "lowest_gsnr",
+    "grad/spike_ratio": "largest_spikes",
+    "update/ratio": "largest_updates",
+    "grad/nonfinite": "nonfinite",
+}
+"""The lists of the worst tensors by their metric, as JSON names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +132,17 @@ class Summary:
     largest_spike: Spike | None
     layers_step: int | None
     layers: tuple[LayerRow, ...]
-    lowest_gsnr: tuple[Worst, ...]
-    largest_spikes: tuple[Worst, ...]
-    largest_updates: tuple[Worst, ...]
-    nonfinite: tuple[Worst, ...]
+    worst: tuple[WorstList, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values except for NaN, which the printer handles."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "worst"}
         data["trends"] = {trend.metric: trend.to_json() for trend in self.trends}
         data["noise_scale"] = {**asdict(self.noise_scale), "identifiable": self.noise_scale.identifiable}
         data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
-        for name in ("layers", "lowest_gsnr", "largest_spikes", "largest_updates", "nonfinite"):
-            data[name] = [asdict(item) for item in data[name]]
-        return data
+        data["layers"] = [asdict(row) for row in self.layers]
+        worst = {found.metric: [asdict(row) for row in found.rows] for found in self.worst}
+        return data | {name: worst.get(metric, []) for metric, name in WORST_NAMES.items()}
 
     def trend(self, metric: str) -> Trend | None:
         """Returns the trend of one metric, None if the run has none."""
@@ -140,34 +151,37 @@ class Summary:
 
 def summarize(run: Run) -> Summary:
     """Reads the numbers of a run."""
-    meta = run.meta
     source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
     layers_step, layers = layer_rows(run, source)
-    trends = [_trend(run, metric) for metric in ("loss", "grad/norm", "gsnr", "vrgd/mean")]
-    lowest = latest_extremes(run, "gsnr", source=source, lowest=True)
-    in_tables = [*(row.gsnr for row in layers), *(worst.value for worst in lowest)]
+    worst = worst_lists(run, source)
+    trends = tuple(trend for metric in TRENDS if (trend := _trend(run, metric)) is not None)
+    in_tables = [row.gsnr for row in layers] + [
+        row.value for found in worst if found.metric == "gsnr" for row in found.rows
+    ]
     return Summary(
         run=str(run.path),
         last_step=run.last_step,
         state=state_of(run),
-        seconds=(meta["finished_at"] or meta["heartbeat"]) - meta["started_at"],
-        num_ranks=num_ranks(meta),
+        seconds=seconds_of(run),
+        num_ranks=num_ranks(run.meta),
         num_tensors=len(run.tensors),
         num_parameters=sum(info.numel for info in run.tensors),
         dropped=run.dropped,
-        trends=tuple(trend for trend in trends if trend is not None),
+        trends=trends,
         noise_scale=_noise_scale(run),
         gsnr_source=source,
         gsnr_batch_size=_batch_size(run, source),
-        gsnr_caveat=_gsnr_caveat(run, source, trends[2], in_tables),
+        gsnr_caveat=_gsnr_caveat(run, source, trends, in_tables),
         largest_spike=_largest_spike(run),
         layers_step=layers_step,
         layers=layers,
-        lowest_gsnr=lowest,
-        largest_spikes=extremes(run, "grad/spike_ratio"),
-        largest_updates=latest_extremes(run, "update/ratio"),
-        nonfinite=first_nonzero(run, "grad/nonfinite"),
+        worst=worst,
     )
+
+
+def seconds_of(run: Run) -> float:
+    """Returns how long the run took so far."""
+    return float((run.meta["finished_at"] or run.meta["heartbeat"]) - run.meta["started_at"])
 
 
 def knows_batch(run: Run) -> bool:
@@ -176,7 +190,8 @@ def knows_batch(run: Run) -> bool:
     return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
 
 
-def _gsnr_caveat(run: Run, source: str | None, trend: Trend | None, in_tables: Sequence[float]) -> str:
+def _gsnr_caveat(run: Run, source: str | None, trends: Sequence[Trend], in_tables: Sequence[float]) -> str:
+    trend = next((trend for trend in trends if trend.metric == "gsnr"), None)
     of_adam = "adam" in (source, trend.source if trend else None)
     return (
         (adam_memory(run) if of_adam else "")
@@ -194,9 +209,9 @@ def _trend(run: Run, metric: str) -> Trend | None:
         return None
     source = _first_source(run, metric, "values")
     steps, values = run.series(metric, source=source)
-    if np.isnan(values).all() and metric == "gsnr":
-        return None
     seen = values[~np.isnan(values)]
+    if metric == "gsnr" and not seen.size:
+        return None
     first = float(seen[0]) if seen.size else NAN
     return Trend(metric=metric, source=source, steps=steps, values=values, first=first, latest=float(values[-1]))
 
@@ -204,11 +219,19 @@ def _trend(run: Run, metric: str) -> Trend | None:
 def _noise_scale(run: Run) -> NoiseScale:
     source = _first_source(run, "noise_scale", "values")
     available = run.metrics("values")
-    parts = {}
-    for name, metric in (("value", "noise_scale"), ("low", "noise_scale_low"), ("high", "noise_scale_high")):
+
+    def latest(metric: str) -> float:
         values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
-        parts[name] = float(values[-1]) if values.size else NAN
-    return NoiseScale(source=source, measured="noise_scale" in available, batch_known=knows_batch(run), **parts)
+        return float(values[-1]) if values.size else NAN
+
+    return NoiseScale(
+        measured="noise_scale" in available,
+        value=latest("noise_scale"),
+        low=latest("noise_scale_low"),
+        high=latest("noise_scale_high"),
+        source=source,
+        batch_known=knows_batch(run),
+    )
 
 
 def _batch_size(run: Run, source: str | None) -> float | None:
@@ -220,6 +243,7 @@ def _batch_size(run: Run, source: str | None) -> float | None:
 
 
 def _largest_spike(run: Run) -> Spike | None:
+    """Returns the largest spike of the norm, with the layers whose tensors spiked then, if these were read."""
     if not {"grad/norm", "grad/spike_ratio"} <= set(run.metrics("values")):
         return None
     steps, ratios = run.series("grad/spike_ratio")
@@ -229,7 +253,13 @@ def _largest_spike(run: Run) -> Spike | None:
     step = int(steps[at])
     norm_steps, norms = run.series("grad/norm")
     norm = float(norms[norm_steps == step][0]) if step in norm_steps else NAN
-    return Spike(step=step, ratio=float(ratios[at]), norm=norm, layers=_spiking_layers(run, step))
+    layers: tuple[Worst, ...] = ()
+    if "grad/spike_ratio" in run.metrics("tensors"):
+        _, rows = run.matrix("grad/spike_ratio", since=step - 1, until=step)
+        if len(rows):
+            by = ByLayer(run)
+            layers = _top(run.names("layers"), by.all_layers(by.reduced(rows[0], np.fmax)), step, count=3)
+    return Spike(step=step, ratio=float(ratios[at]), norm=norm, layers=layers)
 
 
 # -- layers, and tensors that stand out ----------------------------------------------------------------------------
@@ -259,15 +289,38 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
     return max(steps), tuple(rows)
 
 
-def latest_extremes(run: Run, metric: str, *, source: str | None = None, lowest: bool = False) -> tuple[Worst, ...]:
+def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tuple[WorstList, ...]:
+    """Returns the tensors that stand out, without empty lists.
+
+    Args:
+        run: The run.
+        source: The source of GSNR.
+        whole_run: Whether to look through all readings as well, and not only at the latest.
+    """
+    now = "at the latest reading"
+    origin = f"from {source}, {now}" if source else now
+    lists = [
+        ("gsnr", "Lowest GSNR", origin, _latest_extremes(run, "gsnr", source, lowest=True)),
+        ("update/ratio", "Largest update/weight", now, _latest_extremes(run, "update/ratio")),
+    ]
+    if whole_run:
+        spikes = "norm over its moving average, in the whole run"
+        nonfinite = "elements when first seen; 1: at least one"
+        lists.insert(1, ("grad/spike_ratio", "Largest spike ratio", spikes, _extremes(run, "grad/spike_ratio")))
+        first = _first_nonzero(run, "grad/nonfinite")
+        lists.insert(0, ("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, first))
+    return tuple(
+        WorstList(metric=metric, title=title, remark=remark, rows=rows) for metric, title, remark, rows in lists if rows
+    )
+
+
+def _latest_extremes(run: Run, metric: str, source: str | None = None, *, lowest: bool = False) -> tuple[Worst, ...]:
     """Returns the tensors with the largest (or lowest) values at the latest reading, the most extreme first."""
     step, values = _latest(run, metric, "tensors", source)
-    if step is None:
-        return ()
-    return _top(run.names("tensors"), values, [step] * len(values), WORST, lowest=lowest)
+    return () if step is None else _top(run.names("tensors"), values, step, lowest=lowest)
 
 
-def extremes(run: Run, metric: str) -> tuple[Worst, ...]:
+def _extremes(run: Run, metric: str) -> tuple[Worst, ...]:
     """Returns the tensors with the largest values anywhere in the run, each with the step of its largest."""
     names = run.names("tensors")
     best = np.full(len(names), -np.inf)
@@ -278,36 +331,24 @@ def extremes(run: Run, metric: str) -> tuple[Worst, ...]:
         top = known.max(axis=0)
         better = top > best
         best[better], when[better] = top[better], steps[at[better]]
-    return _top(names, np.where(best == -np.inf, np.nan, best), when.tolist(), WORST)
+    return _top(names, np.where(best == -np.inf, np.nan, best), when)
 
 
-def first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
+def _first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
     """Returns the tensors whose value was ever above zero, with the first such value and step, the earliest first.
 
     Those of one step come in the order of backward, so that the list starts where the finding says that it started.
     """
-    names = run.names("tensors")
     found: dict[int, Worst] = {}
+    names = run.names("tensors")
     for steps, rows in scan(run, metric):
-        hit = rows > 0
-        for i in np.flatnonzero(hit.any(axis=0)):
-            at = int(hit[:, i].argmax())
-            found.setdefault(int(i), Worst(name=names[i], value=float(rows[at, i]), step=int(steps[at])))
+        for row in np.flatnonzero((rows > 0).any(axis=0)).tolist():
+            if row not in found:
+                at = int(np.argmax(rows[:, row] > 0))
+                found[row] = Worst(name=names[row], value=float(rows[at, row]), step=int(steps[at]))
     depths = {info.index: info.depth for info in run.tensors}
     order = sorted(found, key=lambda i: (found[i].step, -depths.get(i, -1), -i))
-    return tuple(found[i] for i in order[:WORST])
-
-
-def _spiking_layers(run: Run, step: int, count: int = 3) -> tuple[Worst, ...]:
-    """Returns the layers whose tensors had the largest spike ratios at a step; none if tensors were not read then."""
-    if "grad/spike_ratio" not in run.metrics("tensors"):
-        return ()
-    steps, rows = run.matrix("grad/spike_ratio", since=step - 1, until=step)
-    if not steps.size:
-        return ()
-    by = ByLayer(run)
-    ratios = by.all_layers(by.reduced(rows[0], np.fmax))
-    return _top(run.names("layers"), ratios, [step] * len(ratios), count)
+    return tuple(found[i] for i in order[:MAX_WORST])
 
 
 def _latest(run: Run, metric: str, kind: Kind, source: str | None = None) -> tuple[int | None, Floats]:
@@ -328,8 +369,9 @@ def _update_ratios(run: Run, by: ByLayer) -> Floats:
 
 
 def _top(
-    names: Sequence[str], values: Floats, steps: Sequence[int], count: int, *, lowest: bool = False
+    names: Sequence[str], values: Floats, steps: Any, *, lowest: bool = False, count: int = MAX_WORST
 ) -> tuple[Worst, ...]:
     known = np.flatnonzero(~np.isnan(values) if lowest else values > 0)  # a largest value of zero is no news
     order = known[np.argsort(values[known] if lowest else -values[known], kind="stable")]
-    return tuple(Worst(name=names[i], value=float(values[i]), step=int(steps[i])) for i in order[:count])
+    when = np.broadcast_to(steps, values.shape)
+    return tuple(Worst(name=names[i], value=float(values[i]), step=int(when[i])) for i in order[:count])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -34,7 +35,7 @@ from gradvitals.report.format import (
 )
 from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
-from gradvitals.report.summary import LayerRow, Summary, Worst
+from gradvitals.report.summary import LayerRow, Summary, WorstList
 from gradvitals.report.verdict import (
     LABELS,
     STATES,
@@ -44,6 +45,7 @@ from gradvitals.report.verdict import (
     Verdict,
     in_sentence,
     relative,
+    restarts,
     was_diagnosed,
 )
 from gradvitals.types import Action, Finding, FloatArray, Severity
@@ -53,6 +55,7 @@ LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "attention": "bold ye
 CONFIDENCE_STYLES: dict[Confidence, str] = {"good": "green", "fair": "cyan", "low": "yellow", "none": "dim"}
 METRIC_LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/mean": "VRGD factor"}
 ADVICE_TITLES = {
+    "learning_rate": "Learning rate",
     "max_grad_norm": "Gradient clipping",
     "batch_size": "Batch size",
     "warmup": "Warmup",
@@ -69,8 +72,12 @@ LIKELIEST = 3
 """Causes and fixes of a finding; one of each for a note and for a finding that no longer counts."""
 OTHER_FINDINGS = 4
 """Findings beside the worst one that doctor names without --verbose."""
+NAME_WIDTH = 16
+"""Characters that a name gets before a column is dropped."""
 WIDE = 76
-"""Columns of screen from which the layer table shows intervals."""
+"""Columns of screen from which labels are long."""
+LARGE_SPIKE = 5
+"""A spike ratio above this is marked."""
 MAX_LAYERS = 400
 """Rows of the layer table; with more, those in the middle are skipped."""
 
@@ -112,6 +119,42 @@ class Spark:
         return Measurement(1, max(1, min(options.max_width, 60, len(self.values))))
 
 
+@dataclass
+class FittedTable:
+    """A table that drops its less important columns, the last one first, if the window is narrow."""
+
+    title: str
+    columns: Sequence[str]
+    """The first one holds names, which are folded if they are long."""
+    left: Sequence[str] = ()
+    """Columns aligned to the left, beside the first."""
+    optional: Sequence[str] = ()
+    rows: list[list[Text]] = field(default_factory=list)
+
+    def add(self, *cells: str | Text) -> None:
+        """Adds a row."""
+        self.rows.append([cell if isinstance(cell, Text) else Text(clean(cell)) for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Renders the table as wide as there is room for."""
+        widths = [
+            max(map(cell_len, (name, *(row[at].plain for row in self.rows)))) for at, name in enumerate(self.columns)
+        ]
+        name_width = min(widths[0], NAME_WIDTH)
+        kept, optional = list(range(len(self.columns))), list(self.optional)
+        while optional and sum(widths[at] + 3 for at in kept[1:]) > options.max_width - 2 - name_width:
+            kept.remove(list(self.columns).index(optional.pop()))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(self.columns[0], overflow="fold", min_width=name_width)
+        for at in kept[1:]:
+            left = self.columns[at] in self.left
+            table.add_column(self.columns[at], justify="left" if left else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(row[at] for at in kept))
+        yield Text(self.title, style="bold")
+        yield table
+
+
 # -- gradvitals doctor ---------------------------------------------------------------------------------------------
 
 
@@ -134,11 +177,12 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     worst = verdict.worst
     if worst is not None and verdict.level != "healthy":
         yield from _diagnosis(worst, live=verdict.live)
-        others = verdict.ranked[1:]
-        caused = [item for item in others if item.finding.follows == worst.finding.id]
+        caused = verdict.consequences()
         if caused:
-            yield Paragraph("  Also caused by this: ", clean(_counted_names(caused)), "bold")
-        rest = [item for item in others if item not in caused and item.weight != "info"]
+            names = Counter(in_sentence(name_of(item.finding.id)) for item in caused)
+            text = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
+            yield Paragraph("  Also caused by this: ", clean(text), "bold")
+        rest = [item for item in verdict.ranked[1:] if item not in caused and item.weight != "info"]
         for item in rest[:OTHER_FINDINGS]:
             yield _heading(item, suffix=f"; {item.when(live=verdict.live)}")
         if len(rest) > OTHER_FINDINGS:
@@ -150,11 +194,8 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     for finding in report.monitoring:
         if finding.severity != "info":
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
-    checks = report.checks
-    until = "" if checks.until is None else f" up to step {checks.until:,}"
-    counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
     name = relative(report.run.path)
-    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), counts, (" (-v for details)", "dim")))
+    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for details)", "dim")))
 
 
 def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
@@ -181,11 +222,6 @@ def _snippet(fix: Any) -> Iterator[RenderableType]:
         yield Text(" " * (LABEL_WIDTH + 2) + clean(line), style="green", overflow="fold")
 
 
-def _counted_names(items: Sequence[RankedFinding]) -> str:
-    names = Counter(in_sentence(name_of(item.finding.id)) for item in items)
-    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
-
-
 def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:
     verdict, checks = report.verdict, report.checks
     yield headline(verdict)
@@ -197,9 +233,10 @@ def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType
         yield from (Text(), Paragraph("", Text(hint, "dim")))
     if report.caveat:
         yield from (Text(), Paragraph("Note: ", clean(report.caveat), "yellow"))
-    if len(report.restarts) > 1:  # the headline has a single one
+    found = restarts(report.run)
+    if len(found) > 1:  # the headline has a single one
         yield from (Text(), Text("Restarts", style="bold"))
-        for restart in report.restarts:
+        for restart in found:
             yield Paragraph(BULLET, clean(f"at step {restart.step:,}; before that: {restart.why}"))
     if report.actions:
         yield from (Text(), *actions_section(report.actions))
@@ -211,9 +248,7 @@ def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType
         for skipped in checks.skipped:
             yield Paragraph(BULLET, clean(f"{skipped.reason} ({', '.join(skipped.names)})"))
     else:
-        until = "" if checks.until is None else f" up to step {checks.until:,}"
-        counts = f"{plural(len(checks.passed), 'check')} passed{until}, {checks.num_skipped} skipped"
-        yield Paragraph("", Text.assemble(counts, (" (--all to list them)", "dim")))
+        yield Paragraph("", Text.assemble(checks.counted, (" (--all to list them)", "dim")))
     if report.monitoring:
         yield from (Text(), *monitoring_section(report.monitoring))
 
@@ -239,12 +274,10 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
     finding = item.finding
     if item.is_routine and not routine:
         return _routine(item)
-    found = finding.found_step
-    later = f"; found at step {found:,}" if found is not None and found > finding.first_step else ""
     limit = LIKELIEST if item.weight != "info" else 1
     parts: list[tuple[str, Sequence[str]]] = [
         ("Where", [where(finding)] if finding.tensors else []),
-        ("When", [item.when(live=live) + later]),
+        ("When", [item.when(live=live, found=True)]),
         ("Evidence", list(evidence(finding.evidence))),
         ("Likely cause", finding.causes[:limit]),
         ("Fix", finding.fixes[:limit]),
@@ -375,15 +408,9 @@ def _report_sections(report: Report) -> Iterator[RenderableType]:
         yield Paragraph("Note: ", clean(summary.gsnr_caveat), "yellow")
     yield Text()
     if summary.layers:
-        yield LayerTable(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
-    for title, worst in (
-        ("Lowest GSNR", summary.lowest_gsnr),
-        ("Largest spike ratio of the run", summary.largest_spikes),
-        ("Largest update/weight", summary.largest_updates),
-        ("Non-finite elements when first seen (1: at least one)", summary.nonfinite),
-    ):
-        if worst:
-            yield from (worst_list(title, worst), Text())
+        yield layer_table(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
+    for worst in summary.worst:
+        yield from (worst_list(worst), Text())
     yield from findings_section(report)
     if summary.dropped:
         yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
@@ -443,59 +470,42 @@ def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:
     return Spark(series, robust=metric != "grad/norm")
 
 
-@dataclass(frozen=True)
-class LayerTable:
-    """The layer table in depth order, with intervals if there is room."""
-
-    rows: Sequence[LayerRow]
-    step: int | None
-    source: str | None
-    batch_size: float | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= WIDE
-        headings = ("grad norm", "spike", "GSNR", "95% interval", "update/weight")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("layer", overflow="ellipsis", no_wrap=True)
-        for heading in headings if wide else ("norm", "spike", "GSNR", "update"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        hidden = len(self.rows) - MAX_LAYERS
-        head = MAX_LAYERS // 2 if hidden > 0 else len(self.rows)
-        for at, row in enumerate(self.rows):
-            if at < head or at >= head + hidden:
-                table.add_row(Text(clean(row.name)), *self._cells(row, wide=wide))
-            elif at == head:
-                table.add_row(Text(f"… {hidden:,} more; gradvitals export has all", style="dim"))
-        yield self._title()
-        yield table
-
-    def _title(self) -> Text:
-        text = f"Layers at step {self.step}, from input to output"
-        if self.source:
-            at = f" at batch size {number(self.batch_size)}" if self.batch_size is not None else ""
-            text += f" (GSNR from {self.source}{at})"
-        return Text(text, style="bold")
-
-    @staticmethod
-    def _cells(row: LayerRow, *, wide: bool) -> Iterator[Text]:
-        yield Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red")
-        yield Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > 5 else "")
-        yield Text(number(row.gsnr))
-        if wide:
-            known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
-            yield Text(f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-")
-        yield Text(number(row.update_ratio))
+def layer_table(
+    rows: Sequence[LayerRow], step: int | None, source: str | None, batch_size: float | None
+) -> RenderableType:
+    """Returns the layers in depth order, with intervals if there is room."""
+    title = f"Layers at step {step}, from input to output"
+    if source:
+        size = f" at batch size {number(batch_size)}" if batch_size is not None else ""
+        title += f" (GSNR from {source}{size})"
+    columns = ("layer", "grad norm", "spike", "GSNR", "95% interval", "update/weight")
+    table = FittedTable(title, columns, optional=("update/weight", "spike", "95% interval"))
+    hidden = max(0, len(rows) - MAX_LAYERS)
+    shown = [*rows[: MAX_LAYERS // 2], *rows[MAX_LAYERS // 2 + hidden :]] if hidden else rows
+    for at, row in enumerate(shown):
+        if hidden and at == MAX_LAYERS // 2:
+            table.add(f"… {hidden:,} more; gradvitals export has all", *[""] * (len(columns) - 1))
+        known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
+        table.add(
+            row.name,
+            Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red"),
+            Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > LARGE_SPIKE else ""),
+            number(row.gsnr),
+            f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-",
+            number(row.update_ratio),
+        )
+    return table
 
 
-def worst_list(title: str, worst: Sequence[Worst]) -> RenderableType:
+def worst_list(found: WorstList) -> RenderableType:
     """Returns the tensors that stand out in one way, a line each."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(justify="right", no_wrap=True, min_width=8)
     table.add_column(no_wrap=True)
     table.add_column(overflow="ellipsis", no_wrap=True)
-    for item in worst:
-        table.add_row(number(item.value), f"step {item.step}", Text(clean(item.name)))
-    return Group(Text(title, style="bold"), table)
+    for row in found.rows:
+        table.add_row(number(row.value), f"step {row.step}", Text(clean(row.name)))
+    return Group(Text.assemble((found.title, "bold"), (f", {found.remark}", "dim")), table)
 
 
 # -- gradvitals demo ---------------------------------------------------------------------------------------------
@@ -523,7 +533,10 @@ class Curves:
         drawn = [_dots(curve, low, high) for curve in self.curves]
         for row in range(CURVE_ROWS):
             label = f"{high:6.2f} " if row == 0 else f"{low:6.2f} " if row == CURVE_ROWS - 1 else " " * 7
-            lines = ["".join(map(_ascii if options.ascii_only else _braille, dots[row])) for dots in drawn]
+            lines = [
+                "".join(("*" if cell else " ") if options.ascii_only else chr(BRAILLE + cell) for cell in dots[row])
+                for dots in drawn
+            ]
             table.add_row(*(Text.assemble((label, "dim"), (line, "cyan")) for line in lines))
         ends = (f"{'':7}step 0{f'step {len(curve) - 1:,}':>{CURVE_COLUMNS - 6}}" for curve in self.curves)
         table.add_row(*(Text(end, "dim") for end in ends))
@@ -547,14 +560,6 @@ def _dots(values: FloatArray, low: float, high: float) -> list[list[int]]:
             cells[dot // 4][x // 2] |= DOTS[dot % 4][x % 2]
         before = y
     return cells
-
-
-def _braille(cell: int) -> str:
-    return chr(BRAILLE + cell)
-
-
-def _ascii(cell: int) -> str:
-    return "*" if cell else " "
 
 
 # -- gradvitals ls -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
 from gradvitals.format import number
 from gradvitals.notices import ABOUT_MONITORING
-from gradvitals.report.catalog import name_of
+from gradvitals.report.catalog import NOTICES, name_of
 from gradvitals.report.format import clean, cut, duration, plural
 from gradvitals.store.process import is_gone
 from gradvitals.store.reader import Run, Segment, open_run
@@ -47,7 +47,6 @@ EARLY_STEPS = 50
 NAMED_NOTES = 3
 
 UNDIAGNOSED = "Recorded without diagnosis; `gradvitals doctor` judges the stored readings."
-
 NO_LOSS = (
     "No loss was observed, so no check of the loss ran: call observe(loss), after backward, on what gv.watch() returns."
 )
@@ -78,19 +77,21 @@ class RankedFinding:
     @property
     def unread_before(self) -> int:
         """Steps right before the finding that were not read, so that it may have started earlier."""
-        return unread_before(self.finding)
+        unread = self.finding.evidence.get("unread")
+        return unread if isinstance(unread, int) and 0 < unread <= self.finding.first_step else 0
 
-    def when(self, *, live: bool) -> str:
-        """Returns the steps of the finding, and whether it is resolved."""
-        first, last = self.finding.first_step, self.finding.last_step
+    def when(self, *, live: bool, found: bool = False) -> str:
+        """Returns the steps of the finding, whether it is resolved, and on demand the step that found it."""
+        first, last, found_step = self.finding.first_step, self.finding.last_step, self.finding.found_step
         unread = f" ({unread_steps(self.unread_before)} not read)" if self.unread_before else ""
+        later = f"; found at step {found_step:,}" if found and found_step is not None and found_step > first else ""
         if self.finding.id == STOPPED and self.is_open:
-            return f"at step {first:,}, where the run ended"
+            return f"at step {first:,}, where the run ended{later}"
         if last is None:
-            return f"since step {first:,}{unread}" + ("" if live else ", ongoing when the run ended")
+            return f"since step {first:,}{unread}{'' if live else ', ongoing when the run ended'}{later}"
         steps = f"step {first:,}" if last <= first else f"steps {first:,} to {last:,}"
         resolved = f"resolved {plural(self.clear_steps, 'step')} ago" if self.clear_steps else "just resolved"
-        return f"{steps}{unread}, {resolved}"
+        return f"{steps}{unread}, {resolved}{later}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the finding as plain JSON values, with `weight`, `open` and `clear_steps` beside them."""
@@ -137,12 +138,12 @@ class Verdict:
     @property
     def cause(self) -> str | None:
         """The likely cause of what is wrong; None if the run is healthy."""
-        return self._first("causes")
+        return next(iter(self.findings[0].causes), None) if self.level != "healthy" else None
 
     @property
     def fix(self) -> Fix | None:
         """The first thing to do about it; None if the run is healthy."""
-        fix = self._first("fixes")
+        fix = next(iter(self.findings[0].fixes), None) if self.level != "healthy" else None
         return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
 
     @property
@@ -150,10 +151,9 @@ class Verdict:
         """How many findings are open."""
         return sum(item.is_open for item in self.ranked)
 
-    def _first(self, field: str) -> str | None:
-        if self.worst is None or self.level == "healthy":
-            return None
-        return next(iter(getattr(self.worst.finding, field)), None)
+    def consequences(self) -> tuple[RankedFinding, ...]:
+        """Returns the findings that the worst one caused."""
+        return tuple(item for item in self.ranked[1:] if item.finding.follows == self.ranked[0].finding.id)
 
     def reaches(self, severity: Severity) -> bool:
         """Returns whether any finding weighs this much by now, or more."""
@@ -161,13 +161,14 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the verdict as plain JSON values, without the findings."""
+        fix = self.fix
         return {
             "level": self.level,
             "headline": self.headline,
             "cause": self.cause,
-            "fix": None if self.fix is None else self.fix.text,
-            "change": None if self.fix is None else dict(self.fix.change),
-            "snippet": None if self.fix is None else self.fix.snippet,
+            "fix": None if fix is None else fix.text,
+            "change": None if fix is None else dict(fix.change),
+            "snippet": None if fix is None else fix.snippet,
             "steps": self.steps,
             "open": self.num_open,
             "resolved": len(self.ranked) - self.num_open,
@@ -181,17 +182,12 @@ class Verdict:
         lines += [f"Fix: {self.fix}"] if self.fix else []
         if self.checks_passed or self.checks_skipped:
             lines.append(f"{plural(len(self.checks_passed), 'check')} passed, {len(self.checks_skipped)} skipped")
-        return clean_lines(lines)
+        return "\n".join(map(clean, lines))
 
     def _repr_html_(self) -> str:
         from gradvitals.report.notebook import verdict_html
 
         return verdict_html(self)
-
-
-def clean_lines(lines: Iterable[str]) -> str:
-    """Returns lines of text with control characters as escapes."""
-    return "\n".join(map(clean, lines))
 
 
 # -- from findings to a verdict ------------------------------------------------------------------------------------
@@ -225,28 +221,23 @@ def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[Ra
     - a warning becomes info once it has been resolved for as long as it lasted, and for 20 steps;
     - a critical one becomes a warning at once, and info once that and a tenth of the run are clear of it;
     - one that came three times or more stays a warning until the run has been clear for longer than ever between.
+
+    A root weighs as much as what it caused, so that the root comes first.
     """
-    ours = [finding for finding in findings if finding.id not in ABOUT_MONITORING]
     by_id: dict[str, list[Finding]] = {}
-    for finding in ours:
-        by_id.setdefault(finding.id, []).append(finding)
-    ranked = [_ranked(finding, by_id[finding.id], last_step, steps) for finding in ours]
-    return tuple(sorted(_with_consequences(ranked), key=_order))
-
-
-def _with_consequences(ranked: Sequence[RankedFinding]) -> list[RankedFinding]:
-    """Returns the findings with roots that weigh as much as what they caused, so that the root comes first."""
+    for finding in findings:
+        if finding.id not in ABOUT_MONITORING:
+            by_id.setdefault(finding.id, []).append(finding)
+    ranked = [_ranked(finding, episodes, last_step, steps) for episodes in by_id.values() for finding in episodes]
     caused: dict[str, Severity] = {}
     for item in ranked:
         if item.finding.follows is not None:
             known = caused.get(item.finding.follows, "info")
             caused[item.finding.follows] = max(known, item.weight, key=_rank)
-    return [
-        replace(item, weight=max(item.weight, caused.get(item.finding.id, "info"), key=_rank))
-        if item.is_open or item.weight != "info"
-        else item
-        for item in ranked
-    ]
+    for at, item in enumerate(ranked):
+        if item.is_open or item.weight != "info":
+            ranked[at] = replace(item, weight=max(item.weight, caused.get(item.finding.id, "info"), key=_rank))
+    return tuple(sorted(ranked, key=_order))
 
 
 def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:
@@ -259,12 +250,6 @@ def self_reports(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(finding for finding in findings if finding.id in ABOUT_MONITORING)
 
 
-def unread_before(finding: Finding) -> int:
-    """Returns how many steps right before a finding were not read, according to its evidence."""
-    unread = finding.evidence.get("unread")
-    return unread if isinstance(unread, int) and 0 < unread <= finding.first_step else 0
-
-
 def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> RankedFinding:
     if finding.last_step is None:
         return RankedFinding(finding=finding, weight=finding.severity, clear_steps=None)
@@ -274,30 +259,24 @@ def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps
         return RankedFinding(finding=finding, weight=finding.severity, clear_steps=None)
     lasted = finding.last_step - finding.first_step + 1
     share = CLEAR_SHARE * steps if finding.severity == "critical" else 0.0
-    enough = max(lasted, CLEAR_STEPS, share)
-    done = finding.severity == "info" or (clear >= enough and not _is_recurring(finding, episodes, clear))
-    return RankedFinding(finding=finding, weight="info" if done else "warning", clear_steps=clear)
-
-
-def _is_recurring(finding: Finding, episodes: Sequence[Finding], clear: int) -> bool:
-    """Returns whether this is the latest of several episodes, and the next one may just not be due yet."""
     starts = sorted(episode.first_step for episode in episodes if episode.severity != "info")
-    if len(starts) < EPISODES or finding.first_step != starts[-1]:
-        return False
-    return clear <= max(later - earlier for earlier, later in pairwise(starts))
+    # The latest of several episodes: the next one may just not be due yet.
+    recurring = len(starts) >= EPISODES and finding.first_step == starts[-1]
+    due = recurring and clear <= max(later - earlier for earlier, later in pairwise(starts))
+    done = finding.severity == "info" or (clear >= max(lasted, CLEAR_STEPS, share) and not due)
+    return RankedFinding(finding=finding, weight="info" if done else "warning", clear_steps=clear)
 
 
 def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
     finding = item.finding
-    is_end = finding.id == STOPPED and item.is_open
     # A consequence comes after its cause if both weigh the same.
     return (
         -_rank(item.weight),
-        not is_end,
+        not (finding.id == STOPPED and item.is_open),
         finding.follows is not None,
         -_rank(finding.severity),
         not item.is_open,
-        (finding.first_step),
+        finding.first_step,
     )
 
 
@@ -403,10 +382,9 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
     Tensors are stored less often than a live run reads them, so some findings come later or not at all.
     """
     failed: set[str] = set()
-    meta = run.meta
     diagnosis = Diagnosis(
-        info=RunInfo.from_json(meta.get("facts") or {}),
-        settings=_known_settings(recorded_settings(meta)),
+        info=RunInfo.from_json(run.meta.get("facts") or {}),
+        settings=_known_settings(recorded_settings(run.meta)),
         on_error=lambda rule, error: failed.add(rule),
     )
     diagnosis.describe(run.layout)
@@ -425,27 +403,23 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
 
 def was_diagnosed(meta: Mapping[str, Any]) -> bool:
     """Returns whether rules ran while the run was recorded."""
-    config = meta.get("config")
-    wanted = config.get("diagnose", True) if isinstance(config, Mapping) else True
-    return "facts" in meta and wanted is not False
+    return "facts" in meta and (meta.get("config") or {}).get("diagnose", True) is not False
 
 
 def recorded_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rules that the run was recorded with."""
-    config = meta.get("config")
-    settings = config.get("rules") if isinstance(config, Mapping) else None
-    return dict(settings) if isinstance(settings, Mapping) else {}
+    return dict((meta.get("config") or {}).get("rules") or {})
 
 
 def _known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that the current rules have: another version, or a user's own rule, may have had others."""
     known: dict[str, Any] = {}
     for name, chosen in settings.items():
-        if name in RULES and isinstance(chosen, bool):
-            known[name] = chosen
-        elif name in RULES and isinstance(chosen, Mapping):
+        if name in RULES and isinstance(chosen, Mapping):
             names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
             known[name] = {key: value for key, value in chosen.items() if key in names}
+        elif name in RULES:
+            known[name] = chosen
     return known
 
 
@@ -492,8 +466,7 @@ def metric_of_every_step(run: Run) -> str | None:
 
 def num_ranks(meta: Mapping[str, Any]) -> int:
     """Returns how many processes the run was recorded with."""
-    count = meta.get("ranks", 1)
-    return count if isinstance(count, int) and count > 0 else 1
+    return int(meta.get("ranks") or 1)
 
 
 def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
@@ -512,10 +485,8 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
 
 def relative(path: Path) -> str:
     """Returns a path as seen from the working directory, if it is below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 # -- how the processes of a run ended ------------------------------------------------------------------------------
@@ -548,20 +519,15 @@ def _cut_off(run: Run, last_step: int) -> Finding:
     """Returns the finding for a run whose process ended without a trace."""
     silent = time.time() - float(run.meta["heartbeat"])
     seen = "its process is gone, last seen" if is_gone(run.meta) else "its process was last seen"
+    notice = NOTICES["run_cut_off"]
     return Finding(
         id="run_cut_off",
         severity="warning",
         title=f"the run was cut off at step {last_step:,}: not closed, and {seen} {duration(silent)} ago",
         first_step=last_step,
         evidence={"silent_seconds": round(silent, 1)},
-        causes=(
-            "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
-            "the files were copied while the run was active, or it can no longer write to them",
-        ),
-        fixes=(
-            "look at the end of its output, and in the log of the system or the scheduler for what killed it",
-            "restart it from its last checkpoint with watch(..., resume=True): the record continues",
-        ),
+        causes=notice.causes,
+        fixes=notice.fixes,
     )
 
 
@@ -579,7 +545,7 @@ def describe_restarts(found: Sequence[Restart]) -> str:
     if not found:
         return ""
     last = found[-1]
-    often = "once" if len(found) == 1 else "twice" if len(found) == 2 else f"{len(found)} times"
+    often = {1: "once", 2: "twice"}.get(len(found), f"{len(found)} times")
     crashed = sum(restart.crashed for restart in found)
     of_these = f" ({crashed} after a crash)" if 1 < len(found) != crashed else ""
     latest = "" if len(found) == 1 else "last "
@@ -593,6 +559,7 @@ def _restart(before: Segment, after: Segment, ends: Sequence[Finding]) -> Restar
     if why is not None:
         text = f"{why.title} (step {why.first_step:,})"
         return Restart(step=after.first_step, why=text, crashed=why.severity != "info")
-    if before.finished_at is None:
-        return Restart(step=after.first_step, why="the process was cut off", crashed=True)
-    return Restart(step=after.first_step, why="the run was closed", crashed=False)
+    cut_off = before.finished_at is None
+    return Restart(
+        step=after.first_step, why="the process was cut off" if cut_off else "the run was closed", crashed=cut_off
+    )

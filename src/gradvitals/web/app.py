@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import getpass
-import gzip
 import hashlib
+import ipaddress
 import mimetypes
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gradvitals.errors import ConfigError
 from gradvitals.web.api import Api
 from gradvitals.web.run_index import RunIndex
-from gradvitals.web.security import middleware
 
 STATIC = Path(__file__).parent / "static"
+MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 DEFAULT_PORT = 8484
 THREADS = 4
 """Requests worked on at the same time: each may hold some megabytes while it reads."""
@@ -64,19 +66,9 @@ def make_app(folder: Path, *, host: str = "127.0.0.1") -> Starlette:
 class StaticFiles:
     """The files of the page, held in memory, so that they never wait for the threads that read runs."""
 
-    @dataclass(frozen=True)
-    class File:
-        """One file, plain and compressed."""
-
-        content: bytes
-        compressed: bytes
-        type: str
-        etag: str
-
     def __init__(self, folder: Path) -> None:
-        self._files = {
-            path.relative_to(folder).as_posix(): self._load(path) for path in folder.rglob("*") if path.is_file()
-        }
+        self._files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        self._contents = {name: path.read_bytes() for name, path in self._files.items()}
 
     async def index(self, request: Request) -> Response:
         """Returns the page itself."""
@@ -87,23 +79,90 @@ class StaticFiles:
         return self._respond(request, request.path_params["name"])
 
     def _respond(self, request: Request, name: str) -> Response:
-        file = self._files.get(name)
-        if file is None:
+        content = self._contents.get(name)
+        if content is None:
             return PlainTextResponse("There is no such file.\n", status_code=404)
-        headers = {"etag": file.etag, "vary": "accept-encoding"}
-        if request.headers.get("if-none-match") == file.etag:
+        headers = {"etag": f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"', "vary": "accept-encoding"}
+        if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(file.compressed, headers={**headers, "content-encoding": "gzip"}, media_type=file.type)
-        return Response(file.content, headers=headers, media_type=file.type)
+        kind = MEDIA_TYPES.get(self._files[name].suffix) or mimetypes.guess_type(name)[0]
+        return Response(content, headers=headers, media_type=kind or "text/plain")
 
-    @classmethod
-    def _load(cls, path: Path) -> File:
-        content = path.read_bytes()
-        known = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
-        kind = known.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "text/plain"
-        etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-        return cls.File(content, gzip.compress(content, 9, mtime=0), kind, etag)
+
+# -- which hosts the server answers --------------------------------------------------------------------------------
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+
+
+def middleware(host: str) -> list[Middleware]:
+    """Returns the middleware for a server that listens on `host`.
+
+    A page elsewhere can make its own name point to 127.0.0.1 (DNS rebinding), and the browser would let it in; its
+    requests still carry its name in the Host header.
+    """
+    names = {*LOOPBACK, host.lower()}
+    if is_loopback(host):
+        return [Middleware(SecurityHeaders), Middleware(TrustedHostMiddleware, allowed_hosts=[*names, "[::1]"])]
+    names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return [Middleware(SecurityHeaders), Middleware(TrustedHostOrAddress, allowed_hosts=[*names, "[::1]"])]
+
+
+class TrustedHostOrAddress(TrustedHostMiddleware):
+    """Also answers requests to any IP address: unlike a name, nobody else can point an address here."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if _is_address(host) or _is_address(host.rpartition(":")[0].strip("[]")):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class SecurityHeaders:
+    """Adds `HEADERS` to every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("cache-control", "no-cache")
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach the address."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+# -- serving -------------------------------------------------------------------------------------------------------
 
 
 class Server(uvicorn.Server):

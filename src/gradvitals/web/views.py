@@ -18,7 +18,7 @@ from gradvitals.report.diff import RunDiff
 from gradvitals.report.format import clean, cut, fix_snippet
 from gradvitals.report.listing import RunFile
 from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
-from gradvitals.report.summary import Worst, extremes, first_nonzero, latest_extremes
+from gradvitals.report.summary import worst_lists
 from gradvitals.report.verdict import RankedFinding, Verdict, num_ranks, self_reports, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, Where, min_max_buckets
@@ -196,23 +196,20 @@ def difference(found: RunDiff, a: RunFile, b: RunFile) -> dict[str, Any]:
 
 def worst_tensors(run: Run) -> dict[str, Any]:
     """Returns the tensors that stand out, as `gradvitals report` lists them."""
-    rows = _row_numbers(run)
-    source = next(iter(run.sources("gsnr", "tensors")), None)
-    lowest = latest_extremes(run, "gsnr", source=source, lowest=True)
-    lists: tuple[tuple[str, str, Sequence[Worst]], ...] = (
-        ("grad/nonfinite", "NaN or Inf in the gradient, first seen", first_nonzero(run, "grad/nonfinite")),
-        ("grad/spike_ratio", "largest spikes of the norm, in the whole run", extremes(run, "grad/spike_ratio")),
-        ("gsnr", f"lowest GSNR now{f', from {source}' if source else ''}", lowest),
-        ("update/ratio", "largest update over weight now", latest_extremes(run, "update/ratio")),
-    )
-
-    def row(item: Worst) -> dict[str, Any]:
-        return {"name": short(item.name), "row": rows.get(item.name), "value": item.value, "step": item.step}
-
-    found = [
-        {"metric": metric, "title": title, "rows": list(map(row, worst))} for metric, title, worst in lists if worst
-    ]
-    return {"lists": found}
+    places = _row_numbers(run)
+    return {
+        "lists": [
+            {
+                "metric": found.metric,
+                "title": f"{found.title}, {found.remark}",
+                "rows": [
+                    {"name": short(row.name), "row": places.get(row.name), "value": row.value, "step": row.step}
+                    for row in found.rows
+                ],
+            }
+            for found in worst_lists(run, next(iter(run.sources("gsnr", "tensors")), None))
+        ]
+    }
 
 
 def metric_texts() -> dict[str, str]:

@@ -91,7 +91,7 @@ class ClipSaturated(_Clipping):
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
         },
         fixes={
-            "low": "Clip to {proposed} instead of {max_norm}: 90% of these {steps} steps are below it" + WHEN_DONE,
+            "low": "Clip to {norm_proposed} instead of {max_norm}: 90% of these {steps} steps are below it" + WHEN_DONE,
             "scale": "Average the loss over samples and micro-batches: a norm of {norm} is far too large",
         },
         passed="clipping leaves most steps alone",
@@ -114,12 +114,12 @@ class ClipSaturated(_Clipping):
         seen = {"percent": 100 * clipped, "max_norm": limit, "norm": float(usual), "steps": len(norms)}
         return Observation(
             severity="warning" if far else "info",
-            seen=seen | {"proposed": _two_digits(float(proposed))},
+            seen=seen | {"norm_proposed": _two_digits(float(proposed))},
             expected={"percent": f"under {100 * self.share:g}"},
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
             causes=("scale",) if far else ("low",),
-            fixes=("scale",) if far else ("low",),
+            fixes=("scale", "low") if far else ("low",),
         )
 
 
@@ -135,7 +135,9 @@ class ClipIdle(_Clipping):
         pattern="Over 500 steps the clipping limit was at least 10 times the largest norm.",
         title="Gradients are clipped to {max_norm}, but no norm of the last {steps} steps exceeded {norm}",
         causes={"high": "The limit of {max_norm} is so high that a spike of 10 times a normal norm would pass"},
-        fixes={"lower": "Clip to {proposed}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE},
+        fixes={
+            "lower": "Clip to {norm_proposed}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE
+        },
         passed="the clipping limit is within reach of this run's norms",
     )
 
@@ -150,7 +152,7 @@ class ClipIdle(_Clipping):
         if len(norms) < self.min_steps or limit <= self.factor * float(norms.max()):
             return None
         proposed = _two_digits(self.SPIKES * float(np.quantile(norms, self.QUANTILE)))
-        seen = {"max_norm": limit, "norm": float(norms.max()), "proposed": proposed, "steps": len(norms)}
+        seen = {"max_norm": limit, "norm": float(norms.max()), "norm_proposed": proposed, "steps": len(norms)}
         return Observation(
             severity="info", seen=seen, expected={"max_norm": proposed}, since=max(step.ago(len(norms)), 0)
         )

@@ -40,6 +40,8 @@ class StaleGradients(Rule):
                 "To accumulate gradients over several batches, call optimizer.step() only after the last of them"
             ),
         },
+        changes={"zero": {"zero_grad": "after_step"}},
+        snippets={"zero": "optimizer.zero_grad()  # after optimizer.step()"},
         passed="gradients are zeroed between steps",
     )
 

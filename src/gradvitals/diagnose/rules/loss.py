@@ -12,7 +12,7 @@ from gradvitals.diagnose.baseline import Baseline
 from gradvitals.diagnose.history import FIRST, fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
-from gradvitals.diagnose.step import Step
+from gradvitals.diagnose.step import Step, lower_decay
 from gradvitals.types import Severity
 
 
@@ -329,7 +329,7 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "unchanged_weights", "lr_too_high")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",
@@ -355,7 +355,10 @@ class LossPlateau(Rule):
         fixes={
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
-            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
+            "decay": (
+                "Lower the weight decay from {weight_decay} to about {decay_proposed}: it takes {taken:%} of the "
+                "weights per step"
+            ),
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
             "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
             "initialization": (
@@ -471,7 +474,13 @@ class LossPlateau(Rule):
         lr, decay = step.value("lr"), step.info.weight_decay or 0.0
         seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
         left = self.last_weight / self.first_weight if self.first_weight else math.nan
-        return seen | {"weight_decay": decay, "taken": lr * decay, "left": left, "steps": step.number}
+        return seen | {
+            "weight_decay": decay,
+            "taken": lr * decay,
+            "decay_proposed": lower_decay(lr, decay),
+            "left": left,
+            "steps": step.number,
+        }
 
 
 @register

@@ -48,7 +48,7 @@ class WarmupNeeded(Rule):
             "moments": "An adaptive optimizer has poor estimates of the gradient's size in its first steps",
         },
         fixes={
-            "warmup": "Start again with a warmup over about {warmup} steps, from {lr_proposed} to {lr}",
+            "warmup": "Start again with a warmup over about {warmup} steps, from {lr_start} to {lr}",
             "lower": "Start again with a learning rate of {lr_tenth} or less, and raise it from there",
             "clip": "Clip gradients to a norm of {usual_norm}, so that the first ones do not dominate",
             **CLIPPED_ALREADY,
@@ -99,7 +99,7 @@ class WarmupNeeded(Rule):
     def _observe(self, step: Step, cause: str, seen: dict[str, Any], harm: str, first_loss: float) -> Observation:
         lr = step.value("lr")
         seen = {**seen, "first_loss": first_loss, "lr": lr, "lr_first": step.history["lr"].values[0]}
-        seen |= {"lr_proposed": lr / 100, "lr_tenth": lr / 10, "warmup": 200}
+        seen |= {"lr_start": lr / 100, "lr_tenth": lr / 10, "warmup": 200}
         # If the loss multiplied, the rate is too high for this model, and would be so after a warmup too.
         wild = max(step.history["loss"].values[: self.AFTER]) > self.WILD * abs(first_loss)
         clips, limit = clipping_fix(step)
@@ -132,6 +132,7 @@ class LrTooHigh(Rule):
     """The first steps threw the weights so far that the run has not recovered, loudly or silently."""
 
     id = "lr_too_high"
+    measures_lr = True
     family = "schedule"
     is_symptom = True
     needs = ("lr", "loss", "grad/norm", "update/ratio")

@@ -53,7 +53,7 @@ class NearZeroInitialGsnr(Rule):
         },
         fixes={
             "labels": "Look at ten samples of a batch with their targets, as the model receives them",
-            "warmup": "Start again with a warmup: from {lr_proposed} to {lr_first} over the first few hundred steps",
+            "warmup": "Start again with a warmup: from {lr_start} to {lr_first} over the first few hundred steps",
             "overfit": (
                 "Train on one batch alone: if the loss does not fall to near zero, the model or the loss is wrong, not "
                 "the data"
@@ -97,7 +97,7 @@ class NearZeroInitialGsnr(Rule):
         seen |= {"batch_size": average.step_size, "source": step.history.averages.source, "readings": average.count}
         rates, ratios = step.history["lr"].values, step.history["update/ratio"].last(100)
         first = rates[0] if rates else math.nan
-        seen |= {"loss": now, "lr": step.value("lr"), "lr_first": first, "lr_proposed": first / 10}
+        seen |= {"loss": now, "lr": step.value("lr"), "lr_first": first, "lr_start": first / 10}
         cold = bool(rates) and rates[0] >= 0.9 * max(rates)
         return Observation(
             severity="warning" if len(ratios) and np.median(ratios) > self.MOVES else "info",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose.history import Floats, finite_median
 from gradvitals.diagnose.message import Message, Observation, where
 from gradvitals.diagnose.rule import Rule, register
-from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
+from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step, lower_decay
 from gradvitals.format import percent
 from gradvitals.types import Severity
 
@@ -182,7 +182,8 @@ class DeadUnits(Rule):
         chosen = chosen[np.argsort(-np.asarray(shares)[chosen], kind="stable")]
         worst = int(chosen[0])
         at_first = self.first[worst] - 1
-        seen = {"dead": float(shares[worst]), "alive": float(1 - max(at_first, 0.0)), "lr": step.value("lr")}
+        seen = {"dead": float(shares[worst]), "alive": float(1 - max(at_first, 0.0))}
+        seen["lr"] = max([*step.history["lr"].values[:5], step.value("lr")])  # that of its first steps
         cause = "start" if at_first >= self.share else "lr"
         return Observation(
             severity="critical" if shares[worst] == 1 else "warning",
@@ -210,17 +211,24 @@ class UnchangedWeights(Rule):
         title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
         causes={
             "left_out": "{first} was not given to the optimizer, or is in a group whose learning rate is 0",
+            "zeroed": (
+                "zero_grad() runs between backward and step, so that the optimizer steps without a gradient; or the "
+                "optimizer holds the parameters of another model"
+            ),
             "zero_lr": "The learning rate is 0",
             "stopped": "{first} moved until step {at}: the lr of its group is 0 now, or its gradient too small",
             "resolution": "Updates of {first} are lost: they are under half the distance between two {dtype} numbers",
         },
         fixes={
             "left_out": "Check that {first} is in one of optimizer.param_groups, and that the lr of its group is not 0",
+            "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
             "zero_lr": "Check the schedule: its learning rate is 0 since step {at}",
             "stopped": "Look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
             "resolution": "Keep {first} in float32, or a float32 copy of it in the optimizer that can hold small steps",
         },
-        only_if_chosen=("zero_lr", "resolution"),
+        changes={"zeroed": {"zero_grad": "after_step"}},
+        snippets={"zeroed": "loss.backward()\noptimizer.step()\noptimizer.zero_grad()"},
+        only_if_chosen=("zeroed", "zero_lr", "resolution"),
         passed="no tensor stood still",
     )
 
@@ -272,6 +280,8 @@ class UnchangedWeights(Rule):
         everything = not np.any(rms > 0)
         dtype = step.layout.tensors[worst].dtype
         cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
+        if everything and not self.moved.any() and cause == "left_out" and lr > 0:
+            cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
         seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
@@ -310,7 +320,7 @@ class UpdateRatio(Rule):
             "decay": "Weight decay of {weight_decay} takes {taken:%} of the weights per step",
             "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
             "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
-            "cut_lr": "The learning rate fell from {lr_proposed} to {lr} at step {at}",
+            "cut_lr": "The learning rate fell from {lr_before} to {lr} at step {at}",
             "small_gradient": "Hardly any gradient reaches {first}, or its group has a far smaller learning rate",
         },
         fixes={
@@ -318,12 +328,12 @@ class UpdateRatio(Rule):
                 "Lower the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
-            "decay": "Lower the weight decay of {weight_decay}",
+            "decay": "Lower the weight decay from {weight_decay} to about {decay_proposed}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
                 "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
-            "cut_lr": "Set the learning rate back from {lr} to {lr_proposed}, unless the cut is intended",
+            "cut_lr": "Set the learning rate back from {lr} to {lr_before}, unless the cut is intended",
             "small_gradient": "Find out why the gradient of {first} is so small, or give it its own learning rate",
         },
         only_if_chosen=("small_weights", "momentum", "small_gradient"),
@@ -411,7 +421,7 @@ class UpdateRatio(Rule):
         weights = np.asarray(step.tensors("weight/norm"))
         ratio, lr, decay = float(ratios[chosen[0]]), step.value("lr"), step.info.weight_decay or 0.0
         seen = {"ratio": ratio, "lr": lr, "lr_proposed": lr * 0.003 / ratio, "at": since, "tensors": len(chosen)}
-        seen |= {"weight_decay": decay, "taken": lr * decay}
+        seen |= {"weight_decay": decay, "taken": lr * decay, "decay_proposed": lower_decay(lr, decay)}
         moved, rose = step.largest_update()[0], step.lr_increase()
         # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
         rows = float(step.layout.tensors[int(chosen[0])].shape[0])
@@ -489,7 +499,7 @@ class UpdateRatio(Rule):
         rms = step.value("update/rms")
         if not step.ago(1) < self.cut_at + 3 <= step.number or not 0 < rms < 5 * self.COLLAPSE * self.cut["rms"]:
             return None  # reported once, three steps after the cut, or at the next step that is read
-        seen = {"ratio": rms / self.cut["rms"], "lr": lr, "lr_proposed": self.cut["lr"], "at": self.cut_at}
+        seen = {"ratio": rms / self.cut["rms"], "lr": lr, "lr_before": self.cut["lr"], "at": self.cut_at}
         what = f"Updates fell to {percent(seen['ratio'])} of what they were before step {self.cut_at:,}"
         return Observation(
             severity="warning",

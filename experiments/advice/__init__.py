@@ -1,0 +1,1 @@
+"""Do runs that follow the advice of gradvitals end better?"""

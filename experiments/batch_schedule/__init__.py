@@ -1,0 +1,1 @@
+"""A batch that follows the noise scale, against the best fixed one."""

@@ -1,0 +1,87 @@
+"""The learning rate, from how far one step in the middle of the run moved the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, advises_on
+from gradvitals.advise.record import TROUBLE, Record
+from gradvitals.format import number, percent
+
+TOPIC = "learning_rate"
+NAMES = ("lr", "proposed", "ratio", "low", "high", "factor")
+
+LEAST, TARGET, MOST = 2e-3, 5e-3, 3e-2
+"""Update over weight norm in the middle of a run: below the first the rate is low, above the last it is high."""
+FURTHEST = 10.0
+"""The rate changes by this factor at most: what is right further off, only a run at the new rate shows."""
+MIN_READINGS = 5
+SURE_READINGS = 10
+MIDDLE = (0.25, 0.75)
+"""Part of the run that is judged: after the warmup, before the end of a decay."""
+UNSTABLE = frozenset({*TROUBLE, "lr_too_high", "dead_units", "clip_saturated"})
+"""Findings of a warning or worse with which no higher rate is advised."""
+
+
+@advises_on(TOPIC, NAMES)
+def advise_learning_rate(record: Record) -> Advice:
+    """Returns whether the peak learning rate suits the size of the weights."""
+    frozen = sum(info.frozen for info in record.run.tensors)
+    if frozen:
+        why = f"{frozen} of {len(record.run.tensors)} tensors are frozen: fine-tuning keeps to small updates"
+        raise CannotTell(why)
+    if not len(record.lr) or record.lr.values.max() <= 0:
+        raise CannotTell("no learning rate above zero was read")
+    ratios = record.series("update/ratio")
+    begin, end = (record.first_step + share * (record.last_step - record.first_step) for share in MIDDLE)
+    middle = ratios.chosen((ratios.steps >= begin) & (ratios.steps <= end) & (ratios.values > 0))
+    if len(middle) < MIN_READINGS:
+        raise CannotTell(
+            f"the middle of the run has {len(middle)} readings of updates, and it takes {MIN_READINGS}: a longer run, "
+            "or a smaller tensor_every"
+        )
+    low, ratio, high = (float(value) for value in np.quantile(middle.values, (0.25, 0.5, 0.75)))
+    peak = float(record.lr.values.max())
+    factor = 1.0
+    if ratio < LEAST or ratio > MOST:
+        factor = min(max(TARGET / ratio, 1 / FURTHEST), FURTHEST)
+    proposed = float(f"{peak * factor:.2g}") if factor != 1 else None
+    text = f"one step changes the weights by {percent(ratio)} of their norm (half of the readings: {percent(low)} to "
+    text += f"{percent(high)})"
+    values = {"ratio": ratio, "low": low, "high": high, "readings": len(middle)}
+    figure = Figure(text=text, values=values, first_step=int(middle.steps[0]), last_step=int(middle.steps[-1]))
+    unstable = next((one for one in record.findings if one.id in UNSTABLE and one.severity != "info"), None)
+    if factor > 1 and unstable is not None:
+        raise CannotTell(f"the updates are small, but the run was not stable: {unstable.title}", [figure])
+    # Clear where three quarters of the readings lie outside.
+    clear = len(middle) >= SURE_READINGS and not (low <= LEAST <= high or low <= MOST <= high)
+    confidence: Confidence = "fair" if clear else "low"
+    return Advice(
+        topic=TOPIC,
+        answer=_answer(peak, proposed, ratio),
+        confidence=confidence,
+        because=f"{len(middle)} readings in the middle of the run; the healthy size differs between models",
+        values={"lr": peak, "proposed": proposed, "ratio": ratio, "low": low, "high": high, "factor": factor},
+        figures=[figure],
+        notes=list(_notes(record, factor)),
+    )
+
+
+def _answer(peak: float, proposed: float | None, ratio: float) -> str:
+    size = f"one step changes the weights by {percent(ratio)} of their norm"
+    if proposed is None:
+        return f"Keep the learning rate of {number(peak)}: {size}."
+    verb = "Raise" if proposed > peak else "Lower"
+    return f"{verb} the learning rate from {number(peak)} to {number(proposed)}: {size} ({percent(TARGET)} is typical)."
+
+
+def _notes(record: Record, factor: float) -> Iterator[str]:
+    if math.isclose(max(factor, 1 / factor), FURTHEST):
+        yield f"The advice changes the rate by a factor of {FURTHEST:g} at most; ask again after the next run."
+    if factor > 1:
+        yield "This is for training from scratch: pretrained weights need smaller updates."
+    if factor > 1 and record.facts.betas is None:
+        yield "Where the loss begins to swing, go back halfway: SGD's stable rate depends on the curvature."

@@ -1,0 +1,161 @@
+"""Plain steps, which are most steps of a run, say the same as steps that are read in every detail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradvitals as gv
+
+STEPS = 330
+SERIES = ("loss", "lr", "grad/norm", "grad/spike_ratio", "grad/norm_cv", "grad/nonfinite")
+
+Loop = Callable[[gv.Monitor, nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]], None]
+
+
+def train(folder: Path, loop: Loop, *, detailed: bool, **settings: Any) -> gv.Run:
+    """Train a small model with a loop; `detailed` reads every step in detail."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = gv.Config(quiet=True, worker="thread", overhead_budget=1, **settings)
+    data = torch.Generator().manual_seed(1)
+
+    def loss() -> torch.Tensor:
+        inputs = torch.randn(16, 12, generator=data)
+        return (model(inputs) - inputs[:, :4]).square().mean()
+
+    on_reading = (lambda reading: None) if detailed else None
+    with gv.watch(model, optimizer, run=folder / f"run-{detailed}", config=config, on_reading=on_reading) as monitor:
+        loop(monitor, model, optimizer, loss)
+    return gv.open_run(monitor.run_path)
+
+
+def ordinary(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    for _ in range(STEPS):
+        found = loss()
+        optimizer.zero_grad()
+        found.backward()
+        monitor.observe(found)
+        optimizer.step()
+
+
+def clipping(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        found = loss()
+        optimizer.zero_grad()
+        found.backward()
+        monitor.observe(found)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+
+
+def accumulating(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            found = loss()
+            (found / 2).backward()
+            monitor.observe(found)
+        optimizer.step()
+
+
+def silent(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def changing(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    """Now and then something else happens in a step."""
+    for step in range(STEPS):
+        found = loss()
+        if step % 7 != 3:  # else the gradients of two steps add up
+            optimizer.zero_grad()
+        found.backward()
+        if step % 11 == 5:
+            optimizer.zero_grad()  # the batch is thrown away
+            found = loss()
+            found.backward()
+        if step % 13 != 6:
+            monitor.observe(found, batch_size=16 if step % 5 == 0 else None)
+        if step % 17 == 8:
+            monitor.observe(found.detach(), split="val")
+        if step % 19 < 9:
+            torch.nn.utils.clip_grad_norm_(list(model.parameters())[:: -1 if step % 2 else 1], 0.1)
+        if step % 23 == 10:
+            model[0].weight.grad.mul_(0.5)  # the loop changes gradients by hand
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [ordinary, clipping, accumulating, silent, changing], ids=lambda loop: loop.__name__)
+def test_plain_steps_say_what_detailed_steps_say(tmp_path: Path, loop: Loop) -> None:
+    with train(tmp_path, loop, detailed=False) as plain, train(tmp_path, loop, detailed=True) as detailed:
+        names = {"clip/max_norm", "grad/carried", "batches/given_up", "val/loss", *SERIES} & set(detailed.metrics())
+        for name in names:
+            steps, values = plain.series(name)
+            expected_steps, expected = detailed.series(name)
+            assert steps.tolist() == expected_steps.tolist(), name
+            np.testing.assert_allclose(values, expected, rtol=1e-5, err_msg=name)
+
+
+def test_a_broken_tensor_is_located_in_a_plain_step(tmp_path: Path) -> None:
+    def breaking(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        for step in range(STEPS):
+            found = loss()
+            optimizer.zero_grad()
+            found.backward()
+            monitor.observe(found)
+            if step == 303:
+                model[2].bias.grad[1] = math.nan
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step != 303:
+                optimizer.step()
+            else:
+                optimizer.param_groups[0]["lr"] = 0.0
+                optimizer.step()
+                break
+
+    with train(tmp_path, breaking, detailed=False) as run:
+        steps, values = run.series("grad/nonfinite", tensor="2.bias")
+        assert values[steps == 303].tolist() == [1.0]
+        steps, values = run.series("grad/nonfinite", tensor="0.weight")
+        assert values[steps == 303].tolist() == [0.0]
+
+
+def test_most_steps_of_a_calm_run_are_plain_and_cheap_to_record(tmp_path: Path) -> None:
+    calls: dict[int, int] = {}
+
+    def counted(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        import sys
+
+        ordinary(monitor, model, optimizer, loss)
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            if event == "call" and "gradvitals" in frame.f_code.co_filename:
+                calls[monitor.step] = calls.get(monitor.step, 0) + 1
+
+        for _ in range(25):
+            found = loss()
+            optimizer.zero_grad()
+            sys.setprofile(count)
+            try:
+                found.backward()
+                monitor.observe(found)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+
+    train(tmp_path, counted, detailed=False).close()
+    assert sorted(calls.values())[len(calls) // 2] <= 60
