@@ -10,7 +10,7 @@ import pytest
 from by_hand import Run, healthy_run, only
 
 from gradvitals.diagnose.message import unread_steps
-from gradvitals.report.verdict import judge, replay, unread_before
+from gradvitals.report.verdict import judge, replay
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Finding, Reading
 
@@ -87,9 +87,9 @@ def test_what_is_fine_is_fine_up_to_the_last_step_that_was_read() -> None:
 
 @pytest.mark.parametrize("unread", ["x", None, -3, 1e9, [4], {}])
 def test_a_number_that_is_none_is_left_aside(unread: object) -> None:
-    finding = found(broken(), 50, "nonfinite")
-    assert unread_before(finding) == 49
-    assert unread_before(replace(finding, evidence={"unread": unread})) == 0
+    odd = replace(found(broken(), 50, "nonfinite"), last_step=None, evidence={"unread": unread})
+    verdict = judge([odd], last_step=50 * BROKEN, steps=50 * BROKEN + 1, read=BROKEN + 1)
+    assert verdict.ranked[0].unread_before == 0
 
 
 def test_a_last_step_that_was_not_read_closes_nothing_when_a_run_is_judged_again(tmp_path: Path) -> None:
