@@ -58,6 +58,8 @@ SQUASHES = {
 }
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
+SUM = 2
+"""The reduction of a loss that is summed, in the terms of ATen."""
 
 
 def _is(node: Any, names: Sequence[str]) -> bool:
@@ -347,7 +349,8 @@ class Inspection:
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
             found["target/dominant"] = one.argmax()
-            found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
+            if head.is_mean:
+                found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
             if not self._first:  # what is pooled would differ in a run that was resumed
                 found = {name: found[name] for name in ("target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
@@ -366,9 +369,9 @@ class Inspection:
             found |= {"target/row_sum": finite.sum(1).mean(), "target/columns": float(finite.shape[1])}
             found |= {"target/nonfinite": (~flat.isfinite()).sum()}
             found |= {"target/one_hot": ((finite.sum(1) == 1) & (finite.max(1).values == 1)).float().mean()}
-            if head.loss == "mse":
+            if head.loss == "mse" and head.is_mean:
                 found["target/trivial_loss"] = variance.mean()
-            elif head.loss in ("bce", "bce_logits"):
+            elif head.loss in ("bce", "bce_logits") and head.is_mean:
                 p = mean.clamp(0, 1)
                 found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
             if not self._first:
@@ -404,6 +407,8 @@ class Head:
         """Targets of any other kind."""
         self.classes = 0
         self.loss = ""
+        self.is_mean = True
+        """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
         squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
         self._find_loss()
         if self.loss in ("nll", "cross_entropy") and squashes and squashes[0][1] == "log_softmax":
@@ -427,6 +432,8 @@ class Head:
             kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
             if kind:
                 self.loss = kind
+                weighted = _saved(node, "weight", "pos_weight") is not None
+                self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted
                 target = _saved(node, "target")
                 own = _saved(node, "self")
                 if kind == "nll" and target is not None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import Baseline
-from gradvitals.diagnose.history import FIRST, fall
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline
+from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import Step
@@ -235,20 +235,34 @@ class LossRising(Rule):
 
     WINDOW = 20  # losses whose means are compared
     RELATIVE = 0.1  # least rise, as a share of the best loss
-    ERRORS = 8.0  # least rise, in standard errors of such a mean
+    SPANS = (1, 5)  # windows whose mean is compared: a noisy loss takes more to show that it rose
+    ERRORS = 1.25  # least rise, in units of the range that the means have by chance
     PATIENCE = 3  # steps in a row
     LONG_MEMORY = 0.99  # momentum
     EARLY = 1.7  # the last five losses over the first three, while there are too few for a window
+    RECENT, CLEAR = 200, 4.0  # losses within which the loss must have risen, by as many standard errors of its line
+    AS_NOW = 0.8  # share of the learning rate from which on losses are compared
+    KEPT = 256  # means that are remembered
+    JUMP = 0.5  # share of the rise from one step to the next that a change of the data makes
+    SETTLES = 60  # steps that the loss has to come down again after the data changed
+    LOST = 0.5  # share of what was gained that new data may cost
 
     share: float = 0.3
     """Share of what was gained since the start that must be lost again."""
 
     start: float = field(default=math.nan, init=False)
-    best: float = field(default=math.inf, init=False)
-    best_error: float = field(default=0.0, init=False)
-    best_step: int = field(default=0, init=False)
+    means: list[list[float]] = field(default_factory=list, init=False)
+    """Of each twenty losses: the last step, the mean, the learning rate."""
+    count: int = field(default=0, init=False)
+    """Losses since the last of them."""
     high: int = field(default=0, init=False)
     """Steps in a row at which the loss was high."""
+    span: int = field(default=1, init=False)
+    """Windows whose mean was high, or was compared last."""
+    limit: float = field(default=math.nan, init=False)
+    """The loss under which it is over."""
+    useless: bool = field(default=False, init=False)
+    """Whether what was learned proved of no use to new data."""
     cause: str = field(default="", init=False)
     known: dict[str, Any] = field(default_factory=dict, init=False)
     """What was known when it started."""
@@ -258,31 +272,77 @@ class LossRising(Rule):
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
-        losses = [*step.history["loss"].values[1 - self.WINDOW :], loss]
+        losses = np.array([*step.history["loss"].values[1 - self.WINDOW :], loss])
         if len(losses) < self.WINDOW:
-            first, now = sum(losses[:3]) / 3, sum(losses[-5:]) / 5
-            risen = len(losses) >= 8 and 0 < self.EARLY * first < min(now, sorted(losses[-5:])[1])
+            first, now = float(losses[:3].mean()), float(losses[-5:].mean())
+            risen = len(losses) >= 8 and 0 < self.EARLY * first < min(now, float(np.sort(losses[-5:])[1]))
             return self._observe(step, risen, now, first, 1)
-        now = sum(losses) / self.WINDOW
         if math.isnan(self.start):
-            self.start = sum(losses[:FIRST]) / FIRST
-        if now < self.best:
-            self.best, self.best_step = now, step.number
-            variance = sum([(value - now) ** 2 for value in losses]) / (self.WINDOW - 1)
-            self.best_error = math.sqrt(variance / self.WINDOW)
-        gained = max(self.start - self.best, 0.0)
-        least = max(self.share * gained, self.RELATIVE * abs(self.best), self.ERRORS * self.best_error)
+            self.start = float(losses[:FIRST].mean())
+        self.count += 1
+        if not self.means or self.count == self.WINDOW:
+            self.count = 0
+            self.means.append([step.number, float(losses.mean()), step.value("lr"), float(losses.std())])
+            if len(self.means) > self.KEPT:
+                del self.means[: self.KEPT // 2 : 2]
+        spans = (self.span,) if self.high >= self.PATIENCE else self.SPANS
+        for self.span in spans:
+            found = self._compare(step, losses, self.span)
+            if found[0] or len(self.means) < 5:
+                break
+        return self._observe(step, *found)
+
+    def _compare(self, step: Step, losses: Floats, span: int) -> tuple[bool, float, float, int]:
+        """Returns whether the mean of some windows is far above the lowest such mean, both, and the step of that one.
+
+        A loss that comes down with the learning rate goes up with it again, as at a warm restart: the lowest is that at
+        the learning rate of now, if it was as high before.
+        """
+        steps, means, rates, spreads = np.array(self.means).T
+        spread = float(np.median(spreads)) / math.sqrt(self.WINDOW * span)
+        if len(means) >= 5:
+            changes = MEDIAN_ABS_TO_STD * float(np.median(np.abs(np.diff(means)))) / math.sqrt(2)
+            spread = max(spread, changes / math.sqrt(span))
+        means, steps, rates = np.convolve(means, np.full(span, 1 / span), "valid"), steps[span - 1 :], rates[span - 1 :]
+        lowest = int(means.argmin())
+        lr = self.AS_NOW * step.value("lr")
+        as_now = np.flatnonzero(rates > lr)
+        if rates[lowest] < lr and len(as_now) and as_now[0] < lowest:
+            lowest = int(as_now[means[as_now].argmin()])
+        best = float(means[lowest])
+        if span > 1:
+            losses = step.losses_since(step.ago(self.WINDOW * span - 1))
+        now = float(losses.mean())
+        # The highest of n means is that far from the lowest by chance, and a quarter more is no chance.
+        chance = self.ERRORS * 2 * math.sqrt(2 * math.log(len(means) + 1)) * spread
+        least = max(self.share * max(self.start - best, 0.0), self.RELATIVE * abs(best), chance)
         # The median too: one broken batch is not a rise.
-        risen = now - self.best > least and sorted(losses[-5:])[2] - self.best > least
-        return self._observe(step, risen, now, self.best, self.best_step)
+        return min(now, float(np.median(losses[-5 * span :]))) - best > least, now, best, int(steps[lowest])
 
     def _observe(self, step: Step, risen: bool, now: float, best: float, best_step: int) -> Observation | None:
+        if self.high >= self.PATIENCE:  # damage is over when half of it is undone
+            risen = now > self.limit
         self.high = self.high + 1 if risen else 0
         if self.high < self.PATIENCE:
             return None
         if self.high == self.PATIENCE or not self.known:
-            self._explain(step, best_step)
+            since = len(step.history["loss"].since(best_step)[1])
+            fell, error = fall(step.history["loss"].last(min(since, self.RECENT) + self.WINDOW))
+            if -fell < self.CLEAR * error:  # the level is not new
+                self.high = 0
+                return None
+            self.limit, self.useless = (now + best) / 2, False
+            self._explain(step, now, best, best_step)
         severity: Severity = "critical" if now > self.start and self.high >= self.WINDOW else "warning"
+        if self.cause == "data":
+            fell, error = fall(step.history["loss"].last(self.SETTLES // 2))
+            lost = now - best > self.LOST * (self.start - best) and fell < max(2 * error, 0.1 * (now - best))
+            self.useless |= self.high >= self.SETTLES and lost
+            if not self.useless:
+                severity = "info"
+            if severity == "info" and self.high >= 2 * self.SETTLES:  # the run is compared with itself from here on
+                self.means, self.count, self.high = [], 0, 0
+                return None
         return Observation(
             severity=severity,
             seen={"loss": now, "best_step": best_step, **self.known},
@@ -292,14 +352,14 @@ class LossRising(Rule):
             fixes=(self.cause,),
         )
 
-    def _explain(self, step: Step, best_step: int) -> None:
-        lr, rose = step.value("lr"), step.lr_increase()
-        moved, pushed = step.largest_update()
-        began = step.ago(self.high - 1)
-        spike, spiked = step.single_spike(began)
+    def _explain(self, step: Step, now: float, best: float, best_step: int) -> None:
+        lr, began = step.value("lr"), step.ago(self.high - 1)
+        jumped = self._jump(step, now - best)
+        before = began if jumped is None else jumped
+        (moved, pushed), (spike, spiked) = step.largest_update(before=before), step.single_spike(before + 3)
+        rose = step.lr_increase()
         decay, momentum = step.info.weight_decay or 0.0, step.info.momentum or 0.0
-        sudden = self.WINDOW < step.number <= best_step + 2 * self.WINDOW
-        self.cause = "data" if sudden else "high_lr"
+        self.cause = "high_lr" if jumped is None else "data"
         if step.value("grad/carried") == 1:
             self.cause = "stale"
         elif momentum >= self.LONG_MEMORY:
@@ -312,9 +372,24 @@ class LossRising(Rule):
             self.cause = "update"
         elif decay * lr > 0.01:
             self.cause = "decay"
-        self.known = {"at": began, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
+        self.known = {"at": before, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
         self.known |= {"momentum": momentum, "momentum_proposed": 0.9, "memory": round(1 / max(1 - momentum, 1e-6))}
         self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked, "weight_decay": decay}
+
+    def _jump(self, step: Step, rise: float) -> int | None:
+        """Returns the step at which the loss made most of its rise at once; None if it rose step by step."""
+        losses = step.history["loss"].last(3 * self.WINDOW)
+        if len(losses) < 2 * self.WINDOW:
+            return None
+        half = self.WINDOW // 2
+        sides = np.lib.stride_tricks.sliding_window_view(losses, half)
+        jumps = np.median(sides[half:], axis=1) - np.median(sides[:-half], axis=1)
+        at = int(jumps.argmax())
+        if not jumps[at] > self.JUMP * rise:
+            return None
+        up = losses[at:] > np.median(losses[at : at + half]) + jumps[at] / 2
+        at += int(np.convolve(up, np.ones(3), "valid").argmax())  # the first three in a row that are up
+        return int(step.history["loss"].steps[at - len(losses)])
 
 
 @register

@@ -65,6 +65,7 @@ class DeadTensor(Rule):
     )
 
     PATIENCE_ALIVE = 5  # steps in a row, for a tensor that had a gradient at nearly every step before
+    CERTAIN = 100  # steps for a warning if it gets none at all: until then, another part of the model may have its turn
 
     patience: int = 20
     """Steps in a row without a gradient."""
@@ -91,12 +92,21 @@ class DeadTensor(Rule):
         dead = np.flatnonzero(self.zero_for >= np.where(steady, self.PATIENCE_ALIVE, self.patience))
         if not len(dead):
             return None
+        return self._observe(step, dead, bool(missing[dead].all()))
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if a tensor never had a gradient: when the run ends, it is nobody's turn any more."""
+        never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
+        return self._observe(step, never, True, certain=True) if len(never) else None
+
+    def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
         since = step.ago(int(self.zero_for[dead[0]]) - 1)
-        causes = self._causes(step, dead, bool(missing[dead].all()))
+        steps = step.number - since + 1
+        causes = self._causes(step, dead, missing)
         return Observation(
-            severity="warning",
-            seen={"steps": step.number - since + 1, "tensors": len(dead), "at": since},
+            severity="warning" if certain or not missing or steps >= self.CERTAIN else "info",
+            seen={"steps": steps, "tensors": len(dead), "at": since},
             expected={"steps": 0},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
@@ -543,6 +553,7 @@ class UpdateSpike(Rule):
     Z = 5.0  # standard deviations; updates are smooth, because optimizers average, so that few are enough
     TENSOR_RATIO, TENSOR_Z = 6.0, 7.0  # for one tensor, which has fewer coordinates and is one of many
     GRADIENT_Z = 4.0  # the gradient counts as ordinary up to here; above, the spike is one of the gradient
+    NEW = 2.0  # and over the longest that were normal at any time of the run
     FIRST_STEPS = 20  # updates before one can be an outlier
     LINGERS = 5  # steps for which momentum shows a gradient that was far too large
 
@@ -551,6 +562,8 @@ class UpdateSpike(Rule):
 
     highest_lr: float = field(default=0.0, init=False)
     exploded: int = field(default=-LINGERS - 1, init=False)
+    highest: Floats = field(default_factory=empty, init=False)
+    """Highest baseline so far, as in `History.updates`: a step as long as those before is none too long."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at every step that moves the weights too far."""
@@ -559,11 +572,17 @@ class UpdateSpike(Rule):
             self.exploded = step.number
         self.highest_lr = max(highest, lr) if lr == lr else highest
         deviations, gradients = step.update_deviations, step.tensor_norm_deviations
-        if deviations is None or step.history.steps_seen < self.FIRST_STEPS:
+        if deviations is None:
+            return None
+        usual = step.history.updates.usual()
+        self.highest = np.fmax(resized(self.highest, len(usual)), usual)
+        if step.history.steps_seen < self.FIRST_STEPS:
             return None
         (ratio, z), known = deviations, step.history.updates.count >= self.FIRST_STEPS
-        whole = bool(known[0] and ratio[0] > self.ratio and z[0] > self.Z)
-        hot = np.flatnonzero(known[1:] & (ratio[1:] > self.TENSOR_RATIO) & (z[1:] > self.TENSOR_Z))
+        new = known & (ratio * usual > self.NEW * self.highest)
+        hot = np.flatnonzero(new[1:] & (ratio[1:] > self.TENSOR_RATIO) & (z[1:] > self.TENSOR_Z))
+        # What moves the whole is one of its tensors, unless that one has only now begun to move.
+        whole = bool(new[0] and ratio[0] > self.ratio and z[0] > self.Z and (ratio[1:][new[1:]] > self.ratio).any())
         if not (whole or len(hot)):
             return None
         rates = step.history["lr"].last(20)
