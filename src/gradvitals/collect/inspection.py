@@ -3,7 +3,8 @@
 Everything is read from the graph that autograd has built when backward starts: the names of its operations, and the
 tensors they saved. So it does not matter whether a model uses modules or functions. ``torch.autograd.backward`` is
 wrapped for the first steps, for those due for a detailed reading, and while gradients are not finite. Numbers stay on
-their device and leave with the step.
+their device and leave with the step. What torch.compile has compiled is one node, which tells nothing; what the loop
+computes outside of it, most often the loss, is seen as ever.
 """
 
 from __future__ import annotations
@@ -195,8 +196,9 @@ class _Wrapper:
                 self._call(self._after, result)
             return result
 
-        self._replacement = replacement
-        setattr(self._owner, self._name, replacement)
+        # A loop that is compiled as a whole must not compile this too.
+        self._replacement = torch.compiler.disable(replacement) if _is_compiled() else replacement
+        setattr(self._owner, self._name, self._replacement)
 
     def discard(self, listener: Any) -> None:
         """Call this listener no more; with the last one gone, torch is as it was."""
@@ -239,13 +241,14 @@ class Inspection:
         Args:
             first: Look at everything; else only at activations, inputs and targets.
         """
-        if self._failed or _is_compiled():
+        if self._failed:
             return
         self._first = first
         if not self.is_armed:
             self.is_armed = True
             _BACKWARD.add(self)
-            _SAVED_HOOKS.add(self)
+            if not _is_compiled():  # which may trace through the hooks of a checkpoint
+                _SAVED_HOOKS.add(self)
 
     def disarm(self) -> None:
         """Inspect nothing until it is armed again."""
@@ -719,6 +722,6 @@ def _is_initial(weight: Tensor) -> Tensor:
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile is in use: it hides the graph, and would compile again with our hooks in it."""
+    """Whether torch.compile is in use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters.get("frames"))

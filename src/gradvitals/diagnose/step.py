@@ -224,6 +224,12 @@ class Step:
         proposed = lr * min(0.003 / ratio, 1 / 3) if ratio > 0 else lr / 10
         return max(proposed, lr / 1000)
 
+    def higher_lr(self, least: float = 3.0, ratio: float = 2e-3) -> float:
+        """Returns a rate whose steps change the weights by an ordinary share, at least so many times as high."""
+        ratios = self.history["update/ratio"].last(50)
+        now = float(np.median(ratios)) if len(ratios) else math.nan
+        return self.value("lr") * (min(max(ratio / now, least), 1000.0) if now > 0 else 30.0)
+
     # -- against the baselines ---------------------------------------------------------------------------------------
 
     @cached_property

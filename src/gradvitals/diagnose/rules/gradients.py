@@ -497,7 +497,6 @@ class Vanishing(Rule):
             "depth": "Each layer passes on less than it receives: sigmoid or tanh in many layers, no residual path",
             "gone": "All units are off or saturated, or the loss no longer depends on the weights",
             "initialization": "The weights start too small, so the signal shrinks from layer to layer",
-            "decay": "Weight decay has shrunk the weights until no signal passes",
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
@@ -506,7 +505,6 @@ class Vanishing(Rule):
                 "Look for units that are off for every input (dead ReLUs) up to {layer}, and start with smaller weights"
             ),
             "gone": "Restore a checkpoint from before step {at} and use a learning rate below {lr}",
-            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
             "initialization": "Initialize with a standard deviation of 1 / sqrt(inputs), or by muP",
             "precision": "Use bfloat16, or a loss scale, so that gradients reach {layer}",
         },
@@ -569,14 +567,13 @@ class Vanishing(Rule):
             layer = step.layout.layers[below - 1]
             amount = f"{number(weakest)} of the largest layer's" if weakest > 0 else "none"
             what = f"Gradients vanish at layer `{layer}`: the layers before it receive {amount}"
-        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
         seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "layer": layer, "at": since}
-        seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
+        seen["lr"] = step.value("lr")
         expected: dict[str, Any] = {"norm": self.highest, "share": f"over {self.SCALE:g}"}
         if not math.isnan(loss):
             seen["loss"], expected["loss"] = loss, self.FALLEN * start
         half = step.info.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
-        cause = "decay" if lr * decay > 0.01 else "gone" if gone or weakest == 0 else "depth"
+        cause = "gone" if gone or weakest == 0 else "depth"
         cause = "precision" if half else cause
         return Observation(
             severity="info" if loss < self.FALLEN * start else "warning",

@@ -212,7 +212,6 @@ class LossRising(Rule):
             "update": "Step {pushed} moved the weights {moved}× as far as normal, and the loss rose after it",
             "data": "The data changed around step {at}: other labels, another source, another order",
             "high_lr": "The learning rate of {lr} is too high at this stage of the run",
-            "decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives",
             "momentum": "Momentum of {momentum} adds up the last {memory} gradients: steps overshoot for that long",
             "stale": "Gradients are not zeroed between steps, so steps become ever longer: see stale_gradients",
         },
@@ -225,7 +224,6 @@ class LossRising(Rule):
                 "Restore a checkpoint from about step {best_step} and lower the learning rate from {lr} to "
                 "{lr_proposed}"
             ),
-            "decay": "Lower the weight decay of {weight_decay}",
             "momentum": "Start again and lower momentum from {momentum} to {momentum_proposed}",
             "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
         },
@@ -358,7 +356,7 @@ class LossRising(Rule):
         before = began if jumped is None else jumped
         (moved, pushed), (spike, spiked) = step.largest_update(before=before), step.single_spike(before + 3)
         rose = step.lr_increase()
-        decay, momentum = step.info.weight_decay or 0.0, step.info.momentum or 0.0
+        momentum = step.info.momentum or 0.0
         self.cause = "high_lr" if jumped is None else "data"
         if step.value("grad/carried") == 1:
             self.cause = "stale"
@@ -370,11 +368,9 @@ class LossRising(Rule):
             self.cause = "batch"
         elif moved > 5:
             self.cause = "update"
-        elif decay * lr > 0.01:
-            self.cause = "decay"
         self.known = {"at": before, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
         self.known |= {"momentum": momentum, "momentum_proposed": 0.9, "memory": round(1 / max(1 - momentum, 1e-6))}
-        self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked, "weight_decay": decay}
+        self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked}
 
     def _jump(self, step: Step, rise: float) -> int | None:
         """Returns the step at which the loss made most of its rise at once; None if it rose step by step."""
@@ -404,7 +400,7 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "lr_too_high", "clip_saturated")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",
@@ -420,9 +416,6 @@ class LossPlateau(Rule):
                 "loss hardly moves"
             ),
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
-            "decay": (
-                "Weight decay of {weight_decay} has left {left:%} of the weight norm: it takes more than gradients give"
-            ),
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
             "initialization": "The weights may start too small or too large for the signal to pass",
             "done": "The model has learned what it can at a learning rate of {lr}",
@@ -430,7 +423,6 @@ class LossPlateau(Rule):
         fixes={
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
-            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
             "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
             "initialization": (
@@ -455,8 +447,6 @@ class LossPlateau(Rule):
     rose_at: int = field(default=0, init=False)
     """The last step with a learning rate higher than any before: a warmup is not judged."""
     has_learned: bool = field(default=False, init=False)
-    first_weight: float = field(default=math.nan, init=False)
-    last_weight: float = field(default=math.nan, init=False)
 
     def check(self, step: Step) -> Observation | None:
         """Fits a line through the losses, every 20 steps."""
@@ -466,11 +456,6 @@ class LossPlateau(Rule):
         lr = values.get("lr", math.nan)
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
-        weight = values.get("weight/norm", math.nan)
-        if math.isfinite(weight):
-            self.last_weight = weight
-            if math.isnan(self.first_weight):
-                self.first_weight = weight
         if step.number % self.EVERY or len(step.history["loss"]) < self.FIRST_STEPS:
             return None
         if math.isnan(self.start):
@@ -500,11 +485,7 @@ class LossPlateau(Rule):
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4:
-            cause = "small_lr"
-        elif seen["taken"] > 0.01 or seen["left"] < 0.5:
-            cause = "decay"
-        elif self._is_aligned(step):
+        if ratio < 1e-4 or self._is_aligned(step):
             cause = "small_lr"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
@@ -543,10 +524,9 @@ class LossPlateau(Rule):
         )
 
     def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
-        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
-        seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
-        left = self.last_weight / self.first_weight if self.first_weight else math.nan
-        return seen | {"weight_decay": decay, "taken": lr * decay, "left": left, "steps": step.number}
+        lr = step.value("lr")
+        seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": step.higher_lr(30.0), "lr_lower": lr / 10}
+        return seen | {"steps": step.number}
 
 
 @register
@@ -560,12 +540,21 @@ class StillFalling(Rule):
     expects_fall = True
     is_symptom = True
     judges_after = 80
-    follows = ("stale_gradients", "lr_too_high", "loss_plateau", "unchanged_weights", "dead_tensor", "dead_units")
+    follows = (
+        "stale_gradients",
+        "lr_too_high",
+        "clip_saturated",
+        "loss_plateau",
+        "unchanged_weights",
+        "dead_tensor",
+        "dead_units",
+    )
     message = Message(
         name="Stopped while learning",
         pattern=(
             "When the run ended, the last half of its steps had brought more than 42% of all that the loss fell (28% "
-            "if its steps were short), at a learning rate that had not been lowered."
+            "if its steps were short), at a learning rate that had not been lowered. A note, or a warning if the "
+            "learning rate is too low or its schedule had not ended."
         ),
         title="The loss is still falling at the end of the run: by {fell} over the last {steps} steps, to {loss}",
         causes={
@@ -573,10 +562,15 @@ class StillFalling(Rule):
                 "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
                 "their norm, and the loss is still falling"
             ),
-            "short": "The run stopped too early: after {total} steps the loss is still falling",
+            "schedule": (
+                "The run stopped too early, in the middle of its schedule: the learning rate is still {lr}, on its way "
+                "down"
+            ),
+            "short": "The run stopped too early, unless it was a test: after {total} steps the loss is still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
+            "schedule": "Train to the end of the schedule, or make it as long as the run of {total} steps",
             "short": "Train for {steps_proposed} steps or more, or raise the learning rate from {lr}",
         },
         snippets={"short": "num_steps = {steps_proposed}"},
@@ -589,7 +583,6 @@ class StillFalling(Rule):
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
     LATELY = 0.08  # share of the whole fall from the third quarter to the last
     DECAYED = 0.5  # a learning rate under this share of its highest was lowered on purpose
-    LOW = 2e-3  # update over weight norm, under which the learning rate is to blame rather than the number of steps
 
     share: float = 0.42
     """Share of the whole fall that the last half of the steps must have brought."""
@@ -613,11 +606,14 @@ class StillFalling(Rule):
         falls = fell > max(self.CLEAR * error, share * gained) and lately > self.LATELY * gained > 0
         if not falls or end < self.LEFT * start or not lr > self.DECAYED * max(rates):
             return None
-        cause = "low_lr" if ratio < self.LOW else "short"
+        # A run of few steps is most often meant to have few. Steps that are too short are not, nor is the middle of a
+        # schedule, and a warmup is the start of one.
+        warming, falling = lr > 1.01 * rates[len(rates) // 2], lr < min(0.95 * max(rates), rates[-2])
+        cause = "low_lr" if ratio < self.SHORT and not warming else "schedule" if falling else "short"
         seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
-        seen |= {"lr_proposed": lr * min(max(self.LOW / ratio, 3.0), 30.0), "steps_proposed": 5 * (step.number + 1)}
+        seen |= {"lr_proposed": step.higher_lr(), "steps_proposed": 5 * (step.number + 1)}
         return Observation(
-            severity="warning",
+            severity="info" if cause == "short" else "warning",
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),

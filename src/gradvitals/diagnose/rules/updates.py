@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.history import Floats, finite_median
 from gradvitals.diagnose.message import Message, Observation, where
-from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
 from gradvitals.format import percent
 from gradvitals.types import Severity
@@ -38,7 +38,7 @@ class DeadTensor(Rule):
     family = "updates"
     needs = ("tensors:grad/norm",)
     reads = "tensors"
-    follows = ("stale_gradients", "lr_too_high", "dead_units")
+    follows = ("stale_gradients", "strong_decay", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
     message = Message(
@@ -107,7 +107,6 @@ class DeadTensor(Rule):
         return Observation(
             severity="warning" if certain or not missing or steps >= self.CERTAIN else "info",
             seen={"steps": steps, "tensors": len(dead), "at": since},
-            expected={"steps": 0},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
             causes=causes,
@@ -289,7 +288,6 @@ class UnchangedWeights(Rule):
             # A schedule that has ended, or not yet started, is no fault.
             severity="info" if cause == "zero_lr" else "warning",
             seen=seen,
-            expected={"steps": 0},
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
             since=step.ago(lasted - 1),
             causes=(cause,),
@@ -308,7 +306,7 @@ class UpdateRatio(Rule):
     needs = ("update/ratio",)
     judges_after = 30
     closes_after = 110
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "lr_too_high", "clip_saturated")
     masks = ("update_spike", "lr_too_high", "warmup_needed")
     message = Message(
         name="Update too large or too small",
@@ -317,7 +315,6 @@ class UpdateRatio(Rule):
         causes={
             "high_lr": "The learning rate of {lr} is too high for weights of this size",
             "small_weights": "The weights of {first} are very small: they started so, or decay has shrunk them",
-            "decay": "Weight decay of {weight_decay} takes {taken:%} of the weights per step",
             "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
             "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
             "cut_lr": "The learning rate fell from {lr_proposed} to {lr} at step {at}",
@@ -328,7 +325,6 @@ class UpdateRatio(Rule):
                 "Lower the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
-            "decay": "Lower the weight decay of {weight_decay}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
                 "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
@@ -419,9 +415,8 @@ class UpdateRatio(Rule):
 
     def _too_large(self, step: Step, chosen: NDArray[np.intp], ratios: Any, since: int) -> Observation:
         weights = np.asarray(step.tensors("weight/norm"))
-        ratio, lr, decay = float(ratios[chosen[0]]), step.value("lr"), step.info.weight_decay or 0.0
+        ratio, lr = float(ratios[chosen[0]]), step.value("lr")
         seen = {"ratio": ratio, "lr": lr, "lr_proposed": lr * 0.003 / ratio, "at": since, "tensors": len(chosen)}
-        seen |= {"weight_decay": decay, "taken": lr * decay}
         moved, rose = step.largest_update()[0], step.lr_increase()
         # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
         rows = float(step.layout.tensors[int(chosen[0])].shape[0])
@@ -430,8 +425,6 @@ class UpdateRatio(Rule):
             cause, seen["lr_proposed"] = "high_lr", lr / rose
         elif moved > 5:
             cause = "momentum"
-        elif lr * decay > 0.01:
-            cause = "decay"
         return self._observe(step, chosen, seen, since, cause, "warning", "under", self.high)
 
     def _too_small(self, step: Step, chosen: NDArray[np.intp], ratios: Any) -> Observation:
@@ -452,8 +445,7 @@ class UpdateRatio(Rule):
             self.slow_since = step.number
         if step.number - max(self.slow_since, self.rose_at) < self.PATIENCE_SLOW:
             return None
-        proposed = lr * min(max(1e-3 / whole, 1.0), 1000.0)
-        seen = {"ratio": whole, "lr": lr, "lr_proposed": proposed, "needed": int(1 / whole)}
+        seen = {"ratio": whole, "lr": lr, "lr_proposed": step.higher_lr(ratio=1e-3), "needed": int(1 / whole)}
         nothing = np.zeros(0, dtype=np.intp)
         return self._observe(step, nothing, seen, self.slow_since, "low_lr", "warning", "over", limit)
 
@@ -509,6 +501,47 @@ class UpdateRatio(Rule):
             since=self.cut_at,
             causes=("cut_lr",),
             fixes=("cut_lr",),
+        )
+
+
+@register
+@dataclass
+class StrongDecay(Rule):
+    """Weight decay takes the weights away faster than gradients make them."""
+
+    id = "strong_decay"
+    family = "updates"
+    needs = ("weight/norm", "lr")
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Weight decay too strong",
+        pattern="Weight decay takes over 1% of the weights per step, and has left less than half of their norm.",
+        title="Weight decay of {weight_decay} takes {taken:%} of the weights per step: {left:%} of their norm is left",
+        causes={"decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives"},
+        fixes={"lower": "Start again and lower the weight decay from {weight_decay} to about {decay_proposed}"},
+        passed="weight decay takes a small part of the weights per step",
+    )
+
+    TAKEN, LEFT = 0.01, 0.5
+    ORDINARY = 1e-4  # share of the weights per step that is common
+
+    first: float = field(default=math.nan, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at readings of the weights."""
+        weight, decay, lr = step.value("weight/norm"), step.info.weight_decay or 0.0, step.value("lr")
+        if math.isnan(self.first):
+            self.first = weight
+        taken, left = lr * decay, weight / self.first if self.first > 0 else math.nan
+        if not (taken > self.TAKEN and left < self.LEFT):
+            return None
+        proposed = float(f"{self.ORDINARY / lr:.1g}")
+        return Observation(
+            severity="warning",
+            seen={"taken": taken, "left": left, "weight_decay": decay, "decay_proposed": proposed},
+            expected={"taken": f"under {self.TAKEN:g}"},
+            since=0,
         )
 
 
