@@ -1,4 +1,4 @@
-"""Does the Guard leave healthy runs alone? Twelve workloads that are not smooth, each with and without a Guard."""
+"""Are healthy runs left alone? Twelve workloads that are not smooth, each diagnosed, without and with a Guard."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gradvitals.bench import markdown_table
 from gradvitals.config import Config
 from gradvitals.guard import Guard
 from gradvitals.monitor import watch
+from gradvitals.store.reader import open_run
 
 STEPS = 3000
 SEEDS = 5
@@ -26,19 +27,25 @@ MAX_ACTED = 0.02
 MAX_WORSE = 1.01
 """A guarded run may end with this many times the metric of the same run without a Guard."""
 
+MAX_WARNED = 0.03
+"""Share of runs that may have a finding of severity warning or above at any time, or a verdict that is not healthy."""
+
 Job = tuple[str, int, int]
 """A workload, a seed and the number of steps."""
 
 
 def make(job: Job) -> dict[str, Any]:
-    """Train one workload without and with a Guard."""
+    """Train one workload without and with a Guard; the diagnosis is of the run without."""
     name, seed, steps = job
-    bare = WORKLOADS[name](seed)
-    for i in range(steps):
-        bare.step(i, lambda loss: None)
-    guarded = WORKLOADS[name](seed)
+    config = Config(quiet=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        config = Config(quiet=True)
+        bare = WORKLOADS[name](seed)
+        with watch(bare.model, bare.optimizers, run=Path(folder) / "bare", config=config) as monitor:
+            for i in range(steps):
+                bare.step(i, monitor.observe)
+        with open_run(Path(folder) / "bare") as run:
+            level, warnings = run.verdict.level, [one for one in run.findings if one.severity != "info"]
+        guarded = WORKLOADS[name](seed)
         monitor = watch(guarded.model, guarded.optimizers, run=Path(folder) / "run", config=config)
         guard = Guard(monitor, mode="act", scheduler=guarded.schedulers)
         for i in range(steps):
@@ -55,6 +62,8 @@ def make(job: Job) -> dict[str, Any]:
         "acted": any(one.taken for one in actions),
         "lost": steps - guard.step,
         "notes": [str(one) for one in actions[:4]],
+        "warned": sorted({one.id for one in warnings}),
+        "healthy": level == "healthy",
         "broken": [one.title for one in monitor.findings if one.id in ("guard_error", "monitor_error", "store_error")],
     }
 
@@ -68,12 +77,15 @@ def summarize(runs: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Everything that the tables show."""
     acted = sum(run["acted"] for run in runs)
     worse = sum(ratio(run) > MAX_WORSE for run in runs)
+    warned, unwell = sum(bool(run["warned"]) for run in runs), sum(not run["healthy"] for run in runs)
     return {
         "steps": steps,
         "runs": len(runs),
         "acted": acted,
         "worse": worse,
         "bars": [
+            {"what": "runs with a warning", "value": warned / len(runs), "reached": warned <= MAX_WARNED * len(runs)},
+            {"what": "verdicts not healthy", "value": unwell / len(runs), "reached": unwell <= MAX_WARNED * len(runs)},
             {"what": "runs with an action", "value": acted / len(runs), "reached": acted <= MAX_ACTED * len(runs)},
             {"what": "runs over 1% worse than without a Guard", "value": worse / len(runs), "reached": worse == 0},
         ],
@@ -88,6 +100,9 @@ def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "acted": sum(run["acted"] for run in runs),
         "runs": len(runs),
         "lost": sum(run["lost"] for run in runs) / max(1, len(runs)),
+        "warned": sum(bool(run["warned"]) for run in runs),
+        "unwell": sum(not run["healthy"] for run in runs),
+        "findings": dict(Counter(name for run in runs for name in run["warned"])),
         "worst": max(map(ratio, runs), default=math.nan),
         "actions": dict(sum((Counter(run["actions"]) for run in runs), Counter[str]())),
         "notes": [f"seed {run['seed']}: {note}" for run in runs for note in run["notes"]],
@@ -107,10 +122,21 @@ def format_clean(result: Mapping[str, Any]) -> str:
         )
         for row in result["rows"]
     ]
+    diagnosed = [
+        (
+            row["workload"],
+            f"{row['warned']} of {row['runs']}",
+            f"{row['unwell']} of {row['runs']}",
+            ", ".join(f"{name} ({count})" for name, count in row["findings"].items()) or "-",
+        )
+        for row in result["rows"]
+    ]
+    of_diagnosis = ("workload", "runs with a warning", "verdict not healthy", "findings")
     head = ("workload", "runs with an action", "steps lost per run", "worst metric, x unguarded", "actions")
     parts = [
         f"{result['runs']} runs of {result['steps']:,} steps",
         markdown_table([("bar", "value", "reached"), *bars], left=(0,)),
+        markdown_table([of_diagnosis, *diagnosed], left=(0, 3)),
         markdown_table([head, *cells], left=(0, 4)),
         *(f"- {row['workload']}, {note}" for row in result["rows"] for note in row["notes"][:4]),
         *(f"An error: {title}" for title in result["broken"]),
@@ -129,7 +155,7 @@ def format_clean(result: Mapping[str, Any]) -> str:
 def main(
     seeds: int, first_seed: int, steps: int, names: tuple[str, ...], workers: int, quick: bool, as_json: bool
 ) -> None:
-    """Train healthy but not smooth workloads with and without a Guard, and count what it does.
+    """Train healthy but not smooth workloads with and without a Guard; count warnings and what the Guard does.
 
     \b
     Example:

@@ -490,7 +490,7 @@ OPTIMIZER_FAULTS = (
         description="weight decay that takes a tenth of the weights at every step",
         kind="slow",
         tasks=SMALL_MODELS,
-        finds=("update_ratio", "loss_plateau", "vanishing", "high_effort_low_progress"),
+        finds=("strong_decay", "update_ratio", "loss_plateau", "vanishing", "high_effort_low_progress"),
         later=False,
         change=_strong_decay,
     ),

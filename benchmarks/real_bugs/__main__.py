@@ -99,7 +99,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _score(name: str, kinds: dict[str, list[Outcome]]) -> dict[str, Any]:
     buggy, fixed, followed = kinds["buggy"], kinds["fixed"], kinds["followed"]
     bad, good = (statistics.median(one.error for one in some) for some in (buggy, fixed))
-    first = [one for one in buggy if one.level != "healthy"]
+    first = [one for one in buggy if one.level != "healthy" or one.as_note]
     fixed_errors = {one.seed: one.error for one in fixed}
     buggy_errors = {one.seed: one.error for one in buggy}
     recovered = [
@@ -114,6 +114,7 @@ def _score(name: str, kinds: dict[str, list[Outcome]]) -> dict[str, Any]:
         "kept": bad - good > CLEARLY * max(abs(bad), 1e-9) or not math.isfinite(bad),
         "runs": len(buggy),
         "detected": len(first),
+        "as_note": sum(one.as_note for one in buggy),
         "first_right": sum(is_right(one) for one in first),
         "any_right": sum(is_right(one, any_of=True) for one in first),
         "false_alarms": sum(one.level != "healthy" for one in fixed),
@@ -128,7 +129,10 @@ def _total(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     kept = [one for one in cases if one["kept"]]
     runs = sum(one["runs"] for one in kept)
     recovered = [share for one in kept for share in one["recovered"]]
-    sums = {name: sum(one[name] for one in kept) for name in ("detected", "first_right", "any_right", "false_alarms")}
+    sums = {
+        name: sum(one[name] for one in kept)
+        for name in ("detected", "as_note", "first_right", "any_right", "false_alarms")
+    }
     return {
         "cases": len(kept),
         "dropped": len(cases) - len(kept),
@@ -170,7 +174,7 @@ def format_summary(result: dict[str, Any]) -> str:
             continue
         lines += [
             f"{half}: {total['cases']} cases ({total['dropped']} dropped), {runs} runs of each version",
-            f"  detected            {_share(total, 'detected')}",
+            f"  detected            {_share(total, 'detected')}, {total['as_note']} of them as a note",
             f"  first cause right   {_share(total, 'first_right')}",
             f"  any cause right     {_share(total, 'any_right')}",
             f"  false alarms        {_share(total, 'false_alarms')}",

@@ -73,6 +73,9 @@ CAUSES = {
 """What the title and the first cause of the leading finding say if they name the right cause."""
 
 
+EARLY = "still_falling"
+
+
 @dataclass
 class Outcome:
     """What was said about one run."""
@@ -91,6 +94,8 @@ class Outcome:
     """Title and first cause of every finding that counts."""
     lines: int = 0
     text: str = ""
+    as_note: bool = False
+    """Whether it was found as a note: that a run stopped early, which only its owner can call a mistake."""
     applied: bool = False
     """Whether the case has a knob for the change that was to be applied."""
 
@@ -132,6 +137,7 @@ def outcome_of(item: tuple[str, str, int, Mapping[str, Any]]) -> Outcome:
         error, reports, runs = watched(lambda: CASES[name].train(kind == "buggy", knobs))
     found = Outcome(name, kind, seed, error)
     order = ("healthy", "attention", "unhealthy")
+    labels = CASES[name].labels if kind == "buggy" else ()
     for report in reports:
         verdict, said = report.verdict, report.to_json()
         console = Console(file=io.StringIO(), width=100)
@@ -146,6 +152,12 @@ def outcome_of(item: tuple[str, str, int, Mapping[str, Any]]) -> Outcome:
             found.level, found.cause, found.fix = verdict.level, f"{title}. {verdict.cause}", str(fix or "")
             found.change = dict(getattr(fix, "change", None) or {})
             found.finding = verdict.worst.finding.id if verdict.worst else ""
+        note = next((one.finding for one in verdict.ranked if one.finding.id == EARLY and one.is_open), None)
+        if verdict.level == found.level == "healthy" and note is not None and "too_early" in labels:
+            found.as_note, found.finding = True, EARLY
+            found.cause, found.fix = f"{note.title}. {note.causes[0]}", str(note.fixes[0])
+            found.change = dict(getattr(note.fixes[0], "change", {}))
+            found.causes.append(found.cause)
     for run in runs:
         run.close()
     gc.collect()

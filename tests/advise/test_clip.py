@@ -143,11 +143,11 @@ def named(name: str, **seen: float) -> Finding:
     ("findings", "notes"),
     [
         ([], []),
-        ([named("clip_saturated", norm_proposed=2.0)], []),  # the same
+        ([named("clip_saturated", max_norm=2.0)], []),  # the same
         (
             [
-                named("clip_saturated", norm_proposed=1.5, steps=240),
-                named("clip_saturated", norm_proposed=1.1, steps=200),
+                named("clip_saturated", max_norm=1.5, steps=240),
+                named("clip_saturated", max_norm=1.1, steps=200),
             ],
             ["`gradvitals doctor` names 1.1 (clip_saturated), which is based on 200 steps alone: take the one above."],
         ),

@@ -32,8 +32,19 @@ def test_a_short_run_of_two_workloads_has_no_action() -> None:
 
 
 def test_an_action_or_a_worse_run_misses_the_bar() -> None:
-    run = {"workload": "gan", "seed": 0, "plain": 1.0, "actions": {}, "lost": 0, "notes": [], "broken": []}
+    run: dict[str, object] = {
+        "workload": "gan",
+        "seed": 0,
+        "plain": 1.0,
+        "actions": {},
+        "lost": 0,
+        "notes": [],
+        "broken": [],
+    }
+    run |= {"warned": [], "healthy": True}
+    warned = {**run, "acted": False, "guarded": 1.0, "warned": ["loss_spike"]}
+    assert [bar["reached"] for bar in summarize([warned], 10)["bars"]] == [False, True, True, True]
     fine, acted, worse = ({**run, "acted": a, "guarded": g} for a, g in ((False, 1.0), (True, 1.0), (False, 1.02)))
-    assert [bar["reached"] for bar in summarize([fine], 10)["bars"]] == [True, True]
-    assert [bar["reached"] for bar in summarize([acted], 10)["bars"]] == [False, True]
-    assert [bar["reached"] for bar in summarize([worse], 10)["bars"]] == [True, False]
+    assert [bar["reached"] for bar in summarize([fine], 10)["bars"]] == [True, True, True, True]
+    assert [bar["reached"] for bar in summarize([acted], 10)["bars"]] == [True, True, False, True]
+    assert [bar["reached"] for bar in summarize([worse], 10)["bars"]] == [True, True, True, False]

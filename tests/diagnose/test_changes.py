@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from gradvitals.diagnose.message import Message, Observation, explain
 from gradvitals.diagnose.rule import RULES
-from gradvitals.diagnose.step import lower_decay
 
 MESSAGE = Message(
     name="n", pattern="p", title="t", causes={}, fixes={"low": "Lower it from {lr} to {lr_proposed}"}, passed="p"
@@ -29,9 +27,3 @@ def test_the_first_rate_of_a_warmup_is_no_change() -> None:
         message = RULES[name].message
         assert message is not None
         assert "lr_proposed" not in message.fixes["warmup"]
-
-
-def test_decay_goes_to_what_usual_recipes_take() -> None:
-    assert lower_decay(0.1, 1.0) == pytest.approx(1e-3)
-    assert lower_decay(1e-4, 0.1) == pytest.approx(0.01)  # at most a tenth
-    assert np.isnan(lower_decay(0.1, 0.0))

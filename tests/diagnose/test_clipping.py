@@ -19,7 +19,7 @@ def test_a_limit_under_every_norm() -> None:
     run = clipped(0.01)
     finding = only(run.findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "info", 200)
-    proposed = finding.evidence["seen"]["norm_proposed"]
+    proposed = finding.evidence["seen"]["max_norm"]
     assert proposed == pytest.approx(np.quantile(run.values["grad/norm"][:200], 0.9), rel=0.1)
     assert f"Clip to {proposed:g}" in finding.fixes[0]
 
@@ -28,7 +28,7 @@ def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
     finding = only(clipped(1e-5).findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "warning", 20)
     assert "summed instead of averaged" in finding.causes[0]
-    assert [fix.change for fix in finding.fixes[:2]] == [{}, {"max_norm": finding.evidence["seen"]["norm_proposed"]}]
+    assert [fix.change for fix in finding.fixes[:2]] == [{}, {"max_norm": finding.evidence["seen"]["max_norm"]}]
 
 
 def test_a_limit_that_is_never_reached() -> None:

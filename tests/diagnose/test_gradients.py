@@ -65,14 +65,27 @@ def test_a_scaler_that_looks_for_its_scale_is_no_alarm_until_it_never_finds_it()
 # -- explosion ------------------------------------------------------------------------------------------------------
 
 
-def test_one_bad_batch_is_an_explosion_that_recovers() -> None:
+def test_one_large_gradient_is_a_note_unless_the_loss_stays_up() -> None:
     run = healthy_run()
     run.scale_gradient(150, 30.0)
+    run.values["loss"][150] *= 5
     finding = only(run.findings("explosion"))
-    assert (finding.severity, finding.first_step, finding.found_step, finding.last_step) == ("warning", 150, 150, 150)
+    assert (finding.severity, finding.first_step, finding.found_step, finding.last_step) == ("info", 150, 150, 150)
+    assert 20 < finding.evidence["seen"]["ratio"] < 60
+    run.values["loss"][151:] *= 2
+    finding = only(run.findings("explosion"))
+    assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 150, 150)
     assert "batch of step 150 is corrupted" in finding.causes[0]
     assert "Skip the batch of step 150" in finding.fixes[0]
-    assert 20 < finding.evidence["seen"]["ratio"] < 60
+
+
+def test_gradients_of_a_rare_class_become_normal() -> None:
+    run = healthy_run(1000)
+    rare = np.random.default_rng(3).random(1000) < 0.1
+    run.scale_gradient(np.flatnonzero(rare).tolist(), 15.0)
+    run.values["loss"][rare] *= 6
+    assert all(finding.severity == "info" for finding in run.findings("explosion"))
+    assert [finding.first_step for finding in run.findings("loss_spike") if finding.first_step > 100] == []
 
 
 def test_a_harmless_spike_of_two_steps_is_dated_alike_in_both_texts() -> None:
@@ -128,10 +141,11 @@ def test_an_explosion_that_an_update_spike_came_before_is_momentums_doing() -> N
 def test_what_clipping_takes_care_of_is_told_without_alarm() -> None:
     run = healthy_run()
     run.values["clip/max_norm"] = np.ones(len(run))
-    run.scale_gradient(150, 100.0)
-    assert only(run.findings("explosion")).severity == "info"
-    run.values["loss"][150] *= 3
-    assert only(run.findings("explosion")).severity == "warning"
+    run.scale_gradient(slice(150, 170), 100.0)
+    run.values["loss"][150:] *= np.minimum(2.0 + np.arange(250), 10)
+    assert run.findings("explosion")[0].severity == "info"
+    del run.values["clip/max_norm"]
+    assert run.findings("explosion")[0].severity == "critical"
 
 
 def test_slow_growth_with_a_rising_loss_is_found_and_growth_alone_is_not() -> None:

@@ -91,13 +91,46 @@ def test_long_tails_of_small_losses_do_not_fire(seed: int) -> None:
 # -- loss_rising ------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_steps_up_and_stays_is_rising() -> None:
-    run = healthy_run()
-    run.values["loss"][250:] += 1.2
+def test_harder_data_is_a_note_and_the_run_is_then_compared_with_itself() -> None:
+    run = healthy_run(1000)
+    run.values["loss"][250:] += 0.7
     finding = only(run.findings("loss_rising"))
-    assert finding.severity == "warning"
-    assert 250 <= finding.found_step <= 262
-    assert "data changed" in finding.causes[0]
+    assert finding.severity == "info"
+    assert 250 <= finding.found_step <= 270
+    assert "data changed around step 250" in finding.causes[0]
+    assert finding.last_step is not None
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(1.9, "warning"), (2.8, "critical")])
+def test_data_that_what_was_learned_is_of_no_use_to_is_damage(loss: float, severity: str) -> None:
+    run = healthy_run(loss_spread=0.02)
+    run.values["loss"][250:] += loss - run.values["loss"][250:].mean()
+    finding = only(run.findings("loss_rising"))
+    assert finding.severity == severity
+    assert "data changed around step 250" in finding.causes[0]
+
+
+def test_tasks_that_take_turns_are_no_damage() -> None:
+    run = healthy_run(1200)
+    run.values["loss"] = run.values["loss"] + np.where(np.arange(1200) // 50 % 2, 1.0, 0.0)
+    assert all(finding.severity == "info" for finding in run.findings("loss_rising"))
+
+
+def test_a_loss_that_follows_the_learning_rate_up_as_before_is_not_rising() -> None:
+    run = healthy_run(900, floor=0.1)
+    phase = np.arange(900) % 300
+    run.values["lr"] = 1e-3 * (0.01 + 0.99 * (1 + np.cos(np.pi * phase / 300)) / 2)
+    run.values["loss"] = run.values["loss"] + 0.8 * run.values["lr"] / 1e-3
+    assert run.findings("loss_rising") == []
+
+
+def test_a_noisy_loss_that_rose_far_over_its_start_stays_found() -> None:
+    run = healthy_run(600)
+    noise = np.random.default_rng(0).lognormal(0, 0.25, 600)
+    run.values["loss"] = noise * np.interp(np.arange(600), [0, 100, 300, 600], [1.0, 0.6, 3.0, 3.0])
+    finding = only(run.findings("loss_rising"))
+    assert finding.severity == "critical"
+    assert finding.last_step is None
 
 
 def test_a_learning_rate_that_rose_is_to_blame() -> None:

@@ -273,7 +273,7 @@ def effort(*, norm: float = 4.0, gsnr: float = 0.0, loss: float = 3.0) -> Run:
 
 def test_large_steps_without_progress() -> None:
     [finding] = diagnose(effort(), HighEffortLowProgress())
-    assert (finding.severity, finding.id) == ("warning", "high_effort_low_progress")
+    assert (finding.severity, finding.id) == ("info", "high_effort_low_progress")
     assert finding.found_step is not None
     assert 300 < finding.found_step < 400
     assert finding.evidence["seen"]["ratio"] == pytest.approx(4.0, rel=0.2)

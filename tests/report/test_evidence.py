@@ -24,11 +24,11 @@ from gradvitals.types import Finding, Reading, Severity
 def test_only_numbers_with_a_meaning_are_shown() -> None:
     unknown = {"loss": math.nan, "ratio": 0.742, "lr": math.nan}
     assert list(evidence({"seen": unknown, "expected": {"loss": "a finite number"}})) == [
-        "loss NaN (expected a finite number)"
+        "loss NaN (healthy: a finite number)"
     ]
     seen = {"ratio": 0.3, "lr": "nan"}
     told = {"seen": seen, "expected": {"ratio": "under 0.1"}, "latest": {"step": 9, "ratio": 0.4, "lr": "nan"}}
-    assert list(evidence(told)) == ["ratio 0.3 (expected under 0.1)", "at step 9: ratio 0.4"]
+    assert list(evidence(told)) == ["ratio 0.3 (healthy: under 0.1)", "at step 9: ratio 0.4"]
     assert list(evidence({"seen": {"share": 0.00103}, "expected": {"share": 0.0}})) == [
         "0.103% of their numbers, normally none"
     ]
@@ -43,8 +43,8 @@ def test_a_swing_says_what_it_is_of() -> None:
     assert "the losses as observed: if the loop smooths them" in RULES["batch_too_small"].message.causes["tiny"]
     both = {"swing": 0.171, "loss_swing": 0.156}
     assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
-        "spread of the norm's logarithm 0.171 (expected under 0.8)",
-        "spread of observed losses over their mean 0.156 (expected under 0.12)",
+        "spread of the norm's logarithm 0.171 (healthy: under 0.8)",
+        "spread of observed losses over their mean 0.156 (healthy: under 0.12)",
     ]
 
 

@@ -214,9 +214,9 @@ def _notes(record: Record, limit: float, drifts: bool, clips_at: float | None, c
     # Limits that the doctor names, each with why it is not the one to take.
     for name, finding in {finding.id: finding for finding in record.findings}.items():
         seen = finding.evidence.get("seen") or {}
-        if name in ("clip_saturated", "clip_idle") and seen.get("norm_proposed", limit) != limit:
+        if name in ("clip_saturated", "clip_idle") and seen.get("max_norm", limit) != limit:
             steps = f"{number(seen['steps'])} steps" if "steps" in seen else "recent steps"
-            named = f"`gradvitals doctor` names {number(seen['norm_proposed'])} ({name})"
+            named = f"`gradvitals doctor` names {number(seen['max_norm'])} ({name})"
             yield f"{named}, which is based on {steps} alone: take the one above."
         elif name == "clipped_twice" and {"loop", "optimizer"} <= seen.keys():
             lower = number(min(seen["loop"], seen["optimizer"]))

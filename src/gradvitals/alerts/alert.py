@@ -84,6 +84,8 @@ class AlertError(GradvitalsError):
 class Alert:
     """Sends findings that are serious enough, when they open or get worse, and when they resolve.
 
+    A finding that follows from one of these is not sent: one fault makes one alert.
+
     Subclass it and override `send` to deliver them another way. It is called on a thread of its own: training does not
     wait. An error is reported once, as a finding; later findings are still tried.
 
@@ -112,6 +114,8 @@ class Alert:
         self._run = ""
         self._told: dict[tuple[Any, ...], bool] = {}
         self._resolved: set[tuple[Any, ...]] = set()
+        self._ids: set[str] = set()
+        """Ids of findings that were serious enough."""
         self._latest: dict[str, tuple[float, int]] = {}
         self._recent: deque[float] = deque()
         self._held_back = 0
@@ -138,6 +142,9 @@ class Alert:
         level = SEVERITIES.index(finding.severity)
         if level < SEVERITIES.index(self.severity):
             return
+        if finding.follows in self._ids:
+            return  # a consequence of what was sent is no news
+        self._ids.add(finding.id)
         key = (finding.id, finding.rank, finding.first_step, finding.found_step)
         if finding.last_step is not None:
             if key in self._resolved or (key not in self._told and finding.follows is not None):

@@ -3,7 +3,8 @@
 Everything is read from the graph that autograd has built when backward starts: the names of its operations, and the
 tensors they saved. So it does not matter whether a model uses modules or functions. ``torch.autograd.backward`` is
 wrapped for the first steps, for those due for a detailed reading, and while gradients are not finite. Numbers stay on
-their device and leave with the step.
+their device and leave with the step. What torch.compile has compiled is one node, which tells nothing; what the loop
+computes outside of it, most often the loss, is seen as ever.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ SQUASHES = {
 }
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
+SUM = 2
+"""The reduction of a loss that is summed, in the terms of ATen."""
 
 
 def _is(node: Any, names: Sequence[str]) -> bool:
@@ -193,8 +196,9 @@ class _Wrapper:
                 self._call(self._after, result)
             return result
 
-        self._replacement = replacement
-        setattr(self._owner, self._name, replacement)
+        # A loop that is compiled as a whole must not compile this too.
+        self._replacement = torch.compiler.disable(replacement) if _is_compiled() else replacement
+        setattr(self._owner, self._name, self._replacement)
 
     def discard(self, listener: Any) -> None:
         """Call this listener no more; with the last one gone, torch is as it was."""
@@ -237,13 +241,14 @@ class Inspection:
         Args:
             first: Look at everything; else only at activations, inputs and targets.
         """
-        if self._failed or _is_compiled():
+        if self._failed:
             return
         self._first = first
         if not self.is_armed:
             self.is_armed = True
             _BACKWARD.add(self)
-            _SAVED_HOOKS.add(self)
+            if not _is_compiled():  # which may trace through the hooks of a checkpoint
+                _SAVED_HOOKS.add(self)
 
     def disarm(self) -> None:
         """Inspect nothing until it is armed again."""
@@ -347,7 +352,8 @@ class Inspection:
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
             found["target/dominant"] = one.argmax()
-            found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
+            if head.is_mean:
+                found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
             if not self._first:  # what is pooled would differ in a run that was resumed
                 found = {name: found[name] for name in ("target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
@@ -366,9 +372,9 @@ class Inspection:
             found |= {"target/row_sum": finite.sum(1).mean(), "target/columns": float(finite.shape[1])}
             found |= {"target/nonfinite": (~flat.isfinite()).sum()}
             found |= {"target/one_hot": ((finite.sum(1) == 1) & (finite.max(1).values == 1)).float().mean()}
-            if head.loss == "mse":
+            if head.loss == "mse" and head.is_mean:
                 found["target/trivial_loss"] = variance.mean()
-            elif head.loss in ("bce", "bce_logits"):
+            elif head.loss in ("bce", "bce_logits") and head.is_mean:
                 p = mean.clamp(0, 1)
                 found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
             if not self._first:
@@ -404,6 +410,8 @@ class Head:
         """Targets of any other kind."""
         self.classes = 0
         self.loss = ""
+        self.is_mean = True
+        """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
         squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
         self._find_loss()
         if self.loss in ("nll", "cross_entropy") and squashes and squashes[0][1] == "log_softmax":
@@ -427,6 +435,8 @@ class Head:
             kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
             if kind:
                 self.loss = kind
+                weighted = _saved(node, "weight", "pos_weight") is not None
+                self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted
                 target = _saved(node, "target")
                 own = _saved(node, "self")
                 if kind == "nll" and target is not None:
@@ -717,6 +727,6 @@ def _is_initial(weight: Tensor) -> Tensor:
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile is in use: it hides the graph, and would compile again with our hooks in it."""
+    """Whether torch.compile is in use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters.get("frames"))

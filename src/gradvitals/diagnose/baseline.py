@@ -13,8 +13,14 @@ Floats = NDArray[np.float64]
 MEAN_ABS_TO_STD = math.sqrt(math.pi / 2)
 """Standard deviation over mean absolute deviation, for a normal distribution."""
 
+MEDIAN_ABS_TO_STD = 1.4826
+"""Standard deviation over median absolute deviation, for a normal distribution."""
+
 SMALLEST_SPREAD = 0.02
 """Smallest spread, in units of log: a series that has hardly moved so far may still move."""
+
+REMEMBERED = 0.998
+"""Share of a baseline's reach that is left after each value: half of it after 350."""
 
 
 @dataclass
@@ -22,7 +28,9 @@ class Baseline:
     """Moving averages of the level and the spread of positive series, in log space.
 
     An outlier is compared but not learned, nor is a value that is not finite or not positive. A series that stays
-    outside for more than `patience` values in a row has a new level and learns it from then on.
+    outside for more than `patience` values in a row has a new level and learns it from then on. What recurs is normal:
+    the farthest that a series went and came back from counts as `outlier_z` standard deviations, and is forgotten
+    slowly.
 
     `compare` and `learn` take one value per series. `compare_one` and `learn_one` do the same for a single series in
     plain floats, to the last bit: starting a numpy operation takes longer than the arithmetic of one number.
@@ -50,6 +58,10 @@ class Baseline:
     """Mean absolute deviation of the logarithm from its level."""
     outside: Floats = field(default_factory=lambda: np.zeros(0))
     """Outliers in a row."""
+    peak: Floats = field(default_factory=lambda: np.zeros(0))
+    """The farthest of them, as a distance of the logarithm."""
+    reach: Floats = field(default_factory=lambda: np.zeros(0))
+    """How far outliers went before the series came back, or took a new level."""
 
     def __post_init__(self) -> None:
         # A rule compares values before the engine learns the same ones: keep what was computed.
@@ -59,7 +71,7 @@ class Baseline:
         """Make room for this many series; new ones come last."""
         more = size - len(self.count)
         if more > 0:
-            for name in ("count", "level", "spread", "outside"):
+            for name in ("count", "level", "spread", "outside", "peak", "reach"):
                 setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
 
     def usual(self) -> Floats:
@@ -79,10 +91,14 @@ class Baseline:
         _, take, distance, z = self._distances(values)
         self._compared = None
         outlier = (np.abs(z) > self.outlier_z) & (self.count >= 5)
+        self.reach = REMEMBERED * self.reach
         if outlier.any() or self.outside.any():
             self.outside = np.where(outlier, self.outside + 1, np.where(take, 0.0, self.outside))
+            self.peak = np.where(outlier, np.maximum(self.peak, np.abs(distance)), self.peak)
             settled = outlier & (self.outside > self.patience)
             take = take & (~outlier | settled)
+            self.reach = np.where(take, np.maximum(self.reach, self.peak), self.reach)
+            self.peak = np.where(take, 0.0, self.peak)
             self.count = np.where(settled, np.minimum(self.count, 1.0), self.count)
         self.count = self.count + take
         distance = np.where(take, distance, 0.0)
@@ -108,13 +124,18 @@ class Baseline:
             return
         # numpy's logarithm: the last digit of `math.log` may differ.
         distance, count = float(np.log(value)) - self.level.item(index), self.count.item(index)
-        if count >= 5 and abs(distance / self._std_one(index)) > self.outlier_z:
+        outlier = count >= 5 and abs(distance / self._std_one(index)) > self.outlier_z
+        self.reach[index] *= REMEMBERED
+        if outlier:
             self.outside[index] += 1
+            self.peak[index] = max(self.peak.item(index), abs(distance))
             if self.outside.item(index) <= self.patience:
                 return
             count = min(count, 1.0)
         else:
             self.outside[index] = 0.0
+        if self.peak.item(index):
+            self.reach[index], self.peak[index] = max(self.reach.item(index), self.peak.item(index)), 0.0
         count += 1
         self.count[index] = count
         if count > 1:
@@ -131,10 +152,12 @@ class Baseline:
         # The spread of few values is poorly known, and more likely too small than too large.
         doubt = 1 + 3 / np.maximum(self.count, 1)
         std = np.maximum(self.spread, SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+        std = np.maximum(std, self.reach / self.outlier_z)
         z = np.where(usable & (self.count >= 2), distance / std, np.nan)
         self._compared = (values, usable, distance, z)
         return self._compared
 
     def _std_one(self, index: int) -> float:
         doubt = 1 + 3 / max(self.count.item(index), 1)
-        return max(self.spread.item(index), SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+        std = max(self.spread.item(index), SMALLEST_SPREAD) * MEAN_ABS_TO_STD * doubt
+        return max(std, self.reach.item(index) / self.outlier_z)

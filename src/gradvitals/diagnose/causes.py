@@ -12,8 +12,8 @@ from gradvitals.types import SEVERITIES, Finding, Fix
 def link_to_roots(findings: list[Finding], changed: Sequence[Finding], last_seen: Mapping[str, int]) -> list[Finding]:
     """Make findings that are consequences of another point to it, in place.
 
-    A symptom follows from what is wrong with the setup, if anything is, and else from what its rule names. A note on
-    the setup becomes as serious as the symptoms that confirm it.
+    A symptom follows from what is wrong with the setup, if anything is, and else from what its rule names. A root
+    that is open becomes as serious as the symptoms that confirm it.
 
     Args:
         findings: All of a run.
@@ -38,10 +38,11 @@ def link_to_roots(findings: list[Finding], changed: Sequence[Finding], last_seen
         root = next((root for root in roots if _is_consequence(finding, root, last_seen)), None)
         if root is not None:
             findings[place] = _linked(finding, root)
-            if root in setup and SEVERITIES.index(finding.severity) > SEVERITIES.index(root.severity):
+            if root.last_step is None and SEVERITIES.index(finding.severity) > SEVERITIES.index(root.severity):
                 confirmed = findings.index(root)
                 findings[confirmed] = replace(root, severity=finding.severity)
-                setup[setup.index(root)] = findings[confirmed]
+                some = setup if root in setup else present[root.id]
+                some[some.index(root)] = findings[confirmed]
     news = {id(finding) for finding in changed}
     return [now for then, now in zip(before, findings, strict=True) if id(then) in news or now != then]
 

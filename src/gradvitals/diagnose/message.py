@@ -85,7 +85,6 @@ PROPOSED = {
     "lr_lower": "lr",
     "lr_tenth": "lr",
     "lr_before": "lr",
-    "norm_proposed": "max_norm",
     "max_norm": "max_norm",
     "decay_proposed": "weight_decay",
     "momentum_proposed": "momentum",

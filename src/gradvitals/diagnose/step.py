@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -179,14 +180,20 @@ class Step:
             self._losses_since[start] = losses
         return self._losses_since[start]
 
-    def largest_update(self, back: int = 20) -> tuple[float, int]:
-        """Returns the largest update of the last `back` steps over the median of those before, and its step."""
-        updates = self.history["update/rms"]
-        moves = updates.last(back + 50)
+    def largest_update(self, back: int = 20, before: int | None = None) -> tuple[float, int]:
+        """Returns the largest update of the last `back` steps before one over the median of those earlier, its step.
+
+        Updates are compared by learning rate.
+        """
+        updates, rates = self.history["update/rms"], self.history["lr"]
+        end = len(updates) if before is None else bisect_left(updates.steps, before)
+        steps, moves = (np.array(kept[max(end - back - 50, 0) : end]) for kept in (updates.steps, updates.values))
+        if len(rates) and len(moves):
+            moves = moves / np.maximum(np.interp(steps, rates.steps, rates.values), 1e-30)
         if len(moves) <= back or not np.median(moves[:-back]) > 0:
             return math.nan, self.number
         recent = moves[-back:] / np.median(moves[:-back])
-        return float(recent.max()), int(updates.steps[-back:][recent.argmax()])
+        return float(recent.max()), int(steps[-back:][recent.argmax()])
 
     def single_spike(self, before: int, back: int = 40) -> tuple[float, int]:
         """Returns the one gradient before a step that was far larger than the others, over the median, and its step.
@@ -216,6 +223,12 @@ class Step:
         lr, ratio = max(rates), max(ratios, default=math.nan)
         proposed = lr * min(0.003 / ratio, 1 / 3) if ratio > 0 else lr / 10
         return max(proposed, lr / 10)
+
+    def higher_lr(self, least: float = 3.0, ratio: float = 2e-3) -> float:
+        """Returns a rate whose steps change the weights by an ordinary share, at least so many times as high."""
+        ratios = self.history["update/ratio"].last(50)
+        now = float(np.median(ratios)) if len(ratios) else math.nan
+        return self.value("lr") * (min(max(ratio / now, least), 1000.0) if now > 0 else 30.0)
 
     # -- against the baselines ---------------------------------------------------------------------------------------
 
@@ -333,8 +346,3 @@ class Step:
         if self.updates is not None:
             history.updates.learn(self.updates)
         history.push_number(self.number)
-
-
-def lower_decay(lr: float, decay: float) -> float:
-    """Returns a weight decay that takes 0.01% of the weights per step, as usual recipes do; at most a tenth of it."""
-    return decay * min(1e-4 / (lr * decay), 0.1) if lr * decay > 0 else math.nan

@@ -24,6 +24,19 @@ MADE_NAN = ("loss", "norm")
 """Those of them that training itself may make NaN; otherwise NaN means that the number was not known."""
 LOSS_SPREAD = "spread of observed losses over their mean"
 NORM_SPREAD = "spread of the norm's logarithm"
+NAMES = {
+    "z": "standard deviations from normal",
+    "gradient_z": "standard deviations of the gradient from normal",
+    "cosine": "mean cosine of consecutive updates",
+    "cv": "spread of the norm over its mean",
+    "dead": "share of dead units",
+    "fell": "fall of the loss",
+    "growth": "growth of the weight norm",
+    "lr_first": "first learning rate",
+    "taken": "share of the weights taken per step",
+    "val": "validation loss",
+}
+"""What numbers are called whose names in the evidence are short."""
 
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
@@ -53,7 +66,8 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(seen, Mapping):
         return
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
-    names = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
+    swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
+    names = NAMES | swings
     yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
     others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)})
     if others:
@@ -82,7 +96,7 @@ def _compared(name: str, value: Any, expected: Any) -> str:
         return f"{percent(as_float(value))} of their numbers, normally none"
     text = f"{name.replace('_', ' ')} {_value(value)}"
     is_number = isinstance(expected, (int, float))
-    return f"{text}, normally {_value(expected)}" if is_number else f"{text} (expected {_value(expected)})"
+    return f"{text}, normally {_value(expected)}" if is_number else f"{text} (healthy: {_value(expected)})"
 
 
 def _value(value: Any) -> str:

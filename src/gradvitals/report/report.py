@@ -68,7 +68,6 @@ PROPOSALS = frozenset(
         "lr_lower",
         "lr_tenth",
         "max_norm",
-        "norm_proposed",
         "proposed",
         "batch_proposed",
         "warmup",
@@ -223,9 +222,8 @@ class Report:
 
 def _observed(finding: dict[str, Any]) -> dict[str, Any]:
     """Returns a finding whose evidence has what was observed, without the proposals that its fixes are filled with."""
-    proposals = PROPOSALS - {"max_norm"} if finding["id"].startswith("clip_") else PROPOSALS  # there it is in use
     evidence = {
-        name: {key: part for key, part in value.items() if key not in proposals}
+        name: {key: part for key, part in value.items() if key not in PROPOSALS}
         if isinstance(value, Mapping)
         else value
         for name, value in finding["evidence"].items()

@@ -82,22 +82,23 @@ class ClipSaturated(_Clipping):
             "More than 95% of the last few hundred norms exceed the clipping limit (a note), or 20 in a row are over "
             "1,000 times the limit (a warning)."
         ),
-        title="{clipped:%} of the last {steps} steps were clipped: max_norm is {max_norm}, the median norm {norm}",
+        title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
             "low": (
-                "The limit of {max_norm} is under the ordinary norm of {norm}: every step is scaled to one length, so "
+                "The limit of {limit} is under the ordinary norm of {norm}: every step is scaled to one length, so "
                 "clipping sets the pace and does not stop spikes"
             ),
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
         },
         fixes={
-            "low": "Clip to {norm_proposed} instead of {max_norm}: 90% of these {steps} steps are below it" + WHEN_DONE,
+            "low": "Clip to {max_norm} instead of {limit}: 90% of these {steps} steps are below it" + WHEN_DONE,
             "scale": "Average the loss over samples and micro-batches: a norm of {norm} is far too large",
         },
         passed="clipping leaves most steps alone",
     )
 
     WINDOW = 300  # steps looked back on; two thirds of them must exist
+    SHORT, FEWEST = 10.0, 40  # a limit this many times below each of so many norms makes every step too short
     FAR = 1000.0  # 20 norms of this many times the limit are a mistake, reported at once
 
     share: float = 0.95
@@ -108,18 +109,20 @@ class ClipSaturated(_Clipping):
         norms = step.history["grad/norm"].last(self.WINDOW)
         clipped = float(np.mean(norms > limit)) if len(norms) else 0.0
         far = len(norms) >= 20 and bool(norms[-20:].min() > self.FAR * limit)
-        if not far and (clipped <= self.share or len(norms) < 2 * self.WINDOW // 3):
+        short = len(norms) >= self.FEWEST and bool(norms.min() > self.SHORT * limit)
+        if not (far or short) and (clipped <= self.share or len(norms) < 2 * self.WINDOW // 3):
             return None
+        if not far and step.info.betas:
+            return None  # Adam makes steps as long whatever the size of the gradient
         usual, proposed = np.quantile(norms, (0.5, self.QUANTILE))
-        seen = {"percent": 100 * clipped, "max_norm": limit, "norm": float(usual), "steps": len(norms)}
+        seen = {"percent": 100 * clipped, "limit": limit, "norm": float(usual), "steps": len(norms)}
         return Observation(
             severity="warning" if far else "info",
-            seen=seen | {"norm_proposed": _two_digits(float(proposed))},
-            expected={"percent": f"under {100 * self.share:g}"},
+            seen=seen | {"max_norm": _two_digits(float(proposed))},
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
             causes=("scale",) if far else ("low",),
-            fixes=("scale", "low") if far else ("low",),
+            fixes=("scale",) if far else ("low",),
         )
 
 
@@ -133,11 +136,9 @@ class ClipIdle(_Clipping):
     message = Message(
         name="Clipping never triggers",
         pattern="Over 500 steps the clipping limit was at least 10 times the largest norm.",
-        title="Gradients are clipped to {max_norm}, but no norm of the last {steps} steps exceeded {norm}",
-        causes={"high": "The limit of {max_norm} is so high that a spike of 10 times a normal norm would pass"},
-        fixes={
-            "lower": "Clip to {norm_proposed}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE
-        },
+        title="Gradients are clipped to {limit}, but no norm of the last {steps} steps exceeded {norm}",
+        causes={"high": "The limit of {limit} is so high that a spike of 10 times a normal norm would pass"},
+        fixes={"lower": "Clip to {max_norm}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE},
         passed="the clipping limit is within reach of this run's norms",
     )
 
@@ -152,10 +153,8 @@ class ClipIdle(_Clipping):
         if len(norms) < self.min_steps or limit <= self.factor * float(norms.max()):
             return None
         proposed = _two_digits(self.SPIKES * float(np.quantile(norms, self.QUANTILE)))
-        seen = {"max_norm": limit, "norm": float(norms.max()), "norm_proposed": proposed, "steps": len(norms)}
-        return Observation(
-            severity="info", seen=seen, expected={"max_norm": proposed}, since=max(step.ago(len(norms)), 0)
-        )
+        seen = {"limit": limit, "norm": float(norms.max()), "max_norm": proposed, "steps": len(norms)}
+        return Observation(severity="info", seen=seen, expected={"limit": proposed}, since=max(step.ago(len(norms)), 0))
 
 
 def _two_digits(value: float) -> float:

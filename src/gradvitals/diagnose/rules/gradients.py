@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD
+from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, MEDIAN_ABS_TO_STD
 from gradvitals.diagnose.history import Floats
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
@@ -16,9 +16,6 @@ from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix, pr
 from gradvitals.diagnose.step import MAX_NAMED, Step
 from gradvitals.format import number
 from gradvitals.types import Layout, Severity
-
-MEDIAN_ABS_TO_STD = 1.4826
-"""Standard deviation over median absolute deviation, for a normal distribution."""
 
 
 @register
@@ -212,7 +209,7 @@ class Explosion(Rule):
     # One tensor: of many, some deviate by chance, and the global norm hides its spike.
     TENSOR_RATIO, TENSOR_Z = 4.0, 8.0
     TENSOR_SHARE = 0.02  # a tensor counts from this share of the global norm on
-    EXTREME_RATIO, EXTREME_Z = 5.0, 10.0  # a spike of one step that the loss does not show is a warning from here on
+    LASTS = 5  # steps of a spike that is not one of a single batch
     FIRST_STEPS = 15  # steps before anything is an outlier
     # At the start there is no baseline. If every weight changed at random by its own size, the loss would change by
     # |g| |W| / sqrt(number of weights), to first order. Healthy models start under 0.2 of their loss.
@@ -221,6 +218,8 @@ class Explosion(Rule):
     FEWEST = 100  # and a tensor as having this many weights
     SCALE = 1e4  # gradient norm over weight norm, at the start, that only a loss on the wrong scale has
     GROWTH = 10.0  # baseline over its lowest level so far, if the loss has risen too
+    AGAIN = 1.5  # and over the highest level that it had before the lowest: what was there before is normal
+    LOST = 0.3  # share of what was gained that the loss must have lost again
     GROWTH_ALTERNATING = 100.0  # the same if the model alternates with another one, so that its loss says nothing
     RECOVERED = 0.8  # share of the first loss below which a run has recovered from what was there at the start
     RECOVERS = 5  # steps after which a spike that did not come back was that of one batch
@@ -244,8 +243,8 @@ class Explosion(Rule):
     verdict: str = field(default="", init=False)
     """The cause, once the steps after a spike have shown it."""
     lr_rose: bool = field(default=False, init=False)
-    harmless: bool = field(default=True, init=False)
     calm_loss: float = field(default=math.nan, init=False)
+    calm_spread: float = field(default=math.nan, init=False)
     seen: dict[str, Any] = field(default_factory=dict, init=False)
     text: dict[str, Any] = field(default_factory=dict, init=False)
     names: list[str] = field(default_factory=list, init=False)
@@ -257,6 +256,10 @@ class Explosion(Rule):
     eased: bool = field(default=False, init=False)
     lowest: float = field(default=math.inf, init=False)
     lowest_loss: float = field(default=math.nan, init=False)
+    highest: float = field(default=0.0, init=False)
+    """Highest baseline so far."""
+    before: float = field(default=0.0, init=False)
+    """The same when it was lowest."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at every step whose gradient is too large, and adds the cause once the next steps have shown it."""
@@ -266,16 +269,16 @@ class Explosion(Rule):
         if self.since < 0 or step.number - self.last > self.closes_after:
             losses = step.history["loss"].last(20)
             self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
+            self.calm_spread = step_spread(losses) if len(losses) > 1 else math.nan
             self.since, self.times, self.hot_updates, self.skipped, self.verdict = step.number, 0, 0, 0, ""
             self.seen, self.text, self.names = {}, {}, []
-            rates, self.harmless = step.history["lr"].last(20), True
+            rates = step.history["lr"].last(20)
             self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
         self.last, self.times = step.number, self.times + 1
         self.skipped += step.value("step/left_out") == 1
         if not seen.seen["ratio"] <= self.seen.get("ratio", 0.0):
             self.seen, self.text, self.names = dict(seen.seen), dict(seen.text), list(seen.tensors)
         severity = self._severity(step, seen)
-        self.harmless &= severity == "info"
         causes = seen.causes or self._causes()
         worst = {**seen.seen, **self.seen, "began": self.since}
         text = {**seen.text, **self.text}
@@ -325,12 +328,14 @@ class Explosion(Rule):
             return None
         losses = step.history["loss"].last(20)
         level, loss = float(np.exp(baseline.level[0])), float(np.median(losses)) if len(losses) else math.nan
+        self.highest = max(self.highest, level)
         if level < self.lowest:
-            self.lowest, self.lowest_loss = level, loss
+            self.lowest, self.lowest_loss, self.before = level, loss, self.highest
         ratio = level / self.lowest
-        harms = step.alternating or loss > self.lowest_loss + 0.1 * abs(self.lowest_loss)
+        gained = max(float(np.mean(step.first_losses)) - self.lowest_loss, 0.0) if step.first_losses else 0.0
+        harms = step.alternating or loss - self.lowest_loss > max(self.LOST * gained, 0.1 * abs(self.lowest_loss))
         growth = self.GROWTH_ALTERNATING if step.alternating else self.GROWTH
-        if not (ratio > growth and harms):
+        if not (ratio > growth and level > self.AGAIN * self.before and harms):
             return None
         return Observation(
             severity="warning",
@@ -352,6 +357,7 @@ class Explosion(Rule):
         sizes = np.maximum(np.array([info.numel for info in step.layout.tensors], dtype=np.float64), self.FEWEST)
         # A negative loss has no size that a change of it could be compared with.
         size = max(loss, self.LEAST_LOSS) if loss >= 0 else math.inf if loss < 0 else math.nan
+        size = size if step.loss_should_fall else math.inf
         own = np.nan_to_num(norms * weights / np.sqrt(sizes) / size)
         share = max(norm * whole / math.sqrt(sizes.sum()) / size, float(own.max()))
         text = {"what": f"The gradient norm is {number(norm)} from the start"}
@@ -411,24 +417,28 @@ class Explosion(Rule):
             return ("lingers",)
         if self.times > 3 and self.last - self.since < 2 * self.times:
             return ("learning_rate",)
-        return ("harmless", "dirty_batch") if self.harmless else ("dirty_batch",)
+        return ("harmless", "dirty_batch")
 
     def _severity(self, step: Step, seen: Observation) -> Severity:
-        """Critical if it lasts and the loss rises with it; a note if it was one step that did no harm."""
-        loss, losses = step.value("loss"), step.history["loss"].last(50)
-        if self.times >= 5 and loss > 2 * self.calm_loss > 0:
-            return "critical"
+        """A note while it is one batch that is harder than others; what it leaves behind is the damage."""
         if "z" not in seen.seen:
             return "warning"
-        extreme = bool(seen.seen["ratio"] > self.EXTREME_RATIO and seen.seen["z"] > self.EXTREME_Z)
-        if len(losses) < 10 or not math.isfinite(loss):
-            return "warning" if extreme else "info"
-        middle = float(np.median(losses))
-        usual = middle + 3 * MEAN_ABS_TO_STD * float(np.mean(np.abs(losses - middle)))
-        harm = loss > usual and not step.alternating
-        lasts = self.times >= 3 and self.last - self.since < 2 * self.times
         clipped = step.value("grad/norm") > step.value("clip/max_norm")
-        return "warning" if harm or ((extreme or lasts) and not clipped) else "info"
+        if self.times < self.LASTS or self.last - self.since >= 2 * self.times or clipped:
+            return "info"
+        thrown = self.lr_rose or self._was_pushed  # what moved the weights too far came before
+        if not (thrown or self._is_harmed(step)):
+            return "info"
+        return "critical" if self.times > self.LASTS and step.value("loss") > 2 * self.calm_loss else "warning"
+
+    def _is_harmed(self, step: Step) -> bool:
+        """Whether the loss stays above that before a spike; while it lasts, rises: new data may only be harder."""
+        losses = np.append(step.history["loss"].since(self.since + 1)[1], step.value("loss"))
+        if step.alternating or len(losses) < self.LASTS:
+            return False
+        first, last = (float(np.median(some)) for some in (losses[: self.LASTS], losses[-self.LASTS :]))
+        factor = 0.9 if self.times < self.LASTS else 1.1
+        return last > max(self.calm_loss + 3 * self.calm_spread, factor * first)
 
     def _afterwards(self, step: Step) -> Observation | None:
         deviations = step.update_deviations
@@ -443,12 +453,12 @@ class Explosion(Rule):
             own = "momentum" if self._was_pushed or self.times > 3 else "lingers"
             self.verdict = "learning_rate" if self.lr_rose else own
         elif passed >= self.RECOVERS and self.times <= 3 and not self.hot_updates:
-            self.verdict = "harmless" if self.harmless else "dirty_batch"
+            self.verdict = "dirty_batch" if self._is_harmed(step) else "harmless"
         else:
             return None
         causes = (self.verdict,)
         return Observation(
-            severity="info",
+            severity="warning" if self._is_harmed(step) else "info",
             seen={**self.seen, "began": self.since},
             text=self.text,
             tensors=tuple(self.names),
@@ -487,7 +497,6 @@ class Vanishing(Rule):
             "depth": "Each layer passes on less than it receives: sigmoid or tanh in many layers, no residual path",
             "gone": "All units are off or saturated, or the loss no longer depends on the weights",
             "initialization": "The weights start too small, so the signal shrinks from layer to layer",
-            "decay": "Weight decay has shrunk the weights until no signal passes",
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
@@ -496,7 +505,6 @@ class Vanishing(Rule):
                 "Look for units that are off for every input (dead ReLUs) up to {layer}, and start with smaller weights"
             ),
             "gone": "Restore a checkpoint from before step {at} and use a learning rate below {lr}",
-            "decay": "Lower the weight decay of {weight_decay}: it takes {taken:%} of the weights per step",
             "initialization": "Initialize with a standard deviation of 1 / sqrt(inputs), or by muP",
             "precision": "Use bfloat16, or a loss scale, so that gradients reach {layer}",
         },
@@ -559,14 +567,13 @@ class Vanishing(Rule):
             layer = step.layout.layers[below - 1]
             amount = f"{number(weakest)} of the largest layer's" if weakest > 0 else "none"
             what = f"Gradients vanish at layer `{layer}`: the layers before it receive {amount}"
-        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
         seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "layer": layer, "at": since}
-        seen |= {"lr": lr, "weight_decay": decay, "taken": lr * decay}
+        seen["lr"] = step.value("lr")
         expected: dict[str, Any] = {"norm": self.highest, "share": f"over {self.SCALE:g}"}
         if not math.isnan(loss):
             seen["loss"], expected["loss"] = loss, self.FALLEN * start
         half = step.info.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
-        cause = "decay" if lr * decay > 0.01 else "gone" if gone or weakest == 0 else "depth"
+        cause = "gone" if gone or weakest == 0 else "depth"
         cause = "precision" if half else cause
         return Observation(
             severity="info" if loss < self.FALLEN * start else "warning",
@@ -662,7 +669,7 @@ class Oscillation(Rule):
         level = float(np.median(losses))
         is_high = level > self.HIGH * float(np.mean(step.first_losses)) > 0
         swing = step_spread(np.log(norms[norms > 0]))
-        loss_swing = step_spread(losses) / level
+        loss_swing = step_spread(losses) / abs(level) if level else 0.0
         # At a minimum that was reached, updates turn around it and are next to nothing.
         moves = step.history["update/ratio"].last(1)
         settled = (len(moves) and moves[0] < self.STILL) or step.loss_left < self.LEFT

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import Baseline
-from gradvitals.diagnose.history import FIRST, fall
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline
+from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
-from gradvitals.diagnose.step import Step, lower_decay
+from gradvitals.diagnose.step import Step
 from gradvitals.types import Severity
 
 
@@ -212,7 +212,6 @@ class LossRising(Rule):
             "update": "Step {pushed} moved the weights {moved}× as far as normal, and the loss rose after it",
             "data": "The data changed around step {at}: other labels, another source, another order",
             "high_lr": "The learning rate of {lr} is too high at this stage of the run",
-            "decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives",
             "momentum": "Momentum of {momentum} adds up the last {memory} gradients: steps overshoot for that long",
             "stale": "Gradients are not zeroed between steps, so steps become ever longer: see stale_gradients",
         },
@@ -225,7 +224,6 @@ class LossRising(Rule):
                 "Restore a checkpoint from about step {best_step} and lower the learning rate from {lr} to "
                 "{lr_proposed}"
             ),
-            "decay": "Lower the weight decay of {weight_decay}",
             "momentum": "Start again and lower momentum from {momentum} to {momentum_proposed}",
             "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
         },
@@ -235,20 +233,34 @@ class LossRising(Rule):
 
     WINDOW = 20  # losses whose means are compared
     RELATIVE = 0.1  # least rise, as a share of the best loss
-    ERRORS = 8.0  # least rise, in standard errors of such a mean
+    SPANS = (1, 5)  # windows whose mean is compared: a noisy loss takes more to show that it rose
+    ERRORS = 1.25  # least rise, in units of the range that the means have by chance
     PATIENCE = 3  # steps in a row
     LONG_MEMORY = 0.99  # momentum
     EARLY = 1.7  # the last five losses over the first three, while there are too few for a window
+    RECENT, CLEAR = 200, 4.0  # losses within which the loss must have risen, by as many standard errors of its line
+    AS_NOW = 0.8  # share of the learning rate from which on losses are compared
+    KEPT = 256  # means that are remembered
+    JUMP = 0.5  # share of the rise from one step to the next that a change of the data makes
+    SETTLES = 60  # steps that the loss has to come down again after the data changed
+    LOST = 0.5  # share of what was gained that new data may cost
 
     share: float = 0.3
     """Share of what was gained since the start that must be lost again."""
 
     start: float = field(default=math.nan, init=False)
-    best: float = field(default=math.inf, init=False)
-    best_error: float = field(default=0.0, init=False)
-    best_step: int = field(default=0, init=False)
+    means: list[list[float]] = field(default_factory=list, init=False)
+    """Of each twenty losses: the last step, the mean, the learning rate."""
+    count: int = field(default=0, init=False)
+    """Losses since the last of them."""
     high: int = field(default=0, init=False)
     """Steps in a row at which the loss was high."""
+    span: int = field(default=1, init=False)
+    """Windows whose mean was high, or was compared last."""
+    limit: float = field(default=math.nan, init=False)
+    """The loss under which it is over."""
+    useless: bool = field(default=False, init=False)
+    """Whether what was learned proved of no use to new data."""
     cause: str = field(default="", init=False)
     known: dict[str, Any] = field(default_factory=dict, init=False)
     """What was known when it started."""
@@ -258,31 +270,77 @@ class LossRising(Rule):
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
-        losses = [*step.history["loss"].values[1 - self.WINDOW :], loss]
+        losses = np.array([*step.history["loss"].values[1 - self.WINDOW :], loss])
         if len(losses) < self.WINDOW:
-            first, now = sum(losses[:3]) / 3, sum(losses[-5:]) / 5
-            risen = len(losses) >= 8 and 0 < self.EARLY * first < min(now, sorted(losses[-5:])[1])
+            first, now = float(losses[:3].mean()), float(losses[-5:].mean())
+            risen = len(losses) >= 8 and 0 < self.EARLY * first < min(now, float(np.sort(losses[-5:])[1]))
             return self._observe(step, risen, now, first, 1)
-        now = sum(losses) / self.WINDOW
         if math.isnan(self.start):
-            self.start = sum(losses[:FIRST]) / FIRST
-        if now < self.best:
-            self.best, self.best_step = now, step.number
-            variance = sum([(value - now) ** 2 for value in losses]) / (self.WINDOW - 1)
-            self.best_error = math.sqrt(variance / self.WINDOW)
-        gained = max(self.start - self.best, 0.0)
-        least = max(self.share * gained, self.RELATIVE * abs(self.best), self.ERRORS * self.best_error)
+            self.start = float(losses[:FIRST].mean())
+        self.count += 1
+        if not self.means or self.count == self.WINDOW:
+            self.count = 0
+            self.means.append([step.number, float(losses.mean()), step.value("lr"), float(losses.std())])
+            if len(self.means) > self.KEPT:
+                del self.means[: self.KEPT // 2 : 2]
+        spans = (self.span,) if self.high >= self.PATIENCE else self.SPANS
+        for self.span in spans:
+            found = self._compare(step, losses, self.span)
+            if found[0] or len(self.means) < 5:
+                break
+        return self._observe(step, *found)
+
+    def _compare(self, step: Step, losses: Floats, span: int) -> tuple[bool, float, float, int]:
+        """Returns whether the mean of some windows is far above the lowest such mean, both, and the step of that one.
+
+        A loss that comes down with the learning rate goes up with it again, as at a warm restart: the lowest is that at
+        the learning rate of now, if it was as high before.
+        """
+        steps, means, rates, spreads = np.array(self.means).T
+        spread = float(np.median(spreads)) / math.sqrt(self.WINDOW * span)
+        if len(means) >= 5:
+            changes = MEDIAN_ABS_TO_STD * float(np.median(np.abs(np.diff(means)))) / math.sqrt(2)
+            spread = max(spread, changes / math.sqrt(span))
+        means, steps, rates = np.convolve(means, np.full(span, 1 / span), "valid"), steps[span - 1 :], rates[span - 1 :]
+        lowest = int(means.argmin())
+        lr = self.AS_NOW * step.value("lr")
+        as_now = np.flatnonzero(rates > lr)
+        if rates[lowest] < lr and len(as_now) and as_now[0] < lowest:
+            lowest = int(as_now[means[as_now].argmin()])
+        best = float(means[lowest])
+        if span > 1:
+            losses = step.losses_since(step.ago(self.WINDOW * span - 1))
+        now = float(losses.mean())
+        # The highest of n means is that far from the lowest by chance, and a quarter more is no chance.
+        chance = self.ERRORS * 2 * math.sqrt(2 * math.log(len(means) + 1)) * spread
+        least = max(self.share * max(self.start - best, 0.0), self.RELATIVE * abs(best), chance)
         # The median too: one broken batch is not a rise.
-        risen = now - self.best > least and sorted(losses[-5:])[2] - self.best > least
-        return self._observe(step, risen, now, self.best, self.best_step)
+        return min(now, float(np.median(losses[-5 * span :]))) - best > least, now, best, int(steps[lowest])
 
     def _observe(self, step: Step, risen: bool, now: float, best: float, best_step: int) -> Observation | None:
+        if self.high >= self.PATIENCE:  # damage is over when half of it is undone
+            risen = now > self.limit
         self.high = self.high + 1 if risen else 0
         if self.high < self.PATIENCE:
             return None
         if self.high == self.PATIENCE or not self.known:
-            self._explain(step, best_step)
+            since = len(step.history["loss"].since(best_step)[1])
+            fell, error = fall(step.history["loss"].last(min(since, self.RECENT) + self.WINDOW))
+            if -fell < self.CLEAR * error:  # the level is not new
+                self.high = 0
+                return None
+            self.limit, self.useless = (now + best) / 2, False
+            self._explain(step, now, best, best_step)
         severity: Severity = "critical" if now > self.start and self.high >= self.WINDOW else "warning"
+        if self.cause == "data":
+            fell, error = fall(step.history["loss"].last(self.SETTLES // 2))
+            lost = now - best > self.LOST * (self.start - best) and fell < max(2 * error, 0.1 * (now - best))
+            self.useless |= self.high >= self.SETTLES and lost
+            if not self.useless:
+                severity = "info"
+            if severity == "info" and self.high >= 2 * self.SETTLES:  # the run is compared with itself from here on
+                self.means, self.count, self.high = [], 0, 0
+                return None
         return Observation(
             severity=severity,
             seen={"loss": now, "best_step": best_step, **self.known},
@@ -292,14 +350,14 @@ class LossRising(Rule):
             fixes=(self.cause,),
         )
 
-    def _explain(self, step: Step, best_step: int) -> None:
-        lr, rose = step.value("lr"), step.lr_increase()
-        moved, pushed = step.largest_update()
-        began = step.ago(self.high - 1)
-        spike, spiked = step.single_spike(began)
-        decay, momentum = step.info.weight_decay or 0.0, step.info.momentum or 0.0
-        sudden = self.WINDOW < step.number <= best_step + 2 * self.WINDOW
-        self.cause = "data" if sudden else "high_lr"
+    def _explain(self, step: Step, now: float, best: float, best_step: int) -> None:
+        lr, began = step.value("lr"), step.ago(self.high - 1)
+        jumped = self._jump(step, now - best)
+        before = began if jumped is None else jumped
+        (moved, pushed), (spike, spiked) = step.largest_update(before=before), step.single_spike(before + 3)
+        rose = step.lr_increase()
+        momentum = step.info.momentum or 0.0
+        self.cause = "high_lr" if jumped is None else "data"
         if step.value("grad/carried") == 1:
             self.cause = "stale"
         elif momentum >= self.LONG_MEMORY:
@@ -310,11 +368,24 @@ class LossRising(Rule):
             self.cause = "batch"
         elif moved > 5:
             self.cause = "update"
-        elif decay * lr > 0.01:
-            self.cause = "decay"
-        self.known = {"at": began, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
+        self.known = {"at": before, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
         self.known |= {"momentum": momentum, "momentum_proposed": 0.9, "memory": round(1 / max(1 - momentum, 1e-6))}
-        self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked, "weight_decay": decay}
+        self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked}
+
+    def _jump(self, step: Step, rise: float) -> int | None:
+        """Returns the step at which the loss made most of its rise at once; None if it rose step by step."""
+        losses = step.history["loss"].last(3 * self.WINDOW)
+        if len(losses) < 2 * self.WINDOW:
+            return None
+        half = self.WINDOW // 2
+        sides = np.lib.stride_tricks.sliding_window_view(losses, half)
+        jumps = np.median(sides[half:], axis=1) - np.median(sides[:-half], axis=1)
+        at = int(jumps.argmax())
+        if not jumps[at] > self.JUMP * rise:
+            return None
+        up = losses[at:] > np.median(losses[at : at + half]) + jumps[at] / 2
+        at += int(np.convolve(up, np.ones(3), "valid").argmax())  # the first three in a row that are up
+        return int(step.history["loss"].steps[at - len(losses)])
 
 
 @register
@@ -329,7 +400,7 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "unchanged_weights", "lr_too_high")
+    follows = ("stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",
@@ -345,9 +416,6 @@ class LossPlateau(Rule):
                 "loss hardly moves"
             ),
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
-            "decay": (
-                "Weight decay of {weight_decay} has left {left:%} of the weight norm: it takes more than gradients give"
-            ),
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
             "initialization": "The weights may start too small or too large for the signal to pass",
             "done": "The model has learned what it can at a learning rate of {lr}",
@@ -355,10 +423,6 @@ class LossPlateau(Rule):
         fixes={
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
-            "decay": (
-                "Lower the weight decay from {weight_decay} to about {decay_proposed}: it takes {taken:%} of the "
-                "weights per step"
-            ),
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
             "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
             "initialization": (
@@ -383,8 +447,6 @@ class LossPlateau(Rule):
     rose_at: int = field(default=0, init=False)
     """The last step with a learning rate higher than any before: a warmup is not judged."""
     has_learned: bool = field(default=False, init=False)
-    first_weight: float = field(default=math.nan, init=False)
-    last_weight: float = field(default=math.nan, init=False)
 
     def check(self, step: Step) -> Observation | None:
         """Fits a line through the losses, every 20 steps."""
@@ -394,11 +456,6 @@ class LossPlateau(Rule):
         lr = values.get("lr", math.nan)
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
-        weight = values.get("weight/norm", math.nan)
-        if math.isfinite(weight):
-            self.last_weight = weight
-            if math.isnan(self.first_weight):
-                self.first_weight = weight
         if step.number % self.EVERY or len(step.history["loss"]) < self.FIRST_STEPS:
             return None
         if math.isnan(self.start):
@@ -428,11 +485,7 @@ class LossPlateau(Rule):
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4:
-            cause = "small_lr"
-        elif seen["taken"] > 0.01 or seen["left"] < 0.5:
-            cause = "decay"
-        elif self._is_aligned(step):
+        if ratio < 1e-4 or self._is_aligned(step):
             cause = "small_lr"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
@@ -471,16 +524,9 @@ class LossPlateau(Rule):
         )
 
     def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
-        lr, decay = step.value("lr"), step.info.weight_decay or 0.0
-        seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": 30 * lr, "lr_lower": lr / 10}
-        left = self.last_weight / self.first_weight if self.first_weight else math.nan
-        return seen | {
-            "weight_decay": decay,
-            "taken": lr * decay,
-            "decay_proposed": lower_decay(lr, decay),
-            "left": left,
-            "steps": step.number,
-        }
+        lr = step.value("lr")
+        seen = {"loss": loss, "fell": fell, "lr": lr, "lr_proposed": step.higher_lr(30.0), "lr_lower": lr / 10}
+        return seen | {"steps": step.number}
 
 
 @register
@@ -494,12 +540,21 @@ class StillFalling(Rule):
     expects_fall = True
     is_symptom = True
     judges_after = 80
-    follows = ("stale_gradients", "lr_too_high", "loss_plateau", "unchanged_weights", "dead_tensor", "dead_units")
+    follows = (
+        "stale_gradients",
+        "lr_too_high",
+        "clip_saturated",
+        "loss_plateau",
+        "unchanged_weights",
+        "dead_tensor",
+        "dead_units",
+    )
     message = Message(
         name="Stopped while learning",
         pattern=(
             "When the run ended, the last half of its steps had brought more than 42% of all that the loss fell (28% "
-            "if its steps were short), at a learning rate that had not been lowered."
+            "if its steps were short), at a learning rate that had not been lowered. A note, or a warning if the "
+            "learning rate is too low or its schedule had not ended."
         ),
         title="The loss is still falling at the end of the run: by {fell} over the last {steps} steps, to {loss}",
         causes={
@@ -507,10 +562,15 @@ class StillFalling(Rule):
                 "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
                 "their norm, and the loss is still falling"
             ),
-            "short": "The run stopped too early: after {total} steps the loss is still falling",
+            "schedule": (
+                "The run stopped too early, in the middle of its schedule: the learning rate is still {lr}, on its way "
+                "down"
+            ),
+            "short": "The run stopped too early, unless it was a test: after {total} steps the loss is still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
+            "schedule": "Train to the end of the schedule, or make it as long as the run of {total} steps",
             "short": "Train for {steps_proposed} steps or more, or raise the learning rate from {lr}",
         },
         snippets={"short": "num_steps = {steps_proposed}"},
@@ -523,7 +583,6 @@ class StillFalling(Rule):
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
     LATELY = 0.08  # share of the whole fall from the third quarter to the last
     DECAYED = 0.5  # a learning rate under this share of its highest was lowered on purpose
-    LOW = 2e-3  # update over weight norm, under which the learning rate is to blame rather than the number of steps
 
     share: float = 0.42
     """Share of the whole fall that the last half of the steps must have brought."""
@@ -547,11 +606,14 @@ class StillFalling(Rule):
         falls = fell > max(self.CLEAR * error, share * gained) and lately > self.LATELY * gained > 0
         if not falls or end < self.LEFT * start or not lr > self.DECAYED * max(rates):
             return None
-        cause = "low_lr" if ratio < self.LOW else "short"
+        # A run of few steps is most often meant to have few. Steps that are too short are not, nor is the middle of a
+        # schedule, and a warmup is the start of one.
+        warming, falling = lr > 1.01 * rates[len(rates) // 2], lr < min(0.95 * max(rates), rates[-2])
+        cause = "low_lr" if ratio < self.SHORT and not warming else "schedule" if falling else "short"
         seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
-        seen |= {"lr_proposed": lr * min(max(self.LOW / ratio, 3.0), 30.0), "steps_proposed": 5 * (step.number + 1)}
+        seen |= {"lr_proposed": step.higher_lr(), "steps_proposed": 5 * (step.number + 1)}
         return Observation(
-            severity="warning",
+            severity="info" if cause == "short" else "warning",
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),

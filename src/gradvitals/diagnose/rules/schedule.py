@@ -60,7 +60,7 @@ class WarmupNeeded(Rule):
 
     WITHIN = 200  # steps from the start that it checks
     FULL = 0.5  # least share of the highest learning rate so far that the first one had
-    RISE = 1.5  # loss over the first one, as the median of three, within the first `AFTER` steps
+    RISE = 1.5  # loss over the first one, at four steps of five, within the first `AFTER` steps
     CLEAR = 3.5  # standard deviations of single losses that it must rise by: a first loss may be low by chance
     SHOCK = 20.0  # largest of the first three gradient norms over the median from the tenth step on
     AFTER = 20  # steps before the first norms are compared with those that follow
@@ -76,7 +76,7 @@ class WarmupNeeded(Rule):
             return None
         if step.number < self.AFTER:
             all_losses = np.array([*losses, step.value("loss")])
-            now = float(np.median(all_losses[-3:]))
+            now = float(np.sort(all_losses[-5:])[1])  # four of five: two hard batches are no rise
             rose = now > self.RISE * losses[0] > 0 and now - losses[0] > self.CLEAR * _noise(all_losses)
             harm = f"the loss rose from {number(losses[0])} to {number(now)}"
             return self._observe(step, "rose", {"loss": now}, harm, losses[0]) if rose else None
@@ -84,7 +84,7 @@ class WarmupNeeded(Rule):
         if step.number % 10 or len(norms) < self.AFTER:
             return None
         first, usual = max(norms[:3]), float(np.median(norms[10:]))
-        if not first > self.SHOCK * usual:
+        if not first > self.SHOCK * usual > 0:
             return None
         recent = step.losses_since(step.number / 2)
         fell, error = fall(recent)

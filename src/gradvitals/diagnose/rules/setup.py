@@ -82,7 +82,6 @@ class BadInputs(Rule):
         return Observation(
             severity="critical",
             seen=seen,
-            expected={"count": 0},
             text={"what": "inputs" if inputs else "targets"},
             # If the loss broke before, a batch like this one was there then, between two inspections.
             since=step.number if self.broken_since < 0 else min(self.broken_since, step.number),

@@ -394,13 +394,12 @@ class HighEffortLowProgress(Rule):
     min_steps = 60
     closes_after = 100
     follows = ("stale_gradients", "lr_too_high")
-    taints_steps = True
     message = Message(
         name="High effort, low progress",
-        pattern="The gradient norm is high for this run, the GSNR is near zero, and the loss is above its best.",
+        pattern="The gradient norm is high for this run, the GSNR is near zero, and the loss is above its median.",
         title=(
             "Large steps, no progress: the gradient norm is {ratio}× the median, its GSNR at most {high}, and the loss "
-            "{loss} (best: {best_loss})"
+            "{loss} (normally {usual_loss})"
         ),
         causes={
             "edge": "The learning rate of {lr} throws the weights back and forth across a valley",
@@ -417,13 +416,11 @@ class HighEffortLowProgress(Rule):
 
     RATIO = 1.5  # norm over the median of the run so far
     MOST = 0.5  # GSNR of one step that the upper end of the interval must be below
-    WORSE = 0.05  # share by which the loss exceeds its best
+    WORSE = 0.05  # share by which the loss exceeds its median over the run so far
     LEFT = 0.05  # share of the first loss below which there is little left to learn, and losses swing by nature
     SPAN = 30  # steps whose mean loss and median norm are compared
     IN_A_ROW = 3  # readings
 
-    best: float = field(default=math.inf, init=False)
-    """Lowest mean loss of any such span."""
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
@@ -435,22 +432,22 @@ class HighEffortLowProgress(Rule):
         if len(norms) < 2 * self.SPAN or len(losses) < self.SPAN // 2:
             return None
         loss, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))
-        self.best = min(self.best, loss)
+        usual_loss = median(step.history["loss"].last(1024))
         usual, now = median(norms.last(1024)), median(norms.last(self.SPAN))
         high = average.high * average.per_step
         low_signal = average.low <= 0 and high < self.MOST
         little_left = loss < self.LEFT * float(np.mean(step.first_losses))
-        worse = not little_left and loss - self.best > max(self.WORSE * abs(self.best), 3 * error)
+        worse = not little_left and loss - usual_loss > max(self.WORSE * abs(usual_loss), 3 * error)
         self.streak.add(now > self.RATIO * usual and low_signal and worse, step.number, step.history.averages.begins)
         if self.streak.count < self.IN_A_ROW:
             return None
         lr = step.value("lr")
-        seen = dict[str, Any](norm=now, usual_norm=usual, ratio=now / usual, loss=loss, best_loss=self.best)
+        seen = dict[str, Any](norm=now, usual_norm=usual, ratio=now / usual, loss=loss, usual_loss=usual_loss)
         seen |= {"gsnr": average.value * average.per_step, "high": high, "batch_size": average.step_size}
         return Observation(
-            severity="warning",
+            severity="info",
             seen=seen | {"lr": lr, "lr_proposed": lr / 3},
-            expected={"norm": usual, "gsnr": f"{self.MOST:g} or more", "loss": self.best},
+            expected={"norm": usual, "gsnr": f"{self.MOST:g} or more", "loss": usual_loss},
             since=self.streak.since,
         )
 

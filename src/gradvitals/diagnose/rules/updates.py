@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from gradvitals.diagnose.history import Floats, finite_median
 from gradvitals.diagnose.message import Message, Observation, where
-from gradvitals.diagnose.rule import Rule, register
-from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step, lower_decay
+from gradvitals.diagnose.rule import NEVER, Rule, register
+from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
 from gradvitals.format import percent
 from gradvitals.types import Severity
 
@@ -38,7 +38,7 @@ class DeadTensor(Rule):
     family = "updates"
     needs = ("tensors:grad/norm",)
     reads = "tensors"
-    follows = ("stale_gradients", "lr_too_high", "dead_units")
+    follows = ("stale_gradients", "strong_decay", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
     message = Message(
@@ -65,6 +65,7 @@ class DeadTensor(Rule):
     )
 
     PATIENCE_ALIVE = 5  # steps in a row, for a tensor that had a gradient at nearly every step before
+    CERTAIN = 100  # steps for a warning if it gets none at all: until then, another part of the model may have its turn
 
     patience: int = 20
     """Steps in a row without a gradient."""
@@ -91,13 +92,21 @@ class DeadTensor(Rule):
         dead = np.flatnonzero(self.zero_for >= np.where(steady, self.PATIENCE_ALIVE, self.patience))
         if not len(dead):
             return None
+        return self._observe(step, dead, bool(missing[dead].all()))
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if a tensor never had a gradient: when the run ends, it is nobody's turn any more."""
+        never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
+        return self._observe(step, never, True, certain=True) if len(never) else None
+
+    def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
         since = step.ago(int(self.zero_for[dead[0]]) - 1)
-        causes = self._causes(step, dead, bool(missing[dead].all()))
+        steps = step.number - since + 1
+        causes = self._causes(step, dead, missing)
         return Observation(
-            severity="warning",
-            seen={"steps": step.number - since + 1, "tensors": len(dead), "at": since},
-            expected={"steps": 0},
+            severity="warning" if certain or not missing or steps >= self.CERTAIN else "info",
+            seen={"steps": steps, "tensors": len(dead), "at": since},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
             causes=causes,
@@ -289,7 +298,6 @@ class UnchangedWeights(Rule):
             # A schedule that has ended, or not yet started, is no fault.
             severity="info" if cause == "zero_lr" else "warning",
             seen=seen,
-            expected={"steps": 0},
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
             since=step.ago(lasted - 1),
             causes=(cause,),
@@ -308,7 +316,7 @@ class UpdateRatio(Rule):
     needs = ("update/ratio",)
     judges_after = 30
     closes_after = 110
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
     masks = ("update_spike", "lr_too_high", "warmup_needed")
     message = Message(
         name="Update too large or too small",
@@ -317,7 +325,6 @@ class UpdateRatio(Rule):
         causes={
             "high_lr": "The learning rate of {lr} is too high for weights of this size",
             "small_weights": "The weights of {first} are very small: they started so, or decay has shrunk them",
-            "decay": "Weight decay of {weight_decay} takes {taken:%} of the weights per step",
             "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
             "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
             "cut_lr": "The learning rate fell from {lr_before} to {lr} at step {at}",
@@ -328,7 +335,6 @@ class UpdateRatio(Rule):
                 "Lower the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
             ),
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
-            "decay": "Lower the weight decay from {weight_decay} to about {decay_proposed}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
                 "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
@@ -419,9 +425,8 @@ class UpdateRatio(Rule):
 
     def _too_large(self, step: Step, chosen: NDArray[np.intp], ratios: Any, since: int) -> Observation:
         weights = np.asarray(step.tensors("weight/norm"))
-        ratio, lr, decay = float(ratios[chosen[0]]), step.value("lr"), step.info.weight_decay or 0.0
+        ratio, lr = float(ratios[chosen[0]]), step.value("lr")
         seen = {"ratio": ratio, "lr": lr, "lr_proposed": lr * 0.003 / ratio, "at": since, "tensors": len(chosen)}
-        seen |= {"weight_decay": decay, "taken": lr * decay, "decay_proposed": lower_decay(lr, decay)}
         moved, rose = step.largest_update()[0], step.lr_increase()
         # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
         rows = float(step.layout.tensors[int(chosen[0])].shape[0])
@@ -430,8 +435,6 @@ class UpdateRatio(Rule):
             cause, seen["lr_proposed"] = "high_lr", lr / rose
         elif moved > 5:
             cause = "momentum"
-        elif lr * decay > 0.01:
-            cause = "decay"
         return self._observe(step, chosen, seen, since, cause, "warning", "under", self.high)
 
     def _too_small(self, step: Step, chosen: NDArray[np.intp], ratios: Any) -> Observation:
@@ -452,8 +455,7 @@ class UpdateRatio(Rule):
             self.slow_since = step.number
         if step.number - max(self.slow_since, self.rose_at) < self.PATIENCE_SLOW:
             return None
-        proposed = lr * min(max(1e-3 / whole, 1.0), 1000.0)
-        seen = {"ratio": whole, "lr": lr, "lr_proposed": proposed, "needed": int(1 / whole)}
+        seen = {"ratio": whole, "lr": lr, "lr_proposed": step.higher_lr(ratio=1e-3), "needed": int(1 / whole)}
         nothing = np.zeros(0, dtype=np.intp)
         return self._observe(step, nothing, seen, self.slow_since, "low_lr", "warning", "over", limit)
 
@@ -514,6 +516,47 @@ class UpdateRatio(Rule):
 
 @register
 @dataclass
+class StrongDecay(Rule):
+    """Weight decay takes the weights away faster than gradients make them."""
+
+    id = "strong_decay"
+    family = "updates"
+    needs = ("weight/norm", "lr")
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Weight decay too strong",
+        pattern="Weight decay takes over 1% of the weights per step, and has left less than half of their norm.",
+        title="Weight decay of {weight_decay} takes {taken:%} of the weights per step: {left:%} of their norm is left",
+        causes={"decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives"},
+        fixes={"lower": "Start again and lower the weight decay from {weight_decay} to about {decay_proposed}"},
+        passed="weight decay takes a small part of the weights per step",
+    )
+
+    TAKEN, LEFT = 0.01, 0.5
+    ORDINARY = 1e-4  # share of the weights per step that is common
+
+    first: float = field(default=math.nan, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at readings of the weights."""
+        weight, decay, lr = step.value("weight/norm"), step.info.weight_decay or 0.0, step.value("lr")
+        if math.isnan(self.first):
+            self.first = weight
+        taken, left = lr * decay, weight / self.first if self.first > 0 else math.nan
+        if not (taken > self.TAKEN and left < self.LEFT):
+            return None
+        proposed = float(f"{self.ORDINARY / lr:.1g}")
+        return Observation(
+            severity="warning",
+            seen={"taken": taken, "left": left, "weight_decay": decay, "decay_proposed": proposed},
+            expected={"taken": f"under {self.TAKEN:g}"},
+            since=0,
+        )
+
+
+@register
+@dataclass
 class UpdateSpike(Rule):
     """One step moves the weights far more than normal on an ordinary gradient; the loss follows."""
 
@@ -553,6 +596,7 @@ class UpdateSpike(Rule):
     Z = 5.0  # standard deviations; updates are smooth, because optimizers average, so that few are enough
     TENSOR_RATIO, TENSOR_Z = 6.0, 7.0  # for one tensor, which has fewer coordinates and is one of many
     GRADIENT_Z = 4.0  # the gradient counts as ordinary up to here; above, the spike is one of the gradient
+    NEW = 2.0  # and over the longest that were normal at any time of the run
     FIRST_STEPS = 20  # updates before one can be an outlier
     LINGERS = 5  # steps for which momentum shows a gradient that was far too large
 
@@ -561,6 +605,8 @@ class UpdateSpike(Rule):
 
     highest_lr: float = field(default=0.0, init=False)
     exploded: int = field(default=-LINGERS - 1, init=False)
+    highest: Floats = field(default_factory=empty, init=False)
+    """Highest baseline so far, as in `History.updates`: a step as long as those before is none too long."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at every step that moves the weights too far."""
@@ -569,11 +615,17 @@ class UpdateSpike(Rule):
             self.exploded = step.number
         self.highest_lr = max(highest, lr) if lr == lr else highest
         deviations, gradients = step.update_deviations, step.tensor_norm_deviations
-        if deviations is None or step.history.steps_seen < self.FIRST_STEPS:
+        if deviations is None:
+            return None
+        usual = step.history.updates.usual()
+        self.highest = np.fmax(resized(self.highest, len(usual)), usual)
+        if step.history.steps_seen < self.FIRST_STEPS:
             return None
         (ratio, z), known = deviations, step.history.updates.count >= self.FIRST_STEPS
-        whole = bool(known[0] and ratio[0] > self.ratio and z[0] > self.Z)
-        hot = np.flatnonzero(known[1:] & (ratio[1:] > self.TENSOR_RATIO) & (z[1:] > self.TENSOR_Z))
+        new = known & (ratio * usual > self.NEW * self.highest)
+        hot = np.flatnonzero(new[1:] & (ratio[1:] > self.TENSOR_RATIO) & (z[1:] > self.TENSOR_Z))
+        # What moves the whole is one of its tensors, unless that one has only now begun to move.
+        whole = bool(new[0] and ratio[0] > self.ratio and z[0] > self.Z and (ratio[1:][new[1:]] > self.ratio).any())
         if not (whole or len(hot)):
             return None
         rates = step.history["lr"].last(20)
