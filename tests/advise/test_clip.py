@@ -158,9 +158,9 @@ def named(name: str, **seen: float) -> Finding:
     ("findings", "notes"),
     [
         ([], []),
-        ([named("clip_saturated", proposed=2.0)], []),  # the same
+        ([named("clip_saturated", max_norm=2.0)], []),  # the same
         (
-            [named("clip_saturated", proposed=1.5, steps=240), named("clip_saturated", proposed=1.1, steps=200)],
+            [named("clip_saturated", max_norm=1.5, steps=240), named("clip_saturated", max_norm=1.1, steps=200)],
             ["`gradvitals doctor` names 1.1 (clip_saturated), which goes by 200 steps alone: take the one above."],
         ),
         (

@@ -236,9 +236,9 @@ def _other_limits(record: Record, limit: float) -> Iterator[str]:
     for name, finding in {finding.id: finding for finding in record.findings}.items():
         seen = finding.evidence.get("seen")
         told = {key: value for key, value in seen.items() if _is_limit(value)} if isinstance(seen, Mapping) else {}
-        if name in BY_RECENT_STEPS and told.get("proposed", limit) != limit:
+        if name in BY_RECENT_STEPS and told.get("max_norm", limit) != limit:
             steps = f"{number(told['steps'])} steps" if "steps" in told else "recent steps"
-            named = f"`gradvitals doctor` names {number(told['proposed'])} ({name})"
+            named = f"`gradvitals doctor` names {number(told['max_norm'])} ({name})"
             yield f"{named}, which goes by {steps} alone: take the one above."
         elif name == CLIPPED_TWICE and {"loop", "optimizer"} <= told.keys():
             lower = number(min(told["loop"], told["optimizer"]))
