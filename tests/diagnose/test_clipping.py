@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from by_hand import Run, healthy_run, only
 
+from gradvitals.diagnose import RunInfo
+
 ALL = ("clip_saturated", "clip_idle")
 
 
@@ -17,18 +19,29 @@ def clipped(limit: float, steps: int = 700) -> Run:
 
 def test_a_limit_under_every_norm() -> None:
     run = clipped(0.01)
+    run.info = RunInfo(optimizer="SGD")
     finding = only(run.findings(*ALL))
-    assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "info", 200)
-    proposed = finding.evidence["seen"]["max_norm"]
-    assert proposed == pytest.approx(np.quantile(run.values["grad/norm"][:200], 0.9), rel=0.1)
-    assert f"Clip to {proposed:g}" in finding.fixes[0]
+    assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "info", 40)
+    proposed = finding.fixes[0].change["max_norm"]
+    assert proposed == pytest.approx(np.quantile(run.values["grad/norm"][:40], 0.9), rel=0.1)
+    assert f"Clip to {proposed:g} instead of 0.01" in finding.fixes[0]
+    run.info = RunInfo(optimizer="AdamW", betas=(0.9, 0.999))  # whose steps are as long without it
+    assert run.findings(*ALL) == []
+
+
+def test_a_limit_far_below_every_norm_is_why_the_loss_is_flat() -> None:
+    run = clipped(1e-3, 300)
+    run.info = RunInfo(optimizer="SGD")
+    run.values["loss"] = np.full(300, 2.3)
+    found = {finding.id: finding for finding in run.findings("clip_saturated", "loss_plateau")}
+    assert found["loss_plateau"].follows == "clip_saturated"
+    assert found["clip_saturated"].severity == "warning"  # as serious as what it does
 
 
 def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
     finding = only(clipped(1e-5).findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "warning", 20)
     assert "summed instead of averaged" in finding.causes[0]
-    assert [fix.change for fix in finding.fixes[:2]] == [{}, {"max_norm": finding.evidence["seen"]["max_norm"]}]
 
 
 def test_a_limit_that_is_never_reached() -> None:

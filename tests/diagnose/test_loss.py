@@ -222,10 +222,16 @@ def test_a_learning_rate_too_small_is_named_and_a_larger_one_proposed() -> None:
     assert "Raise the learning rate" in finding.fixes[0]
 
 
-def test_weight_decay_is_named_where_it_takes_the_weights() -> None:
+def test_weight_decay_that_takes_the_weights_is_the_root_and_stays() -> None:
     run = flat_run()
-    run.info = RunInfo(weight_decay=100.0)
-    assert "Weight decay" in only(run.findings("loss_plateau")).causes[0]
+    run.info = RunInfo(optimizer="AdamW", weight_decay=100.0)
+    run.values["weight/norm"] = 10 * 0.98 ** np.arange(len(run))
+    found = {finding.id: finding for finding in run.findings("loss_plateau", "strong_decay")}
+    assert found["loss_plateau"].follows == "strong_decay"
+    assert found["strong_decay"].last_step is None
+    assert 0 < found["strong_decay"].fixes[0].change["weight_decay"] < 1
+    run.info = RunInfo(optimizer="AdamW", weight_decay=0.1)
+    assert run.findings("strong_decay") == []
 
 
 def test_nothing_is_said_in_a_warmup() -> None:

@@ -64,7 +64,7 @@ COMPILED = (("frames", "ok"), ("stats", "unique_graphs"))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, while it compiles an optimizer
-@pytest.mark.parametrize("kind", ["eager", "compiled model", "compiled loop"])
+@pytest.mark.parametrize("kind", ["eager", "compiled model", pytest.param("compiled loop", marks=pytest.mark.slow)])
 def test_training_is_bit_identical_and_nothing_is_compiled_anew(kind: str, tmp_path: Path) -> None:
     bare, compiled, _ = train(kind, None)
     watched, again, _ = train(kind, tmp_path / "run")

@@ -33,7 +33,7 @@ def test_only_numbers_with_a_meaning_are_shown() -> None:
         "0.103% of their numbers, normally none"
     ]
     assert list(evidence({"seen": {"share": 1e-8}, "expected": {"share": "over 1e-06"}})) == [
-        "share 1.00e-08 (expected over 1e-06)"
+        "share 1.00e-08 (healthy: over 1e-06)"
     ]
 
 

@@ -75,6 +75,7 @@ class ClipSaturated(_Clipping):
     id = "clip_saturated"
     is_symptom = True
     judges_after = 200
+    closes_after = 200
     follows = ("stale_gradients", "lr_too_high")
     message = Message(
         name="Clipping on every step",
