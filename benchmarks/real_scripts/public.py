@@ -202,6 +202,7 @@ def compare(bare: Sequence[ScriptRun], watched: Sequence[ScriptRun]) -> dict[str
     return {
         "recorded_steps": min(one.recorded_steps or 0 for one in watched),
         "identical_losses": all(one.losses == bare[0].losses for one in (*bare, *watched)),
+        "identical_bare_losses": all(one.losses == bare[0].losses for one in bare),
         "bare_ms": statistics.median(statistics.median(one.ms) for one in bare),
         "watched_ms": statistics.median(statistics.median(one.ms) for one in watched),
         "ratio": statistics.median(medians),
@@ -225,7 +226,7 @@ def format_scripts(result: Mapping[str, Any]) -> str:
             (
                 f"{found['script']} {found['configuration']}",
                 recorded,
-                "yes" if found["identical_losses"] else "NO",
+                _same_losses(found),
                 f"{found['bare_ms']:.2f}",
                 f"{found['watched_ms']:.2f}",
                 percent(found["ratio"]),
@@ -239,6 +240,12 @@ def format_scripts(result: Mapping[str, Any]) -> str:
         f"{result['pairs']} pairs of runs of {result['steps']} steps, the first {SKIPPED_STEPS} of each skipped\n\n"
         f"{markdown_table(rows)}"
     )
+
+
+def _same_losses(found: Mapping[str, Any]) -> str:
+    if found["identical_losses"]:
+        return "yes"
+    return "NO" if found["identical_bare_losses"] else "not bare either"
 
 
 def _span(ends: Sequence[float] | None) -> str:

@@ -14,18 +14,16 @@ from benchmarks.runs import append_line, read_lines
 from experiments.advice.arms import (
     FIRST_SEED,
     SEEDS,
-    Course,
     best_of,
+    course_of,
     every_start,
-    find_lr,
-    follow_advice,
-    search_randomly,
+    loss_of,
     to_json,
     untried,
 )
 from experiments.advice.faults import FAULTS, bad_start
 from experiments.advice.score import Line, format_summary, summarize
-from experiments.advice.tasks import NEEDS_DATA, TASKS, Job, Settings, train
+from experiments.advice.tasks import NEEDS_DATA, TASKS, Job, Settings
 from experiments.parallel import Workers
 
 ARMS = ("advice", "random", "finder")
@@ -130,20 +128,6 @@ class Experiment:
         self.lines.append(line)
         if self._out is not None:
             append_line(self._out, line)
-
-
-def loss_of(job: Job) -> float:
-    """Returns the held-out loss of one training."""
-    return train(job)[0]
-
-
-def course_of(item: tuple[str, Job, int, Settings]) -> Course:
-    """Returns the course of one start under one arm."""
-    arm, job, place, good = item
-    fault = list(FAULTS)[place]
-    if arm == "advice":
-        return follow_advice(job, place, fault)
-    return search_randomly(job, place, fault, good) if arm == "random" else find_lr(job, place, fault)
 
 
 if __name__ == "__main__":

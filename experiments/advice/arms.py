@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import grid
+from experiments.advice.faults import FAULTS
 from experiments.advice.tasks import TASKS, Job, Settings, changed, num_steps, train
 from gradvitals.advise import CONFIDENCES, Advised, advise
 from gradvitals.report.verdict import Verdict
@@ -236,3 +237,20 @@ def every_start(places: int) -> Iterator[tuple[int, int]]:
 
 FIRST_SEED, SEEDS = 100, 3
 """Seeds that chose nothing."""
+
+
+# -- jobs of worker processes, which cannot find functions of a `__main__` module --------------------------------------
+
+
+def loss_of(job: Job) -> float:
+    """Returns the held-out loss of one training."""
+    return train(job)[0]
+
+
+def course_of(item: tuple[str, Job, int, Settings]) -> Course:
+    """Returns the course of one start under one arm."""
+    arm, job, place, good = item
+    fault = list(FAULTS)[place]
+    if arm == "advice":
+        return follow_advice(job, place, fault)
+    return search_randomly(job, place, fault, good) if arm == "random" else find_lr(job, place, fault)

@@ -8,6 +8,12 @@ RUNS_FOLDER = "gradvitals_runs"
 """Below the working directory. Other tools, such as TensorBoard, keep theirs in `runs`."""
 
 
+def searched_folders() -> list[Path]:
+    """Returns where the newest run is looked for: `gradvitals_runs`, and `runs` if a loop keeps its runs there."""
+    found = [path for path in (Path(RUNS_FOLDER), Path("runs")) if path.exists()]
+    return found or [Path(RUNS_FOLDER)]
+
+
 def default_folder() -> Path:
     """Returns the folder that commands look in: `gradvitals_runs`, or `runs` if only that is there."""
     ours, common = Path(RUNS_FOLDER), Path("runs")

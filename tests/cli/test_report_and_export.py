@@ -91,7 +91,10 @@ def test_a_file_that_is_not_a_run(tmp_path: Path) -> None:
         (["bench", "overhead", "--workload", "nope"], "'nope' is not one of"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(args: list[str], says: str) -> None:
+def test_usage_errors_are_one_line_and_exit_2(
+    args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without runs
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 2
     assert result.stdout == ""

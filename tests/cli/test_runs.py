@@ -52,6 +52,14 @@ def test_without_a_name_the_newest_run_is_taken(here: Path) -> None:
     assert gradvitals("export", "--csv", "-").output.count("\n") == 101
 
 
+def test_the_newest_run_of_either_folder_is_taken(here: Path) -> None:
+    write(Path("gradvitals_runs/script"), age=100)
+    write(Path("runs/loop"), SPIKE)
+    assert gradvitals("doctor").output.splitlines()[-1].startswith("runs/loop: ")
+    os.utime("runs/loop/run.db", (1, 1))
+    assert gradvitals("doctor").output.splitlines()[-1].startswith("gradvitals_runs/script: ")
+
+
 def test_a_name_in_runs_is_enough(here: Path) -> None:
     write(Path("runs/gpt"), SPIKE)
     assert gradvitals("doctor", "gpt").output.splitlines()[-1].startswith("runs/gpt: ")

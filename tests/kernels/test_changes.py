@@ -85,7 +85,7 @@ def read(one: Changes) -> dict[str, torch.Tensor]:
     """The values per row, by name."""
     buffer, found = ReadingBuffer(), dict[str, torch.Tensor]()
     one.add(buffer)
-    transfer = Transfer(lambda record, parts: found.update({name: in_rows(*part) for name, *part in parts}))
+    transfer = Transfer(lambda record, parts: found.update({name: in_rows(*part) for name, *part in parts}), lambda *_: None)
     transfer.add(StepRecord(step=1), buffer)
     transfer.finish(10.0)
     return found

@@ -39,7 +39,7 @@ def test_monitors_that_come_and_go_leave_torch_as_it_was(tmp_path: Path) -> None
             nn.functional.mse_loss(model(torch.randn(8, 4)), torch.ones(8, 1)).backward()
             optimizer.step()
             wrappers.add(depth(torch.autograd.backward) - depth(before[0]))
-    assert wrappers <= {0, 1}
+    assert wrappers <= {0, 1, 2}, "one, and a second if something was compiled in this process before"
     for monitor in monitors:
         monitor.close()
     assert (torch.autograd.backward, nn.Module.train, nn.functional.mse_loss) == before

@@ -48,7 +48,7 @@ def test_the_page_shows_verdict_charts_findings_and_layers(served: Any, folder: 
     page.locator(".mark.critical").click()
     drawer = page.locator("#drawer")
     assert drawer.locator("h2").inner_text() == "the gradient norm rose to 14× its usual size"
-    for text in ("ratio 14 (expected under 5)", "a bad batch", "clip gradients", "blocks.0.norm1.bias"):
+    for text in ("ratio 14 (healthy: under 5)", "a bad batch", "clip gradients", "blocks.0.norm1.bias"):
         assert text in drawer.inner_text()
     page.locator(".act").first.click()
     assert "left out" not in drawer.inner_text()

@@ -28,7 +28,7 @@ FAULTS = ("stale", "lr", "none")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    default=Path("runs/demo"),
+    default=Path("gradvitals_runs/demo"),
     show_default=True,
     help="Where to keep the run; a number is added if there is one already.",
 )

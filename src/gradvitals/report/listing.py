@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradvitals.errors import GradvitalsError, RunNotFoundError
-from gradvitals.places import default_folder
+from gradvitals.places import searched_folders
 from gradvitals.report.verdict import Level, State, judge_run, state_of, was_diagnosed
 from gradvitals.store.opening import is_run_file
 from gradvitals.store.reader import open_run
@@ -78,23 +78,23 @@ def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Pat
 
     Args:
         count: How many.
-        folder: Where to look; None takes the default folder.
+        folder: Where to look; None looks in `gradvitals_runs` and `runs`.
         without: Runs that do not count.
 
     Raises:
         RunNotFoundError: If there are fewer.
     """
-    folder = default_folder() if folder is None else folder
+    folders = searched_folders() if folder is None else [folder]
     skipped = {path.resolve() for path in without}
-    found = [file for file in find_runs(folder) if file.path.parent not in skipped]
+    found = [(file, place) for place in folders for file in find_runs(place) if file.path.parent not in skipped]
     if len(found) < count:
         there = f"are no {'other ' if skipped else ''}runs" if not found else "is only one run"
         raise RunNotFoundError(
-            f"there {there} in {folder}; record one with `gradvitals run train.py`, try `gradvitals demo`, or name the "
-            "folder of a run"
+            f"there {there} in {' or '.join(map(str, folders))}; record one with `gradvitals run train.py`, try "
+            "`gradvitals demo`, or name the folder of a run"
         )
-    newest = sorted(found, key=lambda file: file.modified)[-count:]
-    return [folder if file.path.parent == folder.resolve() else folder / file.name for file in newest]
+    newest = sorted(found, key=lambda one: one[0].modified)[-count:]
+    return [place if file.path.parent == place.resolve() else place / file.name for file, place in newest]
 
 
 @dataclass(frozen=True, kw_only=True)
