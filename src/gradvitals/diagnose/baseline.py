@@ -91,7 +91,7 @@ class Baseline:
         _, take, distance, z = self._distances(values)
         self._compared = None
         outlier = (np.abs(z) > self.outlier_z) & (self.count >= 5)
-        self.reach = REMEMBERED * self.reach
+        self.reach = np.where(take, REMEMBERED * self.reach, self.reach)
         if outlier.any() or self.outside.any():
             self.outside = np.where(outlier, self.outside + 1, np.where(take, 0.0, self.outside))
             self.peak = np.where(outlier, np.maximum(self.peak, np.abs(distance)), self.peak)
