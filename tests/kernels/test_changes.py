@@ -16,7 +16,7 @@ from gradvitals.collect import updates as changes
 from gradvitals.collect.transfer import ReadingBuffer, Transfer
 from gradvitals.collect.updates import COORDINATES, Changes
 from gradvitals.kernels.reductions import ChangeReader
-from gradvitals.worker.record import StepRecord
+from gradvitals.worker.record import Part, StepRecord
 
 SIZES = (1, 2, 63, 64, 65, 129, 1000, 20_011)
 
@@ -85,7 +85,11 @@ def read(one: Changes) -> dict[str, torch.Tensor]:
     """The values per row, by name."""
     buffer, found = ReadingBuffer(), dict[str, torch.Tensor]()
     one.add(buffer)
-    transfer = Transfer(lambda record, parts: found.update({name: in_rows(*part) for name, *part in parts}), lambda *_: None)
+
+    def deliver(_: StepRecord, parts: list[Part]) -> None:
+        found.update({name: in_rows(*part) for name, *part in parts})
+
+    transfer = Transfer(deliver, lambda *_: None)
     transfer.add(StepRecord(step=1), buffer)
     transfer.finish(10.0)
     return found
