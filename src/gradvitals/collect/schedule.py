@@ -14,7 +14,7 @@ FIRST_STEPS, FIRST_EVERY = 100, 10
 YOUNG_EVERY = 25
 AUDIT_YOUNG_EVERY = 50
 
-CHANGE_EVERY = 10
+YOUNG_CHANGE_EVERY, CHANGE_EVERY = 10, 25
 """After the first steps, weights are sampled in two consecutive steps out of so many, to compare their directions."""
 
 WINDOW_EVERY = 10
@@ -143,7 +143,8 @@ class ReadSchedule:
         if self.every_step:
             return Due(False, False, False, window=window)
         norm = step % self.norm_every == 0
-        change = (step < FIRST_STEPS and norm) or (step + 1) % max(CHANGE_EVERY, self.norm_every) <= 1
+        pairs_every = max(YOUNG_CHANGE_EVERY if step < YOUNG_STEPS else CHANGE_EVERY, self.norm_every)
+        change = (step < FIRST_STEPS and norm) or (step + 1) % pairs_every <= 1
         return Due(False, False, False, norm, change, window)
 
     def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:

@@ -17,7 +17,7 @@ from gradvitals.errors import RunError
 from gradvitals.worker.channel import JournalChannel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.recover import remove_files
-from gradvitals.worker.worker import COMMIT_SECONDS, Setup, Worker, print_line
+from gradvitals.worker.worker import Setup, Worker, print_line
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gradvitals.worker.process import main; main(sys.argv[2])"
 
@@ -108,7 +108,7 @@ def main(settings: str) -> None:
     while not worker.closed:
         worker.drain()
         channel.flush()
-        if not worker.closed and _parent_gone(COMMIT_SECONDS):
+        if not worker.closed and _parent_gone(worker.pause):
             worker.abandon()
             if not worker.closed:
                 _print_verdict(setup)

@@ -48,7 +48,13 @@ from gradvitals.worker.record import (
 )
 
 COMMIT_SECONDS = 0.25
-"""From one commit to the next."""
+"""From one look at the journal, and one commit, to the next while a run is young or someone waits for its readings."""
+
+YOUNG_SECONDS, CALM_SECONDS = 10.0, 1.0
+"""After so long, looks are as far apart as this: one at four times as many steps costs hardly more."""
+
+BUSY_FILL = 0.125
+"""Share of the journal from which on it is looked at more often all the same."""
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -190,6 +196,7 @@ class Worker:
         """Whether the training process closed the run and everything is written."""
         self._setup, self._journal, self._channel = setup, journal, channel
         self._config = setup.config
+        self._started_at = time.monotonic()
         self._decoder = Decoder()
         self._places: dict[bytes, Places] = {}
         self._plain: list[PlainSteps] = []
@@ -217,6 +224,12 @@ class Worker:
             self._load_state(setup.state)
 
     # -- draining -----------------------------------------------------------------------------------------------
+
+    @property
+    def pause(self) -> float:
+        """Seconds until it should drain again if nobody wakes it."""
+        is_calm = time.monotonic() - self._started_at > YOUNG_SECONDS and self._journal.fill < BUSY_FILL
+        return CALM_SECONDS if is_calm and not self._setup.wants_readings else COMMIT_SECONDS
 
     def drain(self) -> int:
         """Deal with everything in the journal; returns the number of records."""
@@ -666,5 +679,5 @@ class WorkerThread:
             if self._stopped:
                 break
             if not self._worker.closed:
-                self._wake.wait(COMMIT_SECONDS)
+                self._wake.wait(self._worker.pause)
                 self._wake.clear()

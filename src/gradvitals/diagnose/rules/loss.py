@@ -296,12 +296,8 @@ class LossRising(Rule):
         A loss that comes down with the learning rate goes up with it again, as at a warm restart: the lowest is that at
         the learning rate of now, if it was as high before.
         """
-        steps, means, rates, spreads = np.array(self.means).T
-        spread = float(np.median(spreads)) / math.sqrt(self.WINDOW * span)
-        if len(means) >= 5:
-            changes = MEDIAN_ABS_TO_STD * float(np.median(np.abs(np.diff(means)))) / math.sqrt(2)
-            spread = max(spread, changes / math.sqrt(span))
-        means, steps, rates = np.convolve(means, np.full(span, 1 / span), "valid"), steps[span - 1 :], rates[span - 1 :]
+        steps, single, rates, spreads = np.array(self.means).T
+        means, steps, rates = np.convolve(single, np.full(span, 1 / span), "valid"), steps[span - 1 :], rates[span - 1 :]
         lowest = int(means.argmin())
         lr = self.AS_NOW * step.value("lr")
         as_now = np.flatnonzero(rates > lr)
@@ -311,9 +307,15 @@ class LossRising(Rule):
         if span > 1:
             losses = step.losses_since(step.ago(self.WINDOW * span - 1))
         now = float(losses.mean())
+        least = max(self.share * max(self.start - best, 0.0), self.RELATIVE * abs(best))
+        if now - best <= least:  # nearly always: medians cost more than all of this
+            return False, now, best, int(steps[lowest])
+        spread = float(np.median(spreads)) / math.sqrt(self.WINDOW * span)
+        if len(single) >= 5:
+            changes = MEDIAN_ABS_TO_STD * float(np.median(np.abs(np.diff(single)))) / math.sqrt(2)
+            spread = max(spread, changes / math.sqrt(span))
         # The highest of n means is that far from the lowest by chance, and a quarter more is no chance.
-        chance = self.ERRORS * 2 * math.sqrt(2 * math.log(len(means) + 1)) * spread
-        least = max(self.share * max(self.start - best, 0.0), self.RELATIVE * abs(best), chance)
+        least = max(least, self.ERRORS * 2 * math.sqrt(2 * math.log(len(means) + 1)) * spread)
         # The median too: one broken batch is not a rise.
         return min(now, float(np.median(losses[-5 * span :]))) - best > least, now, best, int(steps[lowest])
 
