@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -67,7 +66,6 @@ from gradvitals.worker.record import (
     Encoder,
     Part,
     StepRecord,
-    encode_plain,
 )
 from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
@@ -569,16 +567,16 @@ class Monitor:
         if self._channel.has_messages:
             self._receive()
 
-    def _deliver_plain(self, rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> None:
+    def _deliver_plain(self, first_step: int, count: int, data: bytes) -> None:
         """Plain steps are on the host: into the journal with them."""
         if os.getpid() != self._pid:
             return
         context = self._recorder.take_context() if self._recorder.context_changed else None
         if self._journal is None:
-            self._open(int(steps["step"][0]))
+            self._open(first_step)
         if context is not None:
             self._write_context(context)
-        self._write(PLAIN, encode_plain(rows, steps, norms), len(steps))
+        self._write(PLAIN, data, count)
         if self._channel.has_messages:
             self._receive()
 

@@ -144,6 +144,9 @@ class KnownNorms:
 
 NOTHING_KNOWN = KnownNorms()
 
+PLANNED_STEPS = 32
+"""Steps of which it is found out together what is due at them."""
+
 SURELY_SINGLE = 4
 """Steps of one backward pass in a row after which the next ones are expected to have one too."""
 
@@ -626,7 +629,7 @@ class StepRecorder:
         optimizers: The optimizers that step them. A step ends when each has stepped, or one steps again.
         config: What to read and how often.
         deliver: Called on the training thread with the record of a step and its numbers, once they are on the host.
-        deliver_plain: Called with plain steps in a row: their packed rows, the steps, and their norms.
+        deliver_plain: Called with the first of some plain steps in a row, how many they are, and their bytes.
         on_error: Called with the name of a part and its error; that part stops, training does not.
         batch_size: Samples per optimizer step, if it is the same at every step.
         topology: The ranks that train the model; None for a single process.
@@ -675,7 +678,7 @@ class StepRecorder:
         self._may_grow = topology is None  # ranks have agreed on what they hold
         self._last_end = time.perf_counter()
         self._context = Context()
-        self._due = (-1, Due(False, False, False))
+        self._due_from, self._dues = 0, list[Due]()
         self.context_changed = True
         self._deliver = deliver
         self.transfer = Transfer(self._hand_on if on_host else deliver, deliver_plain)
@@ -715,7 +718,7 @@ class StepRecorder:
         """Start with the step of this number."""
         self._plain.active = False
         self.step = self.first = step
-        self._due = (-1, Due(False, False, False))
+        self._dues.clear()
         for state in self.optimizers:
             self._arm(state, self._due_at(step))
         self._arm_inspection(step)
@@ -743,9 +746,16 @@ class StepRecorder:
             inspection.disarm()
 
     def _due_at(self, step: int) -> Due:
-        if self._due[0] != step:
-            self._due = (step, self.schedule.due(step))
-        return self._due[1]
+        place = step - self._due_from
+        if not 0 <= place < len(self._dues):  # of several steps at once, which takes little more than of one
+            self._due_from, place = step, 0
+            self._dues[:] = map(self.schedule.due, range(step, step + PLANNED_STEPS))
+        return self._dues[place]
+
+    def _replan(self) -> None:
+        """The schedule changed: it holds from the step after the one in progress."""
+        self._due_from, self._dues[:] = self.step, [self.draft.due]
+        self.on_schedule_change()
 
     def _arm_micro(self, state: OptimizerState, due: Due) -> None:
         assert state.micro is not None
@@ -796,7 +806,7 @@ class StepRecorder:
             cost_seconds=self.safe.timer.take(),
             paid_norm=draft.paid_norm,
         ):
-            self.on_schedule_change()
+            self._replan()
 
     # -- plain steps --------------------------------------------------------------------------------------------
 
@@ -940,7 +950,7 @@ class StepRecorder:
         if self.schedule.account(
             full=False, wall_seconds=seconds, cost_seconds=self.safe.timer.take(), paid_norm=plain.paid
         ):
-            self.on_schedule_change()
+            self._replan()
         return True
 
     def _hand_on(self, record: StepRecord, parts: list[Part]) -> None:
@@ -1012,7 +1022,7 @@ class StepRecorder:
 
     def read_every_step(self) -> None:
         """From now on read every step and send it by itself: someone acts on what is read."""
-        self._due = (-1, Due(False, False, False))
+        self._dues.clear()
         self.schedule.every_step = self.transfer.each_step = True
 
     def _on_discarded(self, state: OptimizerState, passes: int, surely: bool) -> None:

@@ -13,7 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradvitals.worker.record import HAS_LOSS, HAS_NORMS, PLAIN_STEP, Part, StepRecord, pack_rows
+from gradvitals.worker.record import (
+    HAS_LOSS,
+    HAS_NORMS,
+    PACKED_STEP,
+    PLAIN_STEP,
+    Part,
+    StepRecord,
+    encode_plain,
+    pack_rows,
+    plain_head,
+)
 
 SEND_SECONDS = 0.25
 """Steps are sent together, as many as fit into this time."""
@@ -110,8 +120,11 @@ def _floating(values: Tensor) -> Tensor:
     return values.double() if values.device.type in ("cpu", "cuda") else values.float()  # not all devices have doubles
 
 
-DeliverPlain = Callable[[bytes, NDArray[np.void], NDArray[np.float32]], None]
-"""Takes packed rows, plain steps, and one norm per step and row."""
+DeliverPlain = Callable[[int, int, bytes], None]
+"""Takes the first of some plain steps in a row, how many they are, and their bytes, as `encode_plain` makes them."""
+
+StepValues = tuple[int, float, float, float, float, float, int, int]
+"""Of a plain step: its number, time, wall seconds, learning rate, limit of the clip, batch size, flags and passes."""
 
 LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a ring keeps losses of without losing digits."""
@@ -121,11 +134,11 @@ class HostRing:
     """The ring of a model in host memory: it has room for one step, which is delivered as it ends."""
 
     def __init__(self, rows: Sequence[int], deliver: DeliverPlain) -> None:
-        self._rows = pack_rows(rows)
+        packed = pack_rows(rows)
+        self._heads = plain_head(packed, 1, 0), plain_head(packed, 1, len(rows))
+        """What comes before a step without norms, and before one with them."""
         self._deliver = deliver
         self._norms = np.zeros(len(rows), dtype=np.float32)
-        self._step = np.zeros(1, dtype=PLAIN_STEP)
-        self._none = np.zeros((1, 0), dtype=np.float32)
 
     def note_loss(self, loss: Tensor | float, before: object) -> object:
         """Keep a loss as a number."""
@@ -151,14 +164,17 @@ class HostRing:
         """The norms that were kept."""
         return torch.from_numpy(self._norms)
 
-    def put(self, loss: object, values: Sequence[float]) -> None:
+    def put(self, loss: object, values: StepValues) -> None:
         """Deliver the step."""
         number, time, wall, lr, max_norm, batch_size, flags, passes = values
-        value = math.nan if loss is None else loss
-        flags = int(flags) | (HAS_LOSS if loss is not None else 0)
-        self._step[0] = (number, time, wall, value, lr, max_norm, batch_size, flags, passes)
-        norms = self._norms.reshape(1, -1) if flags & HAS_NORMS else self._none
-        self._deliver(self._rows, self._step, norms)
+        if loss is None:
+            loss = math.nan
+        else:
+            flags |= HAS_LOSS
+        data = PACKED_STEP.pack(number, time, wall, loss, lr, max_norm, batch_size, flags, passes)
+        without, whole = self._heads
+        data = whole + data + self._norms.tobytes() if flags & HAS_NORMS else without + data
+        self._deliver(number, 1, data)
 
 
 class DeviceRing:
@@ -205,10 +221,10 @@ class DeviceRing:
         """A copy: the ring is written again."""
         return self._norms[self.count].clone()
 
-    def put(self, loss: object, values: Sequence[float]) -> None:
+    def put(self, loss: object, values: StepValues) -> None:
         """End the step."""
         number, time, wall, lr, max_norm, batch_size, flags, passes = values
-        flags = int(flags) | (HAS_LOSS if loss is not None else 0)
+        flags |= HAS_LOSS if loss is not None else 0
         self.steps[self.count] = (number, time, wall, math.nan, lr, max_norm, batch_size, flags, passes)
         self.count += 1
 
@@ -304,7 +320,7 @@ class Transfer:
 
     Args:
         deliver: Called on the training thread with a step and its numbers.
-        deliver_plain: Called with plain steps and their norms.
+        deliver_plain: Called with plain steps in a row.
     """
 
     def __init__(self, deliver: Callable[[StepRecord, list[Part]], None], deliver_plain: DeliverPlain) -> None:
@@ -359,11 +375,14 @@ class Transfer:
                 plain, norms = landed(plain, numbers.numpy())
             for (record, _, before), parts in zip(copy.steps, copy.parts(), strict=True):
                 if plain is not None and norms is not None and before > done:
-                    self._deliver_plain(rows, plain[done:before], norms[done:before])
+                    self._hand_on_plain(rows, plain[done:before], norms[done:before])
                     done = before
                 self._deliver(record, parts)
             if plain is not None and norms is not None and done < len(plain):
-                self._deliver_plain(rows, plain[done:], norms[done:])
+                self._hand_on_plain(rows, plain[done:], norms[done:])
+
+    def _hand_on_plain(self, rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> None:
+        self._deliver_plain(int(steps["step"][0]), len(steps), encode_plain(rows, steps, norms))
 
     def finish(self, seconds: float) -> None:
         """Send everything and wait for it, for at most so many seconds."""

@@ -41,6 +41,9 @@ PLAIN_STEP = np.dtype(
 )
 """A plain step in the journal. What is not known is NaN."""
 
+PACKED_STEP = struct.Struct("<q6dII")
+"""The same for a single step, which numpy takes several times as long to fill in."""
+
 HAS_NORMS, HAS_LOSS, CLIPPED, CARRIED, ALTERNATING = (1 << bit for bit in range(5))
 """Flags of a plain step."""
 
@@ -431,7 +434,12 @@ def pack_rows(rows: Sequence[int]) -> bytes:
 
 def encode_plain(rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> bytes:
     """The bytes of some plain steps: packed rows, the steps, and one norm per step and row (or no norms at all)."""
-    return b"".join((_PLAIN.pack(len(steps), len(rows), norms.nbytes), rows, steps.tobytes(), norms.tobytes()))
+    return b"".join((plain_head(rows, len(steps), norms.size), steps.tobytes(), norms.tobytes()))
+
+
+def plain_head(rows: bytes, steps: int, norms: int) -> bytes:
+    """What comes before the bytes of so many plain steps, with packed rows and so many norms in all."""
+    return _PLAIN.pack(steps, len(rows), 4 * norms) + rows
 
 
 _PLAIN = struct.Struct("<III")  # steps; bytes of rows, of norms

@@ -297,7 +297,8 @@ class LossRising(Rule):
         the learning rate of now, if it was as high before.
         """
         steps, single, rates, spreads = np.array(self.means).T
-        means, steps, rates = np.convolve(single, np.full(span, 1 / span), "valid"), steps[span - 1 :], rates[span - 1 :]
+        means = np.convolve(single, np.full(span, 1 / span), "valid")
+        steps, rates = steps[span - 1 :], rates[span - 1 :]
         lowest = int(means.argmin())
         lr = self.AS_NOW * step.value("lr")
         as_now = np.flatnonzero(rates > lr)
