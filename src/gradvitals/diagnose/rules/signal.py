@@ -34,6 +34,7 @@ class NearZeroInitialGsnr(Rule):
     family = "signal"
     is_symptom = True
     needs = ("microbatch:gsnr", "loss")
+    follows = ("stale_gradients", "lr_too_high")
     reads = "full"
     expects_fall = True
     judges_after = 60
