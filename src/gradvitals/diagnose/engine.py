@@ -250,7 +250,9 @@ class Diagnosis:
             return [self._start(rule, observation, step)]
         if observation is not None and entry is not None:
             return self._continue(rule, entry, observation, step.number)
-        if entry is not None:
+        if entry is not None and rule.holds and not step.reads(rule.needs):
+            entry.last_seen = step.number if entry.silent == 0 else entry.last_seen
+        elif entry is not None:
             entry.silent += 1
             if step.number - entry.last_seen > rule.closes_after and entry.silent >= SILENT_CHECKS:
                 return [self._close(rule.id)]

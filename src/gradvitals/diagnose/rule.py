@@ -88,6 +88,8 @@ class Rule:
     """Steps of a run after which its silence counts as passed."""
     closes_after: ClassVar[int] = 50
     """Steps without an observation after which its finding is resolved."""
+    holds: ClassVar[bool] = False
+    """Whether its finding stays as it is until what it needs is read again: damage that only rare readings show."""
     expects_fall: ClassVar[bool] = False
     """Whether it assumes that training lowers one loss. It does not check a model that alternates with another one, nor
     reinforcement learning, whose losses mean nothing by their level."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -89,6 +89,10 @@ class Step:
     def tensors(self, metric: str) -> FloatArray | None:
         """Returns one number per tensor, in the order of `layout.tensors`; None if it was not read at this step."""
         return self.general.tensors.get(metric)
+
+    def reads(self, metrics: Iterable[str]) -> bool:
+        """Whether all of these were read of single tensors at this step; each may have a prefix, as in `Rule.needs`."""
+        return all(self.tensors(metric.rpartition(":")[2]) is not None for metric in metrics)
 
     def reading(self, source: Source) -> Reading | None:
         """Returns the reading of one GSNR source, if this step has one."""

@@ -137,6 +137,7 @@ class DeadUnits(Rule):
     reads = "tensors"
     judges_after = 30
     closes_after = 100
+    holds = True
     follows = ("stale_gradients", "lr_too_high")
     masks = ("dead_tensor", "vanishing")
     message = Message(
