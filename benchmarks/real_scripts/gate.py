@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from gradvitals.errors import GradvitalsError
 from gradvitals.store import Run, open_run
 
 HERE = Path(__file__).parent / "scripts"
-SETTLED = 20
-"""Steps at the start of every run whose times do not count."""
+SETTLED, YOUNG = 20, 500
+"""Steps at the start of every run whose times do not count: those of a young run neither, if there are as many more."""
 SHORT_MS = 2.0
 """Steps shorter than this have no bar for their time."""
 MOST_RATIO = 1.03
@@ -108,13 +109,23 @@ class Ended:
 
     def step_ms(self) -> float:
         """The median step."""
-        steps = np.diff(self.wall[SETTLED:] if len(self.wall) > 2 * SETTLED else self.wall)
+        steps = np.diff(_settled(self.wall))
         return 1000 * float(np.median(steps)) if len(steps) else float("nan")
+
+    def mean_ms(self) -> float:
+        """The mean step."""
+        steps = np.diff(_settled(self.wall))
+        return 1000 * float(np.mean(steps)) if len(steps) else float("nan")
 
     def cpu_ms(self) -> float:
         """CPU time of a mean step."""
-        steps = self.cpu[SETTLED:] if len(self.cpu) > 2 * SETTLED else self.cpu
+        steps = _settled(self.cpu)
         return 1000 * (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else float("nan")
+
+
+def _settled(times: Sequence[float]) -> Sequence[float]:
+    skipped = next((count for count in (YOUNG, SETTLED) if len(times) > 2 * count), 0)
+    return times[skipped:]
 
 
 def command(case: Case, run: Path | None) -> list[str]:
@@ -124,13 +135,13 @@ def command(case: Case, run: Path | None) -> list[str]:
     return [sys.executable, *launcher, *ours, str(HERE / f"{case.name}.py")]
 
 
-def run_once(case: Case, folder: Path, run: Path | None) -> Ended:
-    """Run a script once.
+def run_once(case: Case, folder: Path, run: Path | None, longer: int = 1) -> Ended:
+    """Run a script once; so many times as long as usual, if its length can be chosen.
 
     Raises:
         GradvitalsError: If it fails, or prints no result.
     """
-    finished = _execute(command(case, run), folder)
+    finished = _execute(command(case, run), folder, LONGER=str(longer))
     printed = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     if finished.returncode or not printed:
         raise GradvitalsError(f"{case.name} ended with {finished.returncode}: {_last_line(finished.stderr)}")
@@ -138,9 +149,14 @@ def run_once(case: Case, folder: Path, run: Path | None) -> Ended:
     return Ended(**result, lines=_ours(finished.stderr))
 
 
-def _execute(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _execute(arguments: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(gradvitals.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -195,6 +211,7 @@ class Row:
     headline: str
     bare_ms: float
     ratio: float
+    mean_ratio: float
     cpu_ratio: float
     expected: str
 
@@ -226,6 +243,7 @@ def judge(case: Case, bare: Sequence[Ended], watched: Sequence[Ended], runs: Seq
             headline=" || ".join(one.headline for one in verdicts),
             bare_ms=statistics.median(one.step_ms() for one in bare),
             ratio=statistics.median(w.step_ms() / b.step_ms() for b, w in zip(bare, watched, strict=True)),
+            mean_ratio=statistics.median(w.mean_ms() / b.mean_ms() for b, w in zip(bare, watched, strict=True)),
             cpu_ratio=statistics.median(w.cpu_ms() / b.cpu_ms() for b, w in zip(bare, watched, strict=True)),
             expected=case.bug[0] if case.bug else "healthy",
         )
@@ -251,6 +269,7 @@ def run_gate(
     cases: Sequence[Case],
     *,
     pairs: int = 3,
+    longer: int = 1,
     scripts: Path | None = None,
     text: Path | None = None,
     progress: Callable[[int, int, str], object] | None = None,
@@ -260,6 +279,7 @@ def run_gate(
     Args:
         cases: The scripts.
         pairs: Bare and watched runs of each.
+        longer: How many times as long as usual the scripts train, but for nanoGPT.
         scripts: Folder that holds the folder of nanoGPT; without it nanoGPT is left out.
         text: What nanoGPT trains on.
         progress: Called with the number of finished runs, of all runs, and the name of the last one.
@@ -278,7 +298,9 @@ def run_gate(
             chosen.append(case)
     rows, total, done = [], 2 * pairs * len(chosen), 0
     for case in chosen:
-        start = nanogpt(scripts, text) if case.name == "nanoGPT" and scripts and text else run_once
+        start = (
+            nanogpt(scripts, text) if case.name == "nanoGPT" and scripts and text else partial(run_once, longer=longer)
+        )
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             folder, kept = Path(temporary), Path(temporary) / "runs"
             ended: dict[bool, list[Ended]] = {False: [], True: []}
@@ -296,6 +318,7 @@ def run_gate(
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "pairs": pairs,
+        "longer": longer,
         "packages": {case.needs: _version(case.needs) for case in chosen if case.needs is not None},
         "left_out": left_out,
         "rows": [vars(row) for row in rows],
@@ -318,7 +341,7 @@ def passes(result: Mapping[str, Any]) -> bool:
 
 def format_gate(result: Mapping[str, Any]) -> str:
     """The result as text."""
-    table = [("script", "watched", "identical", "loss", "batch", "expected", "verdict", "ms", "time", "CPU")]
+    table = [("script", "watched", "identical", "loss", "batch", "expected", "verdict", "ms", "time", "mean", "CPU")]
     for row in result["rows"]:
         marks = [_mark(row[name]) for name in ("identical", "loss", "batch")]
         table.append(
@@ -328,7 +351,8 @@ def format_gate(result: Mapping[str, Any]) -> str:
                 *marks,
                 row["expected"],
                 _mark(row["verdict"]),
-                *(_number(row[name], digits) for name, digits in (("bare_ms", 2), ("ratio", 3), ("cpu_ratio", 3))),
+                _number(row["bare_ms"], 2),
+                *(_number(row[name], 3) for name in ("ratio", "mean_ratio", "cpu_ratio")),
             )
         )
     rows = result["rows"]
@@ -337,7 +361,9 @@ def format_gate(result: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
     lines = [
         f"{result['machine']}, 1 thread, torch {result['torch']}, {result['date']}",
-        f"{result['pairs']} pairs of runs; time: the median step, watched over bare; CPU: CPU time per step",
+        f"{result['pairs']} pairs of runs, {result['longer']} times as long as usual",
+        f"the first {SETTLED} steps do not count, nor the first {YOUNG} of runs of over {2 * YOUNG}",
+        "time and mean: the median and the mean step, watched over bare; CPU: CPU time per step",
         *([packages] if packages else []),
         "",
         markdown_table(table),

@@ -2,7 +2,7 @@
 
 import torch
 from accelerate import Accelerator
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,11 +16,11 @@ def main():
     model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200 * LONGER)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     clock = Clock()
     total = 0.0
-    for _ in range(3):
+    for _ in range(3 * LONGER):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(inputs), targets)

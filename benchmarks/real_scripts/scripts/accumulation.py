@@ -1,7 +1,7 @@
 """Gradients of four micro-batches per step; every epoch ends with a step of fewer, each still divided by four."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +15,7 @@ def main():
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
     model = nn.Sequential(nn.Linear(48, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(12):
+    for _ in range(12 * LONGER):
         parts = []
         for index, (inputs, targets) in enumerate(loader):
             loss = nn.functional.mse_loss(model(inputs), targets)

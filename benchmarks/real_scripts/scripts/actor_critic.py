@@ -3,7 +3,7 @@
 import random
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.distributions import Categorical
 
@@ -25,7 +25,7 @@ def main():
     torch.manual_seed(0)
     clock, model = Clock(), Policy()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(150 * LONGER):
         x, v, saved, rewards = random.uniform(-1, 1), 0.0, [], []
         for _ in range(20):
             probs, value = model(torch.tensor([x, v]))

@@ -1,7 +1,7 @@
 """Mixed precision: bfloat16 autocast and a GradScaler, which unscales before it clips."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -12,7 +12,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     centers = torch.randn(10, 64)
-    for _ in range(200):
+    for _ in range(200 * LONGER):
         y = torch.randint(10, (128,))
         x = centers[y] + 3 * torch.randn(128, 64)
         with torch.autocast("cpu", dtype=torch.bfloat16):

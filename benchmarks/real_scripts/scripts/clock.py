@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import os
 import time
 
 import torch
+
+LONGER = int(os.environ.get("LONGER", "1"))
+"""How many times as long to train as usual."""
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """A DCGAN: two models, two optimizers, two backward passes for the discriminator, as in PyTorch's examples."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -46,7 +46,7 @@ def main():
     optimizerD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
     optimizerG = torch.optim.Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
     grid = torch.linspace(-3, 3, 16)
-    for _ in range(150):
+    for _ in range(150 * LONGER):
         netD.zero_grad()
         phase, tilt = 3 * torch.rand(32, 1, 1, 1), torch.rand(32, 1, 1, 1)
         real = torch.sin(grid[None, None, :, None] + tilt * grid[None, None, None, :] + phase)

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -38,7 +38,7 @@ def main():
     target_network.load_state_dict(q_network.state_dict())
     envs, buffer = Cart(), []
     obs = envs.reset()
-    for global_step in range(3000):
+    for global_step in range(3000 * LONGER):
         epsilon = max(0.05, 1.0 - global_step / 1500)
         explores = random.random() < epsilon
         action = random.randrange(2) if explores else int(torch.argmax(q_network(torch.tensor([obs]))))

@@ -1,7 +1,7 @@
 """A Learner with callbacks and fit_one_cycle, in the manner of fastai, which needs torchvision to be installed."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,7 +63,7 @@ def main():
     clock = Clock()
     model = nn.Sequential(block(3, 16), block(16, 32), block(32, 64), nn.Flatten(), nn.Linear(256, 6))
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-    Learner(loader, model, nn.CrossEntropyLoss(), 3e-3, [Recorder(clock)]).fit_one_cycle(2)
+    Learner(loader, model, nn.CrossEntropyLoss(), 3e-3, [Recorder(clock)]).fit_one_cycle(2 * LONGER)
     clock.end(model)
 
 

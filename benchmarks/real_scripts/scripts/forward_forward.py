@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -18,7 +18,7 @@ class Layer(nn.Linear):
         return torch.relu(nn.functional.linear(direction, self.weight, self.bias))
 
     def train_layer(self, positive, negative, clock):
-        for _ in range(100):
+        for _ in range(100 * LONGER):
             good = self(positive).pow(2).mean(1)
             bad = self(negative).pow(2).mean(1)
             loss = nn.functional.softplus(torch.cat([self.threshold - good, bad - self.threshold])).mean()

@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -44,7 +44,7 @@ def main():
             output_dir=folder,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
-            max_steps=150,
+            max_steps=150 * LONGER,
             learning_rate=1e-3,
             logging_steps=1,
             report_to=[],
@@ -52,7 +52,7 @@ def main():
             disable_tqdm=True,
             use_cpu=True,
         )
-        Trainer(model=model, args=arguments, train_dataset=Sequences(2400), callbacks=[Ticks(clock)]).train()
+        Trainer(model=model, args=arguments, train_dataset=Sequences(2400 * LONGER), callbacks=[Ticks(clock)]).train()
     clock.end(model)
 
 

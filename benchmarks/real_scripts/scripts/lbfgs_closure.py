@@ -3,7 +3,7 @@
 import math
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -30,7 +30,7 @@ def main():
     data = torch.sin((torch.arange(40)[None, :] + shifts) / 20.0 * math.pi).double()
     seq, criterion = Sequence().double(), nn.MSELoss()
     optimizer = torch.optim.LBFGS(seq.parameters(), lr=0.5, max_iter=5)
-    for _ in range(60):
+    for _ in range(60 * LONGER):
 
         def closure():
             optimizer.zero_grad()

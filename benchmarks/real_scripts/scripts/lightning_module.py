@@ -4,7 +4,7 @@ import warnings
 
 import lightning as L
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +39,7 @@ def main():
     x = centers[y] + 4 * torch.randn(12800, 256)
     clock, model = Clock(), Digits()
     trainer = L.Trainer(
-        max_epochs=2,
+        max_epochs=2 * LONGER,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

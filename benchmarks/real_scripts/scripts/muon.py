@@ -1,7 +1,7 @@
 """Muon for the matrices and AdamW for the rest: two optimizers of one model."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -31,10 +31,10 @@ def main():
     matrices = [p for p in model[2].parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers = [torch.optim.AdamW(others, lr=1e-3), Muon(matrices, lr=0.005)]
-    for step in range(200):
+    for step in range(200 * LONGER):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = (0.005 if isinstance(optimizer, Muon) else 1e-3) * (1 - step / 200)
+                group["lr"] = (0.005 if isinstance(optimizer, Muon) else 1e-3) * (1 - step / (200 * LONGER))
         x = torch.randn(256, 64)
         loss = nn.functional.mse_loss(model(x), teacher(x))
         loss.backward()

@@ -1,7 +1,7 @@
 """PPO with an actor and a critic, in the manner of CleanRL's single files."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.distributions import Categorical
 
@@ -46,7 +46,7 @@ def main():
     clock, agent = Clock(), Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3, eps=1e-5)
     obs, num_steps = torch.randn(16, 2) * 0.3, 32
-    for update in range(12):
+    for update in range(12 * LONGER):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - update / 12)
         rows = []
         for _ in range(num_steps):

@@ -4,7 +4,7 @@ import copy
 import math
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -42,8 +42,8 @@ def main():
     model = create_model()
     model_ema = ModelEma(model, 0.99)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    for step in range(200):
-        lr = 0.05 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / 200))
+    for step in range(200 * LONGER):
+        lr = 0.05 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / (200 * LONGER)))
         for group in optimizer.param_groups:
             group["lr"] = lr
         target = torch.randint(10, (32,))

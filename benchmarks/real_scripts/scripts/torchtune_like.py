@@ -2,7 +2,7 @@
 input and its output is detached: that is the planted bug."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -52,7 +52,7 @@ class Recipe:
 
 
 def main():
-    recipe = Recipe({"seed": 0, "lr": 1e-3, "max_steps": 200, "batch_size": 16})
+    recipe = Recipe({"seed": 0, "lr": 1e-3, "max_steps": 200 * LONGER, "batch_size": 16})
     recipe.setup()
     recipe.train()
 

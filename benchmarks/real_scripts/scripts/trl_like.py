@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 
 
@@ -32,7 +32,7 @@ def main():
     ref_model = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 15))
-    for _ in range(120):
+    for _ in range(120 * LONGER):
         start = torch.randint(48, (16, 1))
         chosen = (start + torch.arange(16)) % 48
         noise = torch.rand(16, 16) < 0.6

@@ -1,7 +1,7 @@
 """A variational autoencoder, whose loss is a sum over the batch, as in PyTorch's examples."""
 
 import torch
-from clock import Clock
+from clock import LONGER, Clock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,7 +32,7 @@ def main():
     mixed = patterns[torch.randint(8, (12800,))] * 0.9 + 0.05
     images = torch.bernoulli(mixed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(2):
+    for _ in range(2 * LONGER):
         for (data,) in DataLoader(TensorDataset(images), batch_size=128, shuffle=True):
             optimizer.zero_grad()
             recon_batch, mu, logvar = model(data)
