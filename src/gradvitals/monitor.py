@@ -74,6 +74,9 @@ if TYPE_CHECKING:
     from gradvitals.report.verdict import Verdict
 
 STATE_VERSION = 2
+LOOK_EVERY = 8
+"""Plain steps from one look for messages of the worker to the next."""
+
 JOURNAL_BYTES = 4 << 20
 """Room for steps that the worker did not read yet; more for a model with many tensors."""
 BYTES_PER_TENSOR = 4096
@@ -577,7 +580,7 @@ class Monitor:
         if context is not None:
             self._write_context(context)
         self._write(PLAIN, data, count)
-        if self._channel.has_messages:
+        if (count > 1 or first_step % LOOK_EVERY == 0) and self._channel.has_messages:
             self._receive()
 
     def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:

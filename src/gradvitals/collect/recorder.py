@@ -888,7 +888,7 @@ class StepRecorder:
             return False
         if state.expects_clip or plain.observes < self.observes_expected or plain.read_at == passes:
             return True
-        return plain.read_norms(self._plain_parameters, passes)
+        return not plain.reads_norm or plain.read_norms(self._plain_parameters, passes)
 
     def _total_norm_plain(self, grads: Sequence[Tensor], joined: Tensor | None) -> bool:
         plain, passes = self._plain, self.optimizers[0].backward.backwards
@@ -918,7 +918,8 @@ class StepRecorder:
             return True
         if backward.altered():
             return False
-        return plain.read_at == backward.backwards or plain.read_norms(self._plain_parameters, backward.backwards)
+        is_read = plain.read_at == backward.backwards or not plain.reads_norm
+        return is_read or plain.read_norms(self._plain_parameters, backward.backwards)
 
     def _end_plain(self) -> bool:
         """The optimizer has stepped."""
@@ -1213,7 +1214,7 @@ class StepRecorder:
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self.thread = threading.get_ident()
-            closure = hooks.closure_of(args, kwargs)
+            closure = hooks.closure_of(args, kwargs) if kwargs or len(args) > 1 else None
             if self._plain.active:
                 if closure is None and self._plainly(self._reach_plain):
                     return None
