@@ -207,16 +207,10 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
     query = (
         "SELECT id, segment, layout, kind, source, stage, columns, num_rows FROM frame_group WHERE id > ? ORDER BY id"
     )
-    groups = []
-    for number, segment, layout, kind, source, stage, columns, num_rows in db.execute(query, (after,)).fetchall():
-        group = Group(number, segment, layout, kind, source, stage, tuple(json.loads(columns)), num_rows)
-        names = (group.stage, *group.columns)
-        if group.kind not in KINDS or not isinstance(group.num_rows, int) or not 0 <= group.num_rows <= MAX_ROWS:
-            raise ValueError(f"group {group.id} has {group.num_rows} rows of kind {group.kind}")
-        if not all(isinstance(name, str) for name in names) or not isinstance(group.source, str | None):
-            raise ValueError(f"group {group.id} has names that are not text")
-        groups.append(group)
-    return groups
+    return [
+        Group(number, segment, layout, kind, source, stage, tuple(json.loads(columns)), num_rows)
+        for number, segment, layout, kind, source, stage, columns, num_rows in db.execute(query, (after,)).fetchall()
+    ]
 
 
 def last_step_of(db: sqlite3.Connection, group: Group) -> int | None:
@@ -246,7 +240,7 @@ def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: 
     """One number a frame: the metric in `column` for the tensor, layer or head in `row`."""
     size = FLOAT.itemsize
     chunks = db.execute(
-        f"SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * {_BORNE_OUT}) "
+        "SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * num_frames) "
         "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
         "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
         (column * size, size, ROW_BITS, row, group.id, *span),
@@ -258,51 +252,11 @@ def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: 
     return _join(group, chunks, tail, span, lambda blob, frames: _floats(blob, (frames,)))
 
 
-def read_columns(db: sqlite3.Connection, group: Group, columns: list[int | None], row: int, span: Span) -> Found:
-    """Several metrics of one row in one pass, ``[frames, 1 + columns]``: the time, then each metric, nan for None."""
-    size, known = FLOAT.itemsize, [column for column in columns if column is not None]
-    parts = "".join(
-        f", substr(block.data, {column * size} * num_frames + 1, {size} * {_BORNE_OUT})" for column in known
-    )
-    chunks = db.execute(
-        f"SELECT num_frames, steps, readings, times{parts} "
-        "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
-        (ROW_BITS, row, group.id, *span),
-    ).fetchall()
-    parts = "".join(f", substr(data, {(column * group.num_rows + row) * size + 1}, {size})" for column in known)
-    tail = db.execute(
-        f"SELECT step, reading, time{parts} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
-    wide = 1 + len(columns)
-
-    def packed(frames: int, times: Array, blobs: list[Any]) -> bytes:
-        data = np.full((frames, wide), np.nan)
-        data[:, 0] = times
-        own = iter(blobs)
-        for at, column in enumerate(columns, 1):
-            if column is not None:
-                data[:, at] = _floats(next(own), (frames,))
-        return data.tobytes()
-
-    def decode(content: bytes, frames: int) -> Array:
-        return np.frombuffer(content).reshape(frames, wide)
-
-    return _join(
-        group,
-        [(frames, steps, readings, packed(frames, _numbers(times, "<f8", frames), blobs))
-         for frames, steps, readings, times, *blobs in chunks],
-        [(step, reading, packed(1, np.array([time], dtype="<f8"), blobs)) for step, reading, time, *blobs in tail],
-        span, decode,
-    )  # fmt: skip
-
-
 def read_rows(db: sqlite3.Connection, group: Group, column: int, span: Span) -> Found:
     """One number a frame and row, ``[frames, rows]``: the metric in `column` for all tensors, layers or heads."""
     size, rows = FLOAT.itemsize, group.num_rows
     chunks = [
-        (frames, steps, readings, read_chunk(db, group, chunk, _borne_out(frames, steps), slice(column, column + 1)))
+        (frames, steps, readings, read_chunk(db, group, chunk, frames, slice(column, column + 1)))
         for chunk, frames, steps, readings in db.execute(
             "SELECT id, num_frames, steps, readings FROM chunk "
             "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
@@ -372,14 +326,6 @@ def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]
         time, size = (float("nan") if number is None else float(number) for number in (time, size))
         places.append(Place(int(step), int(reading), time, size, group, numbers))
     return places
-
-
-_BORNE_OUT = "min(num_frames, length(steps) / 8)"
-"""Frames of a chunk: as many as it says, and no more than it has steps, or a stranger's file fetches whole blocks."""
-
-
-def _borne_out(frames: Any, steps: Any) -> int:
-    return len(_numbers(steps, "<i8", frames))
 
 
 def _join(

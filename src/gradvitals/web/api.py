@@ -22,7 +22,7 @@ from gradvitals.store.blocks import KINDS, Kind
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
-from gradvitals.web.run_index import Judge, RunIndex, stamp
+from gradvitals.web.run_index import RunIndex, stamp
 from gradvitals.web.stream import Watcher
 from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
 
@@ -38,7 +38,6 @@ class Api:
 
     def __init__(self, index: RunIndex) -> None:
         self.index = index
-        self.judge = Judge(index)
         self.watcher = Watcher(index)
         self.cache = Cache()
 
@@ -57,18 +56,12 @@ class Api:
         ]
 
     def close(self) -> None:
-        """Closes files and threads."""
+        """Ends all streams."""
         self.watcher.stop()
-        self.judge.close()
-        self.index.close()
 
     def runs(self, request: Request) -> Response:
         """Returns every run with its verdict."""
         files = self.index.files()
-
-        def entry(file: RunFile, run: Run) -> Any:
-            return views.list_entry(file, run, self.judge.judged(file.id, run, start=False))
-
         entries: dict[str, bytes] = {}
         num_read, end = 0, time.monotonic() + LIST_SECONDS
         for file in sorted(files, key=lambda file: stamp(file.path)[1:2], reverse=True):  # the newest first
@@ -78,7 +71,7 @@ class Api:
                     continue
                 num_read += 1
             try:
-                entries[file.id] = self._of_run(file, "entry", entry)
+                entries[file.id] = self._of_run(file, "entry", views.list_entry)
             except Exception as error:  # a damaged file must not hide the others
                 entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
         about = _encoded({"folder": views.short(self.index.folder.name), "metrics": views.metric_texts()})
@@ -87,11 +80,7 @@ class Api:
 
     def overview(self, request: Request) -> Response:
         """Returns the texts about one run."""
-
-        def make(file: RunFile, run: Run) -> Any:
-            return views.overview(file, run, self.judge.judged(file.id, run))
-
-        return self._respond(request, lambda: ("overview", make))
+        return self._respond(request, lambda: ("overview", views.overview))
 
     def layout(self, request: Request) -> Response:
         """Returns what the rows of a run stand for."""
@@ -157,7 +146,7 @@ class Api:
         return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
 
     def _of_run(self, file: RunFile, what: str, make: Make) -> bytes:
-        """Returns something about a run, made again if the run was written to or judged since."""
+        """Returns something about a run, made again if the run was written to since."""
 
         def read() -> bytes:
             with self.index.opened(file.id) as run:
@@ -168,8 +157,7 @@ class Api:
 
     def _key(self, file: RunFile, what: str) -> tuple[tuple[str, str], tuple[Any, ...]]:
         # A live run becomes a stopped one without being written to.
-        live = self.watcher.is_live(file.id)
-        return (file.id, what), (stamp(file.path), live, self.judge.version(file.id))
+        return (file.id, what), (stamp(file.path), self.watcher.is_live(file.id))
 
     def _respond(self, request: Request, parse: Callable[[], tuple[str, Make]]) -> Response:
         try:
