@@ -67,7 +67,7 @@ class Probe:
 
     def save_html(self, path: str | Path) -> Path:
         """Write a self-contained HTML page. Returns its path."""
-        from gradvitals.report.probe_html import probe_page
+        from gradvitals.report.probe import probe_page
 
         target = Path(path)
         target.write_text(probe_page(self.record()), encoding="utf-8")
@@ -75,7 +75,7 @@ class Probe:
 
     def __str__(self) -> str:
         """Returns the tables of the terminal, without colors."""
-        from gradvitals.report.probe_terminal import probe_text
+        from gradvitals.report.probe import probe_text
 
         return probe_text(self.record())
 
