@@ -219,7 +219,7 @@ def _layers(layers: Record) -> Iterator[Block]:
         "none": "without a learning rate or an optimizer there is no update",
     }[layers["update_by"]]
     largest = max((row["update_ratio"] for row in rows if row["update_ratio"] > 0), default=math.nan)
-    cells = [
+    cells: list[Sequence[str | Cell]] = [
         (
             row["name"],
             "-" if math.isnan(row["update_ratio"]) else _bar(row["update_ratio"], largest, number(row["update_ratio"])),
@@ -237,7 +237,7 @@ def _layers(layers: Record) -> Iterator[Block]:
         optional=("Effective rank", "Gradient", "Weight", "Update"),
     )
     if layers["activations"]:
-        units = [
+        units: list[Sequence[str | Cell]] = [
             (
                 *(str(row[key]) for key in ("module", "kind", "units", "dead")),
                 _bar(row["dead_share"], 1.0, percent(row["dead_share"])),
@@ -421,7 +421,7 @@ def _profile(axis: str, series: Mapping[str, Sequence[float]], names: Sequence[s
         steep = max(max(values) for _, values in lines.values()) > 20
         unit = "over the mean, logarithmic" if steep else "over the mean"
         return _charts(line_chart(lines, title=f"By {axis}", x_name=axis, y_name=unit, y_log=steep))
-    rows = []
+    rows: list[Sequence[str | Cell]] = []
     for at in sorted(range(count), key=lambda at: -series["Integrated gradients"][at]):
         bars = (_bar(values[at], max(values), number(values[at])) for values in series.values())
         rows.append((names[at] if at < len(names) else f"{axis} {at}", *bars))
