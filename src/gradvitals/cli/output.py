@@ -19,18 +19,11 @@ if TYPE_CHECKING:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
-def print_json(result: Any) -> None:
+def print_json(result: Any, *, indent: int | None = 2) -> None:
     """Print strict JSON: numbers that JSON cannot hold become the strings 'nan', 'inf' and '-inf'."""
     from gradvitals.types import json_ready
 
-    click.echo(json.dumps(json_ready(result), indent=2, allow_nan=False))
-
-
-def print_json_line(result: Any) -> None:
-    """The same on one line, for results that come one after the other."""
-    from gradvitals.types import json_ready
-
-    click.echo(json.dumps(json_ready(result), allow_nan=False))
+    click.echo(json.dumps(json_ready(result), indent=indent, allow_nan=False))
 
 
 def console() -> Console:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gradvitals.cli.output import console, print_json_line
+from gradvitals.cli.output import console, print_json
 from gradvitals.cli.runs import resolve
 
 SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
@@ -44,7 +44,7 @@ def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> No
         for moment in [follower.look()] if once else moments(follower, every or SCREEN_SECONDS):
             now = (moment.summary.last_step, moment.summary.state, moment.verdict)
             if now != before:
-                print_json_line(moment.to_json())
+                print_json(moment.to_json(), indent=None)
             before = now
     elif can_redraw(screen):
         draw(screen, moments(follower, every or SCREEN_SECONDS))

@@ -236,42 +236,44 @@ def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | 
     return min(part[0] for part in found), max(part[1] for part in found), sum(part[2] for part in found)
 
 
+def _chunks_and_tail(
+    db: sqlite3.Connection, group: Group, span: Span, chunk: str, tail: str
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Some columns of the chunks and of the tail of a group that may hold steps of the span."""
+    chunks = db.execute(
+        f"SELECT {chunk} FROM chunk WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
+        (group.id, *span),
+    )
+    rows = db.execute(
+        f"SELECT {tail} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id", (group.id, *span)
+    )
+    return chunks.fetchall(), rows.fetchall()
+
+
 def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: Span) -> Found:
     """One number a frame: the metric in `column` for the tensor, layer or head in `row`."""
     size = FLOAT.itemsize
-    chunks = db.execute(
-        "SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * num_frames) "
-        "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
-        (column * size, size, ROW_BITS, row, group.id, *span),
-    ).fetchall()
-    tail = db.execute(
-        "SELECT step, reading, substr(data, ?, ?) FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        ((column * group.num_rows + row) * size + 1, size, group.id, *span),
-    ).fetchall()
-    return _join(group, chunks, tail, span, lambda blob, frames: _floats(blob, (frames,)))
+    block = f"SELECT substr(data, {column * size} * num_frames + 1, {size} * num_frames) FROM block"
+    chunk = f"num_frames, steps, readings, ({block} WHERE block.id = (chunk.id << {ROW_BITS}) | {row})"
+    tail = f"step, reading, substr(data, {(column * group.num_rows + row) * size + 1}, {size})"
+    found = _chunks_and_tail(db, group, span, chunk, tail)
+    return _join(group, *found, span, lambda blob, frames: _floats(blob, (frames,)))
 
 
 def read_rows(db: sqlite3.Connection, group: Group, column: int, span: Span) -> Found:
     """One number a frame and row, ``[frames, rows]``: the metric in `column` for all tensors, layers or heads."""
     size, rows = FLOAT.itemsize, group.num_rows
-    chunks = [
-        (frames, steps, readings, read_chunk(db, group, chunk, frames, slice(column, column + 1)))
-        for chunk, frames, steps, readings in db.execute(
-            "SELECT id, num_frames, steps, readings FROM chunk "
-            "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-            (group.id, *span),
-        ).fetchall()
+    tail_part = f"step, reading, substr(data, {column * rows * size + 1}, {rows * size})"
+    chunks, tail = _chunks_and_tail(db, group, span, "num_frames, steps, readings, id", tail_part)
+    one = slice(column, column + 1)
+    blocks = [
+        (frames, steps, readings, read_chunk(db, group, id, frames, one)) for frames, steps, readings, id in chunks
     ]
-    tail = db.execute(
-        "SELECT step, reading, substr(data, ?, ?) FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (column * rows * size + 1, rows * size, group.id, *span),
-    ).fetchall()
 
     def decode(data: Any, frames: int) -> Array:
         return cast(Array, data[:, 0]) if isinstance(data, np.ndarray) else _floats(data, (frames, rows))
 
-    return _join(group, chunks, tail, span, decode)
+    return _join(group, blocks, tail, span, decode)
 
 
 def read_chunk(
@@ -291,15 +293,8 @@ def read_chunk(
 
 def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal["time", "batch_size"]) -> Found:
     """What is kept once a frame: ``time`` or ``batch_size``."""
-    chunks = db.execute(
-        f"SELECT num_frames, steps, readings, {name}s FROM chunk "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
-    rows = db.execute(
-        f"SELECT step, reading, {name} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
+    found = f"num_frames, steps, readings, {name}s", f"step, reading, {name}"
+    chunks, rows = _chunks_and_tail(db, group, span, *found)
     tail = [(step, reading, np.array([number], "<f8").tobytes()) for step, reading, number in rows]
     return _join(group, chunks, tail, span, lambda blob, frames: _numbers(blob, "<f8", frames))
 
@@ -307,21 +302,15 @@ def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal
 def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]:
     """Where the frames of a group are; those of the tail with their numbers, as the writer may move them any time."""
     places = []
-    for chunk, frames, *blobs in db.execute(
-        "SELECT id, num_frames, steps, readings, times, batch_sizes FROM chunk "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall():
+    chunk_part = "id, num_frames, steps, readings, times, batch_sizes"
+    chunks, tail = _chunks_and_tail(db, group, span, chunk_part, "step, reading, time, batch_size, data")
+    for chunk, frames, *blobs in chunks:
         dtypes = ("<i8", "<i8", "<f8", "<f8")
         columns = [_numbers(blob, dtype, frames).tolist() for blob, dtype in zip(blobs, dtypes, strict=True)]
         for position, (step, reading, time, size) in enumerate(zip(*columns, strict=True)):
             if span.since < step <= span.until:
                 places.append(Place(step, reading, time, size, group, (chunk, frames, position)))
-    for step, reading, time, size, data in db.execute(
-        "SELECT step, reading, time, batch_size, data FROM tail "
-        "WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall():
+    for step, reading, time, size, data in tail:
         numbers = _floats(data, (len(group.columns), group.num_rows))
         time, size = (float("nan") if number is None else float(number) for number in (time, size))
         places.append(Place(int(step), int(reading), time, size, group, numbers))

@@ -141,9 +141,8 @@ class Api:
         """Streams changes as they happen."""
         if self.watcher.is_full:
             return _json({"error": "too many pages are connected; close one"}, 503)
-        cursor = request.headers.get("last-event-id") or request.query_params.get("cursor")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self.watcher.events(), media_type="text/event-stream", headers=headers)
 
     def _of_run(self, file: RunFile, what: str, make: Make) -> bytes:
         """Returns something about a run, made again if the run was written to since."""
