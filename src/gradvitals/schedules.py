@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradvitals.advise.decay import without_outliers
 from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.diagnose.history import Average, Averages, Series, fall, same_size
 from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
@@ -469,9 +470,7 @@ class WarmupDecay(_Model):
         losses: NDArray[np.float64] = self.losses.since(max(step / 2, self.floor))[1]
         if len(losses) < self.ENOUGH_LOSSES:
             return False
-        middle = float(np.median(losses))
-        reach = 6 * float(np.median(np.abs(losses - middle)))
-        losses = np.clip(losses, middle - reach, middle + reach)
+        losses = without_outliers(losses)
         fell, error = fall(losses)
         return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
 

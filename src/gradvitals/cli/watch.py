@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gradvitals.cli.output import console, print_json
-from gradvitals.cli.runs import resolve
+from gradvitals.cli.output import console, print_json, resolve
 
 SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
 
