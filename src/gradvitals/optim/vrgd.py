@@ -219,11 +219,7 @@ def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
 
 
 def scale_by_kernels(block: GradientBlock, *, keep: bool) -> list[Tensor] | None:
-    """Multiply gradients by the paper's factors in place and update the averages, in two launches.
-
-    Args:
-        block: The gradients.
-        keep: Whether to return the factors, for hooks.
+    """Multiply gradients by the paper's factors in place and update the averages; `keep` returns them for hooks.
 
     Returns:
         The factors, or an empty list; None if kernels cannot do it, and nothing was changed.

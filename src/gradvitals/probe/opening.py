@@ -43,10 +43,6 @@ class Opening:
     output of the `torch.nn.Embedding` that looks these numbers up. Only the first call of the model inside the loss
     counts. Hooks are on the model only while it runs.
 
-    Args:
-        subject: The model and its loss.
-        batch: One batch.
-
     Raises:
         GradvitalsError: when the data have no gradient; the message says why.
 

@@ -107,16 +107,6 @@ def line_chart(
     """Returns lines with points, a legend if there are several, and named vertical marks.
 
     Points that are not finite, or not above zero on a logarithmic axis, are skipped and leave a gap.
-
-    Args:
-        series: Name to x and y values; the order decides the colors.
-        title: What the chart shows, also for screen readers.
-        x_name: Under the chart.
-        y_name: Above it.
-        x_log: Whether x is drawn by its logarithm.
-        y_log: Whether y is.
-        y_range: Ends of the y axis, if they are known beforehand.
-        marks: Name to x value; those off the axis are skipped.
     """
     xs = Axis.over((x for x_values, _ in series.values() for x in x_values), _LEFT, WIDTH - _RIGHT, logarithmic=x_log)
     y_all = y_range or [y for _, y_values in series.values() for y in y_values]

@@ -46,12 +46,7 @@ RANK_COLUMNS = {
 
 
 def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
-    """Returns the report on a run, finished or being written, as a whole HTML document.
-
-    Args:
-        run: The run.
-        on_step: Called for each step that is replayed, in a run that was recorded without diagnosis.
-    """
+    """Returns the report on a run, finished or being written, as a whole HTML document."""
     report = Report(run, on_step=on_step)
     name = cut(run.path.resolve().name or str(run.path), 120)
     sections = [(title, part) for title, part in _sections(report) if part]

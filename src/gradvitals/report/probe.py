@@ -252,15 +252,16 @@ def _layers(layers: Record) -> Iterator[Block]:
 def _samples(samples: Record) -> Iterator[Block]:
     scale = number(samples["noise_scale"], missing="unknown")
     osgr = f"{_span(samples, 'osgr_low', 'osgr_high')} for {samples['train_size']} training examples"
+    count, total = samples["examples"], samples["train_size"]
+    counted = f"{count} of {total:,}" if total > count else f"{count}"
     yield Facts(
         [
+            ("Examples", counted, f"by {samples['method']}"),
             ("GSNR of one example", number(samples["gsnr"]), _span(samples, "low", "high")),
             ("Noise scale, examples", scale, _span(samples, "noise_scale_low", "noise_scale_high")),
             ("OSGR, first step", number(samples["osgr"]), osgr),
         ]
     )
-    count, total = samples["examples"], samples["train_size"]
-    counted = f"{count} of {total:,}" if total > count else f"{count}"
     why = f": {samples['why']}" if samples["why"] else ""
     yield Note(
         f"{counted} examples, each with its own gradient ({samples['method']}{why}). OSGR, the one-step generalization "

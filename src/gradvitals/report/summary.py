@@ -294,13 +294,7 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
 
 
 def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tuple[WorstList, ...]:
-    """Returns the tensors that stand out, without empty lists.
-
-    Args:
-        run: The run.
-        source: The source of GSNR.
-        whole_run: Whether to look through all readings as well, and not only at the latest.
-    """
+    """Returns the tensors that stand out in the whole run, or at the latest reading; no empty lists."""
     now = "at the latest reading"
     origin = f"from {source}, {now}" if source else now
     lists = [

@@ -161,13 +161,7 @@ class FittedTable:
 
 
 def render_doctor(report: Report, *, verbose: bool = False, all_checks: bool = False) -> RenderableType:
-    """Returns what `gradvitals doctor` prints, ready for `rich.console.Console.print`.
-
-    Args:
-        report: The report on the run.
-        verbose: Show every finding in full, and what was done, instead of the worst one.
-        all_checks: The same, and name each check that passed or was skipped.
-    """
+    """Returns what `gradvitals doctor` prints: the worst finding, or on demand every finding or also every check."""
     return Group(*(_doctor_in_full(report, all_checks) if verbose or all_checks else _doctor_in_short(report)))
 
 
@@ -266,13 +260,7 @@ def _origin(report: Report) -> str:
 
 
 def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -> RenderableType:
-    """Returns everything about a finding: where, when, evidence, likely causes and fixes.
-
-    Args:
-        item: The finding.
-        live: Whether the run is still being written.
-        routine: Show everything of a routine note too, which otherwise takes one line.
-    """
+    """Returns where, when, evidence, likely causes and fixes; a routine note takes one line unless `routine`."""
     finding = item.finding
     if item.is_routine and not routine:
         return _routine(item)
