@@ -169,7 +169,7 @@ def bar(value: float, largest: float, text: str) -> Html:
     return tag("span", drawing, tag("span", text), class_="meter")
 
 
-def interval_mark(value: float, low: float, high: float, axis: Axis, *, at_one: bool = True) -> Html:
+def interval_mark(value: float, low: float, high: float, axis: Axis) -> Html:
     """Returns a value and its interval on a logarithmic axis that the rows of a table share; clipped to its ends."""
 
     def place(number_: float) -> float:
@@ -179,7 +179,7 @@ def interval_mark(value: float, low: float, high: float, axis: Axis, *, at_one: 
 
     middle, left, right = place(value), place(low), place(high) if math.isfinite(high) else axis.end
     parts: list[Part] = [tag("line", x1=axis.start, x2=axis.end, y1=6, y2=6, class_="rail")]
-    if at_one and axis.has(1.0):
+    if axis.has(1.0):
         parts.append(tag("line", x1=place(1.0), x2=place(1.0), y1=0, y2=12, class_="mark"))
     if not math.isnan(left) and not math.isnan(high):
         parts.append(tag("line", x1=left, x2=right, y1=6, y2=6, class_="span"))
