@@ -24,7 +24,7 @@ NO_TORCH += (
     "gradvitals.alerts",
 )
 NO_TORCH += tuple(f"gradvitals.report.{name}" for name in ("terminal", "html", "live", "notebook", "export"))
-NO_TORCH += ("gradvitals.report.probe_html", "gradvitals.web.app", "gradvitals.cli")
+NO_TORCH += ("gradvitals.report.probe", "gradvitals.web.app", "gradvitals.cli")
 
 HELP_OF_EACH = """
 import sys

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradvitals.advise.decay import without_outliers
 from gradvitals.collect.parameters import COMPILED_PREFIX, layer_of
 from gradvitals.diagnose.history import Average, Averages, Series, fall, same_size
 from gradvitals.errors import ConfigError, GradvitalsError, RunError, expect
@@ -159,11 +160,6 @@ class ReadingQueue:
 
         monitor.add_reader(add)
 
-    @property
-    def step(self) -> int:
-        """The Monitor's number of the step in progress."""
-        return self._monitor.step
-
     def take(self) -> list[list[Reading]]:
         """The readings that are due now, one list per step."""
         last = self._monitor.step - 1 - self._lag
@@ -174,15 +170,6 @@ class ReadingQueue:
             reading = self._queue.popleft()
             steps.setdefault(reading.step, []).append(reading)
         return list(steps.values())
-
-    def record(self, action: Action) -> None:
-        """Store an action with the run."""
-        self._monitor.record(action)
-
-    def print(self, text: str) -> None:
-        """Print a line to stderr, on the first rank, unless the config is quiet."""
-        if self._monitor.ranks is None or self._monitor.ranks.rank == 0:
-            print_line(text, self._monitor.config.quiet)
 
     def state_dict(self) -> dict[str, Any]:
         """What was not handed out yet."""
@@ -271,18 +258,23 @@ class _Scheduler:
         expect(look_every >= 1 and lag >= 0, "look_every, lag", (look_every, lag), "1 step or more, and 0 or more")
         self.actions: list[Action] = []
         """What was done or proposed so far, oldest first."""
-        self._model, self._look_every = model, look_every
+        self._monitor, self._model, self._look_every = monitor, model, look_every
         self._evidence = GSNREvidence(sources, window=monitor.config.gsnr_window)
         self._queue = ReadingQueue(monitor, lag=lag)
 
     def _add(
         self, note: str, kind: str, finding: str, reason: str, before: Any, after: Any, *, taken: bool = True
     ) -> None:
-        step = self._queue.step
+        step = self._monitor.step
         action = Action(kind=kind, step=step, finding=finding, taken=taken, before=before, after=after, reason=reason)
         self.actions.append(action)
-        self._queue.print(f"step {action.step}: {action.reason} ({note})")
-        self._queue.record(action)
+        self._print(f"step {step}: {reason} ({note})")
+        self._monitor.record(action)
+
+    def _print(self, text: str) -> None:
+        """Print a line to stderr, on the first rank, unless the config is quiet."""
+        if self._monitor.ranks is None or self._monitor.ranks.rank == 0:
+            print_line(text, self._monitor.config.quiet)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs so that the same readings lead to the same decisions. Waits for readings."""
@@ -478,9 +470,7 @@ class WarmupDecay(_Model):
         losses: NDArray[np.float64] = self.losses.since(max(step / 2, self.floor))[1]
         if len(losses) < self.ENOUGH_LOSSES:
             return False
-        middle = float(np.median(losses))
-        reach = 6 * float(np.median(np.abs(losses - middle)))
-        losses = np.clip(losses, middle - reach, middle + reach)
+        losses = without_outliers(losses)
         fell, error = fall(losses)
         return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
 
@@ -615,7 +605,7 @@ class GSNRScheduler(_Scheduler):
 
     def step(self) -> None:
         """Count a step of the optimizer. Call it once after each, before or after another scheduler."""
-        changes = self._pace.tick(self._queue.step)
+        changes = self._pace.tick(self._monitor.step)
         if self._pace.made % self._look_every == 0:
             changes += self._look()
         self._factors.set(self, self._pace.factor)
@@ -630,10 +620,10 @@ class GSNRScheduler(_Scheduler):
                     self._pace.losses.push(reading.step, reading.values["loss"])
             average = self._evidence.take(readings)
             if average is not None:
-                changes += self._pace.take(average, self._evidence.source, self._queue.step)
+                changes += self._pace.take(average, self._evidence.source, self._monitor.step)
         if not self._evidence.source and self._pace.made >= MISSING_AFTER and not self._reported_missing:
             self._reported_missing = True
-            self._queue.print(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled")
+            self._print(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled")
         return changes
 
     @property
@@ -988,7 +978,9 @@ def decoupled_momentum(
         >>> [group["momentum"] for group in optimizer.param_groups]
         [0.9, 0.9, 0.9]
     """
-    return DecoupledMomentum(optimizer, signal, delta=delta, direction=direction, bounds=bounds, source=source)
+    own = optimizer_of(optimizer, "decoupled_momentum")
+    _check_momentum(own, delta, direction, bounds)
+    return DecoupledMomentum(own, signal, direction * delta, bounds, SAME_WEIGHTS if source is None else (source,))
 
 
 class DecoupledMomentum:
@@ -998,18 +990,14 @@ class DecoupledMomentum:
         self,
         optimizer: torch.optim.Optimizer,
         signal: Monitor | Sequence[float],
-        *,
-        delta: float,
-        direction: Literal[1, -1],
+        shift: float,
         bounds: tuple[float, float],
-        source: Source | None,
+        sources: tuple[Source, ...],
     ) -> None:
-        self.optimizer = optimizer_of(optimizer, "decoupled_momentum")
-        _check_momentum(self.optimizer, delta, direction, bounds)
+        self.optimizer = optimizer
         self.actions: list[Action] = []
         """What was done so far, oldest first."""
-        self._shift, self._bounds = direction * delta, bounds
-        self._sources = SAME_WEIGHTS if source is None else (source,)
+        self._shift, self._bounds, self._sources = shift, bounds, sources
         self._monitor = signal if isinstance(signal, Monitor) else None
         self._before = [_momentum_setting(group) for group in self.optimizer.param_groups]
         self.update(None if isinstance(signal, Monitor) else signal)

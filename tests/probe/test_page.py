@@ -24,7 +24,7 @@ from torch import nn
 import gradvitals as gv
 from gradvitals.report.charts import Axis, bar, heat, histogram, interval_mark, line_chart, photo, png
 from gradvitals.report.markup import folded, join, table, tag, text
-from gradvitals.report.probe_html import probe_page
+from gradvitals.report.probe import probe_page
 
 HOSTILE = "</td><script>alert('x')</script>\"><img src=x onerror=alert(1)>\x1b[31m&amp;"
 VOID = {"meta", "img", "br", "line", "circle", "rect", "path", "polyline"}
@@ -142,7 +142,7 @@ def test_colors_follow_the_reader_and_the_page_fits_a_phone() -> None:
 
 
 def test_a_page_is_made_without_torch() -> None:
-    code = "import sys, gradvitals.report.probe_html; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradvitals.report.probe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -43,7 +43,7 @@ def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     with open_run(write_run()) as run:
         text = shown(render_report(Report(run)))
     # Where the first line breaks depends on how long the folder's name is.
-    assert re.search(r"finished, step 39, [\d.]+ s, 4 tensors, 80 parameters", " ".join(text.split()))
+    assert re.search(r"finished, step 39, [\d.]+ s, 80 parameters in 4 tensors", " ".join(text.split()))
     for part in (
         "samples (95%: 50 to 90)",
         "GSNR from microbatch at batch size 32",
@@ -169,6 +169,8 @@ def test_dropped_readings_are_reported(write_run: WriteRun) -> None:
 
 
 def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
+    from types import SimpleNamespace
+
     from rich.console import Console
 
     from gradvitals.report.summary import LayerRow
@@ -184,7 +186,8 @@ def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
     console = Console(width=100, color_system=None)
     for many, left_out in ((MAX_LAYERS, 0), (MAX_LAYERS + 600, 600)):
         with console.capture() as shown:
-            console.print(layer_table(rows[:many], 5, None, None))
+            summary = SimpleNamespace(layers=rows[:many], layers_step=5, gsnr_source=None, gsnr_batch_size=None)
+            console.print(layer_table(summary))
         words = [line.split()[0] for line in shown.get().splitlines() if line.strip()]
         names = [word for word in words if word[5:].isdigit()]
         assert len(names) == MAX_LAYERS

@@ -136,8 +136,6 @@ def test_random_damage_never_gives_another_error(run_db):
         'UPDATE frame_group SET columns = \'["loss", "grad/norm", "x"]\'',
         "UPDATE frame_group SET columns = '{'",
         "UPDATE frame_group SET columns = '[1]'",
-        "UPDATE frame_group SET kind = 'photos'",
-        "UPDATE frame_group SET stage = x'00'",
         "UPDATE frame_group SET segment = 77",
         "UPDATE layout SET details = '[{}]'",
         "UPDATE layout SET tensors = '7'",
@@ -152,8 +150,6 @@ def test_random_damage_never_gives_another_error(run_db):
         "UPDATE finding SET content = '[]'",
         "UPDATE finding SET content = '{}'",
         "UPDATE action SET content = 'text'",
-        "DROP TABLE action",
-        "ALTER TABLE action DROP COLUMN content",
     ],
 )
 def test_content_that_does_not_fit_is_refused(run_db, sql):
@@ -172,21 +168,6 @@ def test_a_huge_value_is_not_loaded(run_db):
     change(run_db, "UPDATE layout SET tensors = zeroblob(?)", 70 << 20)
     with pytest.raises(RunFormatError, match="more data"):
         read_everything(run_db)
-
-
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "CREATE VIEW action AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
-        "SELECT i AS id, i AS segment, i AS step, '{}' AS content FROM n",
-        "CREATE TABLE action (id, segment, step, content TEXT AS (zeroblob(1000000000)))",
-    ],
-)
-def test_a_view_or_a_computed_column_in_place_of_a_table_is_refused(run_db, sql):
-    change(run_db, "DROP TABLE action")
-    change(run_db, sql)
-    with pytest.raises(RunFormatError, match="action"):
-        open_run(run_db)
 
 
 def test_a_matrix_larger_than_memory_is_refused(tmp_path, monkeypatch, make_reading):

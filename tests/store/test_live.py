@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
+import pytest
 
+from gradvitals.errors import RunError
 from gradvitals.store import RunWriter, open_run
 
 
@@ -75,3 +78,26 @@ def test_several_threads_may_share_a_run(tmp_path, make_reading):
             thread.join()
     assert len(results) == 4
     assert {value for row in results for value in row} == {2.0 * sum(range(600))}
+
+
+def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path, make_reading):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_reading(0))
+    run = open_run(tmp_path)
+    closed = threading.Event()
+
+    def close():
+        run.close()
+        closed.set()
+
+    with run._transaction():
+        thread = threading.Thread(target=close)
+        thread.start()
+        time.sleep(0.05)
+        assert not closed.is_set()
+        assert run._db.execute("SELECT count(*) FROM segment").fetchone() == (1,)
+    thread.join(10)
+    assert closed.is_set()
+    with pytest.raises(RunError, match=r"run\.db was closed"):
+        run.series("loss")
+    run.close()

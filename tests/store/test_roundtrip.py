@@ -250,3 +250,12 @@ def test_numbers_beyond_float32_are_infinite(tmp_path):
         writer.write(Reading(step=0, time=0.0, values={"grad/norm": 1e200}))
     with open_run(tmp_path) as run:
         assert run.series("grad/norm")[1].tolist() == [math.inf]
+
+
+def test_findings_and_actions_are_counted(tmp_path):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for step in range(3):
+            writer.write(Finding(id=f"f{step}", severity="info", title="t"))
+        writer.write(Action(kind="skip", step=1, finding="f0", taken=True))
+    with open_run(tmp_path) as run:
+        assert run.num_records() == 4

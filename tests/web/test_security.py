@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from web_runs import HOSTILE, hostile_run, run_id
 
 from benchmarks.synthetic_run import write_synthetic_run
-from gradvitals.errors import RunError
 from gradvitals.report import listing
 from gradvitals.store.writer import RunWriter
 from gradvitals.web import run_index, views
@@ -167,24 +166,6 @@ def test_a_heatmap_of_too_many_rows_is_refused(
     assert "too many for one heatmap" in answer.json()["error"]
 
 
-def test_only_a_few_runs_are_open_at_a_time_and_none_is_closed_in_use(tmp_path: Path) -> None:
-    for number in range(5):
-        write_synthetic_run(tmp_path / f"run{number}", steps=5, num_tensors=14)
-    kept = run_index.RunIndex(tmp_path, max_open=2)
-    places = kept.files()
-    with kept.opened(places[0].id) as first:
-        for place in places[1:]:
-            with kept.opened(place.id) as run:
-                assert run.last_step == 4
-        assert kept.num_open == 2
-        assert first.last_step == 4
-    with pytest.raises(RunError, match="was closed"):
-        _ = first.last_step
-    with kept.opened(places[-1].id) as once, kept.opened(places[-1].id) as again:
-        assert once is again
-    kept.close()
-
-
 def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     import shutil
 
@@ -197,4 +178,3 @@ def test_a_run_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     shutil.move(tmp_path / "other" / "run.db", tmp_path / "run" / "run.db")
     with kept.opened(place.id) as run:
         assert run.last_step == 8
-    kept.close()

@@ -25,24 +25,18 @@ from gradvitals.cli import main
 from gradvitals.errors import ConfigError
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
-from gradvitals.web import stream
 from gradvitals.web.app import addresses, bind
 from gradvitals.web.run_index import RunIndex
 from gradvitals.web.stream import Watcher
 
 
-def events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
-    cursor = ""
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in answer.iter_lines():
-        if line.startswith("id: "):
-            cursor = line[4:]
-        elif line.startswith("data: ") and line != "data: {}":
-            yield cursor, json.loads(line[6:])
+        if line.startswith("data: ") and line != "data: {}":
+            yield json.loads(line[6:])
 
 
-def test_news_come_as_a_run_is_written_and_again_only_after_the_cursor(
-    tmp_path: Path, serve: Callable[[Path], Any]
-) -> None:
+def test_news_come_as_a_run_is_written(tmp_path: Path, serve: Callable[[Path], Any]) -> None:
     write_synthetic_run(tmp_path / "old", steps=5, num_tensors=14)
     writer = RunWriter(tmp_path / "live", meta={"facts": {}})
     writer.write(Reading(step=0, time=0.0, values={"loss": 1.0}))
@@ -52,7 +46,7 @@ def test_news_come_as_a_run_is_written_and_again_only_after_the_cursor(
         assert answer.headers["content-type"].startswith("text/event-stream")
         found = events(answer)
         first = [next(found) for _ in range(2)]
-        by_step = {news["last_step"]: news for _, news in first}
+        by_step = {news["last_step"]: news for news in first}
         assert set(by_step) == {0, 4}
         assert by_step[0]["live"]
         assert not by_step[4]["live"]
@@ -60,15 +54,7 @@ def test_news_come_as_a_run_is_written_and_again_only_after_the_cursor(
         writer.write(Reading(step=1, time=1.0, values={"loss": 1.0}))
         writer.write(Finding(id="x", severity="info", title="t"))
         writer.commit()
-        cursor, news = next(found)
-        assert news == {"run": live, "last_step": 1, "findings": 1, "segments": 1, "live": True}
-    writer.write(Reading(step=2, time=2.0, values={"loss": 1.0}))
-    writer.commit()
-    with httpx.stream("GET", f"{url}api/stream", headers={"last-event-id": cursor}, timeout=10) as answer:
-        assert next(events(answer))[1]["last_step"] == 2  # nothing of the old run, which has not changed
-    with httpx.stream("GET", f"{url}api/stream", headers={"last-event-id": "another-7"}, timeout=10) as answer:
-        found = events(answer)
-        assert {next(found)[1]["last_step"] for _ in range(2)} == {2, 4}
+        assert next(found) == {"run": live, "last_step": 1, "findings": 1, "segments": 1, "live": True}
     writer.close()
 
 
@@ -90,7 +76,7 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listeni
             except httpx.ConnectError:
                 time.sleep(0.02)
         with httpx.stream("GET", f"{url}api/stream", timeout=10) as answer:
-            assert next(events(answer))[1]["last_step"] == 4
+            assert next(events(answer))["last_step"] == 4
             os.kill(process.pid, signal.SIGINT)
             assert process.wait(10) in (0, 130, -signal.SIGINT)
         assert "Traceback" not in process.stderr.read()
@@ -119,49 +105,24 @@ def test_a_taken_port_is_an_error_and_the_default_one_gives_way(monkeypatch: pyt
         bind("no-such-host.invalid", 0)
 
 
-def test_a_slow_look_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
-    watcher = Watcher(RunIndex(tmp_path))
-    watcher._look_now()
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(place: Any) -> dict[str, Any]:
-        begun.set()
-        go_on.wait(30)
-        return {"run": place.id, "live": True}
-
-    monkeypatch.setattr(watcher, "_news", slow)
-    monkeypatch.setattr(stream, "SLOW_SECONDS", 0.0)
-    told: list[Any] = []
-    looking = threading.Thread(target=watcher._look_now)
-    asking = threading.Thread(target=lambda: told.extend(watcher._after(0)))
-    looking.start()
-    try:
-        assert begun.wait(10)
-        asking.start()
-        asking.join(10)
-        assert [news["last_step"] for _, news in told] == [4]
-    finally:
-        go_on.set()
-        looking.join(10)
-    assert watcher.is_live(told[0][1]["run"])
-
-
 def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
     watcher = Watcher(RunIndex(tmp_path))
     done = threading.Event()
+    told: list[bytes] = []
 
     async def look_while_all_requests_are_busy() -> None:
         to_thread.current_default_thread_limiter().total_tokens = 1
         busy = asyncio.create_task(to_thread.run_sync(done.wait, 30))
         await asyncio.sleep(0)
         try:
-            await asyncio.wait_for(watcher._look(), 10)
+            found = aiter(watcher.events())
+            await anext(found)  # how long to wait before it connects again
+            told.append(await asyncio.wait_for(anext(found), 10))
         finally:
             done.set()
             await busy
 
     with ThreadPoolExecutor(1) as thread:  # the browser of other tests keeps a loop in this one
         thread.submit(asyncio.run, look_while_all_requests_are_busy()).result(60)
-    assert [news["last_step"] for _, news in watcher._after(0)] == [4]
+    assert b'"last_step": 4' in told[0]

@@ -102,7 +102,7 @@ def loss_course(loss: Series) -> Course | None:
         return None
 
     def judged(begin: int) -> tuple[float, float, float, bool]:
-        part = _without_outliers(loss.values[begin:])
+        part = without_outliers(loss.values[begin:])
         fell, error = fall(part)
         mean = abs(float(part.mean()))
         return fell, error, mean, fell < max(2 * error, LEVEL * mean)
@@ -115,7 +115,8 @@ def loss_course(loss: Series) -> Course | None:
     return Course(known, level, int(loss.steps[since]), int(loss.steps[-1]), fell, error, mean)
 
 
-def _without_outliers(losses: Floats) -> Floats:
+def without_outliers(losses: Floats) -> Floats:
+    """Returns losses with those far from their median moved to six median deviations from it."""
     middle = float(np.median(losses))
     reach = 6 * float(np.median(np.abs(losses - middle)))
     return np.asarray(np.clip(losses, middle - reach, middle + reach))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.output import console, json_option, print_json
-from gradvitals.cli.runs import run_argument
+from gradvitals.cli.output import console, json_option, print_json, run_argument
 
 
 @click.command()
@@ -29,11 +28,8 @@ def advise(run: Path, verbose: bool, as_json: bool) -> None:
     from gradvitals.advise import advise as advise_on
     from gradvitals.store.reader import open_run
 
-    opened = open_run(run)
-    try:
+    with open_run(run) as opened:
         advised = advise_on(opened)
-    finally:
-        opened.close()
     if as_json:
         print_json(advised.to_json())
     else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gradvitals.cli.output import console, json_option, print_json
-from gradvitals.cli.runs import resolve
+from gradvitals.cli.output import console, json_option, print_json, resolve
 
 
 @click.command()

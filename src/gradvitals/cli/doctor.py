@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradvitals.cli.output import console, json_option, print_json, replay_bar
-from gradvitals.cli.runs import resolve
+from gradvitals.cli.output import console, json_option, print_json, replay_bar, resolve
 
 if TYPE_CHECKING:
     from gradvitals.types import Severity

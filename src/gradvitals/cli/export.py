@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.output import json_option, print_json
-from gradvitals.cli.runs import run_argument
+from gradvitals.cli.output import json_option, print_json, run_argument
 
 KINDS = ("run", "layer", "tensor", "head")
 
@@ -53,15 +52,12 @@ def export(
     from gradvitals.store.reader import open_run
 
     selection = Selection(kinds=kinds, metrics=metrics)
-    opened = open_run(run)
-    try:
+    with open_run(run) as opened:
         if parquet_path is not None:
             count = write_parquet(opened, parquet_path, selection)
         else:
             with click.open_file(str(csv_path), "w", encoding="utf-8", errors="backslashreplace") as stream:
                 count = write_csv(opened, stream, selection)
-    finally:
-        opened.close()
     if as_json:
         print_json({"path": str(parquet_path or csv_path), "rows": count})
     elif csv_path != "-":

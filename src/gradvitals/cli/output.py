@@ -1,15 +1,18 @@
-"""How commands print: strict JSON, or text made for the screen at hand."""
+"""What commands share: the RUN argument, strict JSON, and text made for the screen at hand."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from gradvitals.places import default_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,18 +22,11 @@ if TYPE_CHECKING:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
-def print_json(result: Any) -> None:
+def print_json(result: Any, *, indent: int | None = 2) -> None:
     """Print strict JSON: numbers that JSON cannot hold become the strings 'nan', 'inf' and '-inf'."""
     from gradvitals.types import json_ready
 
-    click.echo(json.dumps(json_ready(result), indent=2, allow_nan=False))
-
-
-def print_json_line(result: Any) -> None:
-    """The same on one line, for results that come one after the other."""
-    from gradvitals.types import json_ready
-
-    click.echo(json.dumps(json_ready(result), allow_nan=False))
+    click.echo(json.dumps(json_ready(result), indent=indent, allow_nan=False))
 
 
 def console() -> Console:
@@ -54,3 +50,31 @@ def replay_bar(last_step: int) -> Iterator[OnStep]:
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("replaying", total=last_step + 1, visible=False)
         yield lambda step: bar.update(task, completed=step + 1, visible=True)
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def run_argument(command: Command) -> Command:
+    """Adds RUN to a command, as `run`: the path of a folder."""
+    return click.argument("run", required=False, metavar="[RUN]", callback=lambda _, __, run: resolve(run))(command)
+
+
+def resolve(name: str | None, *, must_exist: bool = True) -> Path:
+    """Returns the folder that a RUN on the command line means; the newest run in the default folder if it is None.
+
+    Raises:
+        RunNotFoundError: If there is none; it names those that exist.
+    """
+    from gradvitals.report.listing import newest_run
+    from gradvitals.store.opening import find_run_file
+
+    if name is None:
+        return newest_run()
+    path = Path(name)
+    short = default_folder() / path
+    if path.exists() or path.is_absolute() or (not short.exists() and len(path.parts) > 1):
+        return path
+    if must_exist and default_folder().exists():
+        find_run_file(short)
+    return short if short.exists() else path

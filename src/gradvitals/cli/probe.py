@@ -74,7 +74,7 @@ def probe(
     if as_json:
         print_json(found.to_dict())
     else:
-        from gradvitals.report.probe_terminal import render_probe
+        from gradvitals.report.probe import render_probe
 
         console().print(render_probe(found.record()))
 

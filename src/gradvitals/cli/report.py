@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradvitals.cli.output import console, json_option, print_json, replay_bar
-from gradvitals.cli.runs import run_argument
+from gradvitals.cli.output import console, json_option, print_json, replay_bar, run_argument
 
 
 @click.command()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gradvitals.cli.output import console, print_json_line
-from gradvitals.cli.runs import resolve
+from gradvitals.cli.output import console, print_json, resolve
 
 SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
 
@@ -37,21 +36,18 @@ def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> No
     screen = console()
     path = resolve(run, must_exist=False)
     follower = Follower(path) if once else wait_for(path, lambda text: click.echo(text, err=True))
-    try:
-        if once and not as_json:
-            screen.print(Frame(follower.look()))
-        elif as_json:
-            before: object = None
-            for moment in [follower.look()] if once else moments(follower, every or SCREEN_SECONDS):
-                now = (moment.last_step, moment.state, moment.verdict)
-                if now != before:
-                    print_json_line(moment.to_json())
-                before = now
-        elif can_redraw(screen):
-            draw(screen, moments(follower, every or SCREEN_SECONDS))
-        else:
-            lines = Lines(screen)
-            for moment in moments(follower, every or LINE_SECONDS):
-                lines.show(moment)
-    finally:
-        follower.close()
+    if once and not as_json:
+        screen.print(Frame(follower.look()))
+    elif as_json:
+        before: object = None
+        for moment in [follower.look()] if once else moments(follower, every or SCREEN_SECONDS):
+            now = (moment.summary.last_step, moment.summary.state, moment.verdict)
+            if now != before:
+                print_json(moment.to_json(), indent=None)
+            before = now
+    elif can_redraw(screen):
+        draw(screen, moments(follower, every or SCREEN_SECONDS))
+    else:
+        lines = Lines(screen)
+        for moment in moments(follower, every or LINE_SECONDS):
+            lines.show(moment)

@@ -165,14 +165,7 @@ def chunk_sums(
 ) -> Tensor:
     """Return the sums of every chunk, a row for each of `GRADIENT_SUMS` that was requested.
 
-    Args:
-        chunks: Of the tensors.
-        addresses: Of the tensors.
-        dtype: Of the tensors.
-        counts: Whether to compute more than squares.
-        others: Addresses of one tensor for each, of the same layout, for inner products.
-        other_dtype: Of `others`.
-        aligned: Whether all addresses are aligned.
+    `others` has the address of one tensor for each, of the same layout, for inner products.
     """
     rows = 6 if others is not None else 4 if counts else 1
     sums = torch.empty((rows, chunks.num_chunks), dtype=torch.float32, device=addresses.device)

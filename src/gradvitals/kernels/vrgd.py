@@ -129,13 +129,7 @@ def sum_ratios(
 ) -> Tensor:
     """Return the sum of every tensor's signal-to-noise ratios, and their count: two rows, in float64.
 
-    Args:
-        chunks: Of the gradients, by `SPAN`.
-        grads: Addresses of the gradients.
-        noises: Addresses of their squared deviations, of the same layout.
-        dtype: Of the gradients.
-        noise_dtype: Of the deviations.
-        aligned: Whether all addresses are aligned.
+    The tensors are given by their addresses; squared deviations have the layout of their gradients.
     """
     sums = torch.empty((2, chunks.num_chunks), dtype=torch.float32, device=grads.device)
     _sum_ratios[(chunks.num_chunks,)](

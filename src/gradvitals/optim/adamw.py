@@ -383,11 +383,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
-
-        Args:
-            closure: Runs forward and backward, and returns the loss.
-        """
+        """Make one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -490,12 +486,7 @@ def _total_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
-    """Make one AdamW step of all groups by torch, in float32 for bfloat16 parameters, with stochastic rounding.
-
-    Args:
-        optimizer: An AdamW, which creates the state.
-        clip_factor: Multiplies the gradients; None does not clip.
-    """
+    """Make one AdamW step of all groups by torch, in float32 for bfloat16 parameters, with stochastic rounding."""
     for group in optimizer.param_groups:
         optimizer._clip_factor = None  # clip below, in float32
         params, *lists = optimizer._lists_of(group)

@@ -15,11 +15,7 @@ class Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
-
-        Args:
-            closure: Runs forward and backward, and returns the loss.
-        """
+        """Make one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

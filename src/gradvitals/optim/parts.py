@@ -53,8 +53,7 @@ class Block:
         self.kind = kind
         self.parameters = list(parameters)
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device)
-        pieces = self.flat.split(sizes)
+        pieces = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device).split(sizes)
         self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
         self.cache: dict[str, Any] = {}
         """What users of the block compute once."""
@@ -87,11 +86,6 @@ def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
     if kernels.is_gapless(tensor):
         return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
     return piece.view(tensor.shape)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor without gaps, flat, in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def check_parameter(parameter: Tensor) -> None:

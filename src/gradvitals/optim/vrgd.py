@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from gradvitals import kernels
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
 from gradvitals.kernels.tables import ALIGNMENT, Addresses, Chunks
-from gradvitals.optim.parts import Block, GradientParts, in_memory_order
+from gradvitals.optim.parts import Block, GradientParts
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -116,8 +116,6 @@ class GradientBlock:
     """Sums of `num_added` parts. They are scaled in place."""
     noises: list[Tensor]
     """Summed squared deviations of `num_parts` parts; a value that is not positive means no noise."""
-    flat_noise: Tensor
-    """The same, one after the other in one tensor."""
     num_added: int
     num_parts: int
     """More than `num_added` if gradients are averages over ranks."""
@@ -138,8 +136,6 @@ class GradientBlock:
 
 def factors_of(block: GradientBlock) -> list[Tensor]:
     """Return the factor of every element, by the block's rule."""
-    if block.rule == "paper" and block.granularity == "tensor" and block.foreach and not torch.compiler.is_compiling():
-        return _paper_factors_at_once(block)
     return [_factor(block, *_moments(block, position)) for position in range(len(block.grads))]
 
 
@@ -162,38 +158,6 @@ def _factor(block: GradientBlock, mean: Tensor, variance: Tensor) -> Tensor:
         level: Any = block.granularity
         return wiener_scale(mean, variance, block.num_parts, level=level, gamma=block.gamma)
     return vrgd_scale_from_variance(mean, variance, block.gamma, by_row=block.granularity == "row")
-
-
-def _paper_factors_at_once(block: GradientBlock) -> list[Tensor]:
-    """Return what `vrgd_scale_from_variance` returns for each tensor, in few operations on all of them."""
-    sizes = [grad.numel() for grad in block.grads]
-    noise = block.flat_noise
-    flats = [_flat(grad, like) for grad, like in zip(block.grads, block.noises, strict=True)]
-    wide = torch.promote_types(noise.dtype, torch.float32)
-    ratio = (flats[0] if len(flats) == 1 else torch.cat(flats)).to(wide).square().div_(noise)
-    counted = (noise > 0) & torch.isfinite(ratio)
-    inverses = _sums(counted.to(wide).split(sizes)) / _sums(torch.where(counted, ratio, 0.0).split(sizes))
-    pieces = ratio.split(sizes)
-    torch._foreach_mul_(pieces, inverses.unbind())
-    ratio.clamp_(block.gamma, 1.0).masked_fill_(~counted, 1.0).nan_to_num_(nan=1.0)
-    return [
-        ratio.as_strided(like.shape, like.stride(), piece.storage_offset())
-        for piece, like in zip(pieces, block.noises, strict=True)
-    ]
-
-
-def _flat(grad: Tensor, like: Tensor) -> Tensor:
-    """Return a gradient's elements, flat, in the memory order of another tensor."""
-    if grad.stride() != like.stride():
-        grad = torch.empty_like(like, dtype=grad.dtype).copy_(grad)
-    return in_memory_order(grad)
-
-
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return sums of tensors without negative elements. On a GPU, their 1-norms: foreach has no sum."""
-    if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(list(tensors), 1))
-    return torch.stack([tensor.sum() for tensor in tensors])
 
 
 def factors_by_layer(blocks: Sequence[GradientBlock]) -> dict[int, list[Tensor]]:
@@ -240,18 +204,14 @@ def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
         block: Has the averages.
         factors: Of this step. They become the average if there is none yet.
     """
-    # A new average gets its own memory, laid out like the gradient: factors are views of one large tensor.
+    # A new average gets its own memory, laid out like the gradient.
     used = [
         torch.empty_like(grad).copy_(factor) if average is None else average.to(grad.dtype)
         for average, factor, grad in zip(block.averages, factors, block.grads, strict=True)
     ]
-    if block.compiled_weights:
-        for average, factor, weight in zip(used, factors, block.compiled_weights, strict=True):
-            average.add_((factor - average) * weight)
-        return used
-    for new in set(block.weights):  # one, unless parameters were added later or had no gradient in some steps
-        alike = [i for i, other in enumerate(block.weights) if other == new]
-        torch._foreach_lerp_([used[i] for i in alike], [factors[i] for i in alike], new)
+    weights: Sequence[float | Tensor] = block.compiled_weights or block.weights
+    for average, factor, weight in zip(used, factors, weights, strict=True):
+        average.add_((factor - average) * weight)
     return used
 
 
@@ -259,11 +219,7 @@ def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
 
 
 def scale_by_kernels(block: GradientBlock, *, keep: bool) -> list[Tensor] | None:
-    """Multiply gradients by the paper's factors in place and update the averages, in two launches.
-
-    Args:
-        block: The gradients.
-        keep: Whether to return the factors, for hooks.
+    """Multiply gradients by the paper's factors in place and update the averages; `keep` returns them for hooks.
 
     Returns:
         The factors, or an empty list; None if kernels cannot do it, and nothing was changed.
@@ -665,7 +621,6 @@ class VarianceReduced(torch.optim.Optimizer):
             parameters=parameters,
             grads=[grad for grad in grads if grad is not None],
             noises=noises,
-            flat_noise=block.flat if whole else torch.cat([in_memory_order(noise) for noise in noises]),
             num_added=self._num_local,
             num_parts=self.last_num_parts,
             gamma=group["gamma"],

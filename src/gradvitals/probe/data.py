@@ -299,9 +299,7 @@ def checked_loss(loss: Any) -> Tensor:
 def answers_in(output: Any, *, guess: bool = True) -> Tensor | None:
     """Returns the predictions in a model's output: the tensor itself, its `logits`, or the first tensor with an axis.
 
-    Args:
-        output: What the model returned.
-        guess: Whether parts with names other than `logits` count too.
+    Without `guess`, parts with other names than `logits` do not count.
     """
     if isinstance(output, Tensor):
         return output

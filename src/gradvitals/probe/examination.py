@@ -34,6 +34,8 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
 """In the order in which they are answered."""
 
 Answer = dict[str, Any] | None
+Progress = Callable[[int, int, str], object]
+"""Called with the parts done, their number and a label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Probe:
 
     def save_html(self, path: str | Path) -> Path:
         """Write a self-contained HTML page. Returns its path."""
-        from gradvitals.report.probe_html import probe_page
+        from gradvitals.report.probe import probe_page
 
         target = Path(path)
         target.write_text(probe_page(self.record()), encoding="utf-8")
@@ -75,7 +77,7 @@ class Probe:
 
     def __str__(self) -> str:
         """Returns the tables of the terminal, without colors."""
-        from gradvitals.report.probe_terminal import probe_text
+        from gradvitals.report.probe import probe_text
 
         return probe_text(self.record())
 
@@ -93,7 +95,7 @@ def probe(
     examples: int = 256,
     memory_mb: int = 512,
     names: Names | None = None,
-    progress: Callable[[int, int, str], object] | bool = True,
+    progress: Progress | bool = True,
 ) -> Probe:
     """Examine a model and its data: before, between or after training.
 
@@ -114,8 +116,8 @@ def probe(
         examples: Examples whose own gradients are examined.
         memory_mb: Megabytes that the gradients of single examples may take at once.
         names: Names of features, classes and tokens, for saliency. Defaults to those that model and loader carry.
-        progress: True for a bar in a terminal, False for none, or a function of the parts done, their number and a
-            label.
+        progress: True for a bar in a terminal, False for none, or a function that is called with the parts done,
+            their number and a label.
 
     Returns:
         The answers.
@@ -160,7 +162,7 @@ def probe(
         torch.enable_grad(),
         untouched(model),
         untouched(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext(),
-        _progress_bar(progress, n_batches + len(asked)) as report,
+        _progress_bar(progress) as report,
     ):
         examination = _Examination(subject, parameters, asked, lr, optimizer, report, notes)
         examination.read(loader, n_batches, examples)
@@ -177,11 +179,12 @@ class _Examination:
         asked: list[str],
         lr: float | None,
         optimizer: torch.optim.Optimizer | None,
-        progress: _Progress,
+        progress: Progress,
         notes: list[str],
     ) -> None:
         self.subject, self.parameters, self.asked = subject, parameters, asked
-        self.lr, self.optimizer, self.progress, self.notes = lr, optimizer, progress, notes
+        self.lr, self.optimizer, self.notes = lr, optimizer, notes
+        self._progress, self._done, self._total = progress, 0, 0
         steps = optimizer is not None and any(group.get("lr", 0.0) > 0 for group in optimizer.param_groups)
         self.stepping = optimizer if steps else None
         """The optimizer, if its step changes anything."""
@@ -194,6 +197,7 @@ class _Examination:
 
     def read(self, loader: Iterable[Any], n_batches: int, examples: int) -> None:
         """Take the gradients of all batches."""
+        self._total = n_batches + len(self.asked)
         parameters = list(self.parameters.values())
         self.stream = Stream(parameters, n_batches)
         self.reading = Reading(loader)
@@ -212,7 +216,7 @@ class _Examination:
                     if wants_gradients:
                         self.stream.add(gradients(loss, parameters))
                 self.losses.append(float(loss.detach()))
-                self.progress.advance(f"batch {number}")
+                self._advance(f"batch {number}")
         found = len(self.losses)
         if not found:
             raise GradvitalsError("the loader gave no batch; expected at least one: is it an iterator already used up?")
@@ -230,7 +234,7 @@ class _Examination:
         self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int, names: Names | None
     ) -> Probe:
         """Answer all questions."""
-        subject, tick = self.subject, self.progress.report
+        subject, tick = self.subject, self._tick
         first = subject.move(self.kept[0])
         size = round(statistics.median(self.sizes))
         train_size = _length(getattr(loader, "dataset", None))
@@ -276,6 +280,13 @@ class _Examination:
         found = verdicts({"about": about, **answers}, averaging)
         return Probe(about=about, verdict=found, notes=self.notes, **answers)
 
+    def _tick(self, label: str) -> None:
+        self._progress(self._done, self._total, label)
+
+    def _advance(self, label: str) -> None:
+        self._done = min(self._done + 1, self._total)
+        self._tick(label)
+
     def _ask(self, question: str, way: Callable[[], Any]) -> Any:
         """Answer one question. An error becomes a note, and the other questions are still answered."""
         try:
@@ -286,7 +297,7 @@ class _Examination:
             text = " ".join(str(error).split()) or type(error).__name__
             self.notes.append(f"{question}: no answer: {text[:300]}")
             answer = None
-        self.progress.advance(question)
+        self._advance(question)
         if isinstance(answer, tuple):
             answer, notes = answer
             self.notes += notes
@@ -426,37 +437,23 @@ def _device(home: torch.device, wanted: str | torch.device | None) -> torch.devi
     return home
 
 
-class _Progress:
-    """Counts finished parts and reports them."""
-
-    def __init__(self, show: Callable[[int, int, str], object], total: int) -> None:
-        self.show, self.total, self.done = show, total, 0
-
-    def advance(self, label: str) -> None:
-        self.done = min(self.done + 1, self.total)
-        self.report(label)
-
-    def report(self, label: str) -> None:
-        self.show(self.done, self.total, label)
-
-
 @contextmanager
-def _progress_bar(progress: Callable[[int, int, str], object] | bool, total: int) -> Iterator[_Progress]:
-    """Use the given function, or else a progress bar if stderr is a terminal."""
+def _progress_bar(progress: Progress | bool) -> Iterator[Progress]:
+    """Use the given function, or else a bar if stderr is a terminal."""
     if callable(progress):
-        yield _Progress(progress, total)
+        yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if not progress or not console.is_terminal:
-        yield _Progress(lambda done, total, label: None, total)
+        yield lambda done, total, label: None
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        yield _Progress(lambda done, total, label: bar.update(task, completed=done, description=label), total)
+        task = bar.add_task("starting")
+        yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
 
 
 PLACES = ("model", "loader", "loss_fn", "optimizer")

@@ -138,13 +138,7 @@ def landscape_record(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the answer as a plain record, and notes on what differs from the request.
 
-    Args:
-        subject: The model and its loss.
-        parameters: The trained ones.
-        batch: The batch whose loss is followed, on the model's device.
-        lr: Learning rate.
-        optimizer: The line follows its next step; without one, plain gradient descent.
-        tick: Called after each product with the Hessian.
+    The line follows the next step of the optimizer, or else of plain gradient descent.
     """
     notes: list[str] = []
     curvature = Curvature(subject, parameters, batch)

@@ -230,15 +230,7 @@ def layers_record(
     lr: float | None,
     activations: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the answer as a plain record.
-
-    Args:
-        parameters: By name.
-        mean_grads: The mean gradient of each.
-        updates: What one step of the optimizer would add to each; None without an optimizer.
-        lr: The learning rate of plain gradient descent, used without an optimizer.
-        activations: The result of `Activations.records`.
-    """
+    """Returns the answer as a plain record."""
     tensors = []
     for i, (name, parameter) in enumerate(parameters.items()):
         grad = mean_grads[i]

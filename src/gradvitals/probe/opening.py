@@ -7,18 +7,17 @@ row of a table, change at the model's input. Tokens cannot change a little, so t
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradvitals.errors import GradvitalsError
-from gradvitals.probe.data import Subject, answers_in, parts_of
+from gradvitals.probe.data import Subject, answers_in, map_tensors, parts_of
 
 Path = tuple[str | int, ...]
 
@@ -44,10 +43,6 @@ class Opening:
     output of the `torch.nn.Embedding` that looks these numbers up. Only the first call of the model inside the loss
     counts. Hooks are on the model only while it runs.
 
-    Args:
-        subject: The model and its loss.
-        batch: One batch.
-
     Raises:
         GradvitalsError: when the data have no gradient; the message says why.
 
@@ -66,11 +61,13 @@ class Opening:
         target = subject.target(batch)
         self.target: Tensor | None = target if isinstance(target, Tensor) else None
         call, lookups = self._first_call()
-        data = [(path, tensor) for path, tensor in _tensors(call) if not _is_beside_data(path)]
+        given = list(_tensors(call))
+        data = [(path, tensor) for path, tensor in given if not _is_beside_data(path)]
         numbers = [(path, tensor) for path, tensor in data if tensor.is_floating_point()]
         if numbers and data[0][0] == numbers[0][0]:
-            self.kind, (self._path, tensor) = "inputs", numbers[0]
-            self.name, self.values = _argument_name(self._path), tensor.detach().clone()
+            self.kind, (path, tensor) = "inputs", numbers[0]
+            self._index = [each for each, _ in given].index(path)
+            self.name, self.values = _argument_name(path), tensor.detach().clone()
             self.ids: Tensor | None = None
         elif lookups:
             # Prefer the embedding that looks up the data themselves over one of positions.
@@ -80,7 +77,7 @@ class Opening:
             self.name = next(name for name, module in self.model.named_modules() if module is chosen.module)
             self.values, self.ids = chosen.output.detach().clone(), chosen.ids
         else:
-            found = [f"{_argument_name(at)} ({t.dtype}, shape {tuple(t.shape)})" for at, t in _tensors(call)]
+            found = [f"{_argument_name(at)} ({t.dtype}, shape {tuple(t.shape)})" for at, t in given]
             raise GradvitalsError(
                 f"the model was called with {', '.join(found[:4]) or 'no tensor'} and called no torch.nn.Embedding; "
                 "expected inputs as floating-point numbers, or a model that looks whole numbers up in an Embedding"
@@ -91,7 +88,7 @@ class Opening:
         outputs: list[Any] = []
         with ExitStack() as hooks:
             if self.kind == "inputs":
-                replace = _replacing_first_call(lambda call: _replaced(call, self._path, values))
+                replace = _replacing_first_call(self._index, values)
                 hooks.callback(self.model.register_forward_pre_hook(replace, with_kwargs=True).remove)
             else:
                 module, turn = self._lookup.module, self._lookup.turn
@@ -182,13 +179,17 @@ def predicts_own_tokens(target: Tensor, tokens: Tensor | None) -> bool:
     return bool((target == tokens.to(target.device))[target != IGNORED].all())
 
 
-def _replacing_first_call(change: Callable[[Any], Any]) -> Callable[..., Any]:
+def _replacing_first_call(index: int, values: Tensor) -> Callable[..., Any]:
+    """Returns a hook that replaces one of the tensors which the model is first called with."""
     waiting = True
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal waiting
         first, waiting = waiting, False
-        return change((args, kwargs)) if first else None
+        places = count()
+        return (
+            map_tensors((args, kwargs), lambda tensor: values if next(places) == index else tensor) if first else None
+        )
 
     return hook
 
@@ -211,23 +212,6 @@ def _tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     else:
         for key, child in (parts_of(tree) or {}).items():
             yield from _tensors(child, (*path, key))
-
-
-def _replaced(tree: Any, path: Path, value: Tensor) -> Any:
-    """Returns a copy of the nested arguments with another tensor at that path."""
-    if not path:
-        return value
-    key, rest = path[0], path[1:]
-    if isinstance(tree, Mapping):
-        changed: Any = copy.copy(tree)
-        changed[key] = _replaced(tree[key], rest, value)
-        return changed
-    parts = {name: _replaced(child, rest, value) if name == key else child for name, child in parts_of(tree).items()}  # type: ignore[union-attr]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*parts.values())
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(parts.values())
-    return dataclasses.replace(tree, **{str(key): parts[key]})
 
 
 def _is_beside_data(path: Path) -> bool:

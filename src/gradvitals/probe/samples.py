@@ -138,17 +138,8 @@ def samples_record(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the answer as a plain record, and notes on what differs from the request.
 
-    Args:
-        subject: The model and its loss. Batch norm is left in eval mode: with the statistics of the batch, one
-            example's gradient would depend on the others.
-        parameters: By name.
-        batches: Those to take examples from, in the loader's order.
-        most: Examples to use.
-        memory_limit: Bytes for the gradients that are held at once.
-        train_size: Examples of the training set, if known.
-        indices: Maps the number of a batch and its size to the places of its examples in the data set.
-        label: Returns the name of a class.
-        tick: Called after each batch.
+    Batch norm is left in eval mode: with the statistics of the batch, one example's gradient would depend on the
+    others. `indices` maps the number of a batch and its size to the places of its examples in the data set.
     """
     frozen = _freeze_batch_norm(subject.model)
     parts: list[tuple[int, Any, int]] = []

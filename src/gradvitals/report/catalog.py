@@ -81,9 +81,8 @@ _NOTICES = (
         id="training_stopped",
         family=NOTICE,
         name="Training stopped",
-        pattern="The training loop ended with an exception, or was stopped by hand. Recorded when a `with` "
-        "block ends or the "
-        "program exits.",
+        pattern="The training loop ended with an exception, or was stopped by hand. Recorded when a `with` block ends "
+        "or the program exits.",
         causes=("the error in its title; by hand means Ctrl-C or sys.exit",),
         fixes=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
         severities=("info", "critical"),
@@ -92,9 +91,8 @@ _NOTICES = (
         id="run_cut_off",
         family=NOTICE,
         name="Run cut off",
-        pattern="The run was not closed, and its process stopped responding. Found when the run is read, "
-        "because a process "
-        "that is killed cannot report it.",
+        pattern="The run was not closed, and its process stopped responding. Found when the run is read, because a "
+        "process that is killed cannot report it.",
         causes=(
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
             "the files were copied while the run was active, or the disk is full and nothing more can be written",
@@ -130,9 +128,8 @@ _NOTICES = (
         id="readings_thinned",
         family=NOTICE,
         name="Readings thinned",
-        pattern="Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default "
-        "on a CPU), so "
-        "tensors are read less often, or not every step is read.",
+        pattern="Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default on a "
+        "CPU), so tensors are read less often, or not every step is read.",
         causes=("the model has many small tensors, or its steps are very short",),
         fixes=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
         severities=("info",),
@@ -150,9 +147,8 @@ _NOTICES = (
         id="observe_ignored",
         family=NOTICE,
         name="Observed value is not a loss",
-        pattern="Monitor.observe received something other than a tensor or a number. That call is ignored, "
-        "training continues, "
-        "and later calls count.",
+        pattern="Monitor.observe received something other than a tensor or a number. That call is ignored, training "
+        "continues, and later calls count.",
         causes=("a string, a list or the whole output of a model was passed instead of its loss",),
         fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
         severities=("warning",),
@@ -170,8 +166,8 @@ _NOTICES = (
         id="clipped_twice",
         family=NOTICE,
         name="Clipped twice",
-        pattern="The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower "
-        "limit wins.",
+        pattern="The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit "
+        "wins.",
         causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
         fixes=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
         severities=("info",),
@@ -189,9 +185,8 @@ _NOTICES = (
         id="sink_error",
         family=NOTICE,
         name="Sink or alert failed",
-        pattern="A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. "
-        "Training continues, "
-        "and the run's own folder has everything.",
+        pattern="A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training "
+        "continues, and the run's own folder has everything.",
         causes=(
             "the network or the service is down, a disk is full, or settings are wrong",
             "it takes longer than a step",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradvitals.advise import Advice
 from gradvitals.advise.batch import advise_batch
-from gradvitals.advise.record import Record
+from gradvitals.advise.record import Record, Series
 from gradvitals.diagnose import RULES
 from gradvitals.diagnose.history import BETAS, HUGE, steps_kept
 from gradvitals.diagnose.rules.batch import BatchTooLarge, BatchTooSmall, EstimatorUnreliable
@@ -41,8 +39,6 @@ GSNR_RULES = tuple(name for name, rule in RULES.items() if rule.needs_known == "
 NOISE_RULES = tuple(name for name, rule in RULES.items() if rule.needs_known)
 """Rules that are silent both if all is well and if the noise is not known."""
 
-GSNR_WINDOW = 20
-"""Readings in a GSNR, unless the run says otherwise."""
 LATEST_READINGS = 100
 """Readings at the end of a run in which to look for the last one with numbers."""
 
@@ -74,55 +70,39 @@ def adam_memory(run: Run) -> str:
     """Returns why the GSNR from Adam's moments is wrong at the end of a run; empty if it is not."""
     if "adam" not in run.sources("gsnr", "values") or "grad/spike_ratio" not in run.metrics("values"):
         return ""
+    record = Record(run)
     readings = run.series("gsnr", source="adam")[0]
-    steps, ratios = _spikes_adam_saw(run)
-    huge = (ratios >= HUGE) & (steps <= (readings[-1] if readings.size else -1))
-    if not huge.any():
+    spikes = _spikes_adam_saw(record)
+    huge = spikes.chosen((spikes.values >= HUGE) & (spikes.steps <= (readings[-1] if readings.size else -1)))
+    if not len(huge):
         return ""
-    steps, ratios = steps[huge], ratios[huge]
-    betas, window = _adam_settings(run.meta)
-    ends = steps + np.array([steps_kept(ratio, betas) for ratio in ratios.tolist()])
+    known = record.facts.betas
+    betas = known if known is not None and all(0 < beta < 1 for beta in known) else BETAS
+    ends = huge.steps + np.array([steps_kept(ratio, betas) for ratio in huge.values.tolist()])
     at = int(np.argmax(ends))
     untouched = int(np.count_nonzero(readings > ends[at]))
-    if untouched >= window:
+    if untouched >= record.window:
         return ""
-    every = float(np.median(np.diff(readings[-window:]))) if readings.size > 1 else 1.0
-    until = math.ceil(max(ends[at], readings[-1]) + (window - untouched) * every)
+    every = float(np.median(np.diff(readings[-record.window :]))) if readings.size > 1 else 1.0
+    until = math.ceil(max(ends[at], readings[-1]) + (record.window - untouched) * every)
     return (
-        f"the gradient of step {int(steps[at]):,}, {number(float(ratios[at]))} times the usual norm, is still in "
-        f"Adam's moments: the GSNR from them is wrong until about step {until:,}"
+        f"the gradient of step {int(huge.steps[at]):,}, {number(float(huge.values[at]))} times the usual norm, is "
+        f"still in Adam's moments: the GSNR from them is wrong until about step {until:,}"
     )
 
 
-def _spikes_adam_saw(run: Run) -> tuple[NDArray[np.int64], FloatArray]:
+def _spikes_adam_saw(record: Record) -> Series:
     """Returns the spike ratio of each gradient that Adam took in: after clipping, without skipped steps."""
-    steps, ratios = run.series("grad/spike_ratio")
-    norms, limits = _at(run, "grad/norm", steps), _at(run, "clip/max_norm", steps)
+    ratios = record.series("grad/spike_ratio")
+
+    def there(metric: str) -> FloatArray:
+        return record.series(metric).at(ratios.steps)
+
+    norms, limits = there("grad/norm"), there("clip/max_norm")
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = np.where(limits < norms, ratios * limits / norms, ratios)
-    made = (_at(run, "step/skipped", steps) != 1) & (_at(run, "step/left_out", steps) != 1)
-    known = made & np.isfinite(ratios)
-    return steps[known], ratios[known]
-
-
-def _at(run: Run, metric: str, steps: NDArray[np.int64]) -> FloatArray:
-    """Returns a metric at some steps; NaN for steps at which it was not read."""
-    found = np.full(len(steps), np.nan)
-    if metric in run.metrics("values"):
-        read, values = run.series(metric)
-        _, here, there = np.intersect1d(steps, read, return_indices=True)
-        found[here] = values[there]
-    return found
-
-
-def _adam_settings(meta: Mapping[str, Any]) -> tuple[Sequence[float], int]:
-    """Returns the betas of the optimizer and the readings in a GSNR."""
-    facts, config = meta.get("facts"), meta.get("config")
-    betas = facts.get("betas") if isinstance(facts, Mapping) else None
-    window = config.get("gsnr_window") if isinstance(config, Mapping) else None
-    is_pair = isinstance(betas, (list, tuple)) and len(betas) == 2
-    known = is_pair and all(isinstance(beta, (int, float)) and 0 < beta < 1 for beta in betas or ())
-    return betas if known and betas else BETAS, window if isinstance(window, int) and window >= 2 else GSNR_WINDOW
+        clipped = np.where(limits < norms, ratios.values * limits / norms, ratios.values)
+    made = (there("step/skipped") != 1) & (there("step/left_out") != 1)
+    return Series(ratios.steps, clipped).chosen(made & np.isfinite(clipped))
 
 
 def silent_rules(run: Run) -> dict[str, str]:

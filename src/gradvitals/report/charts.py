@@ -107,16 +107,6 @@ def line_chart(
     """Returns lines with points, a legend if there are several, and named vertical marks.
 
     Points that are not finite, or not above zero on a logarithmic axis, are skipped and leave a gap.
-
-    Args:
-        series: Name to x and y values; the order decides the colors.
-        title: What the chart shows, also for screen readers.
-        x_name: Under the chart.
-        y_name: Above it.
-        x_log: Whether x is drawn by its logarithm.
-        y_log: Whether y is.
-        y_range: Ends of the y axis, if they are known beforehand.
-        marks: Name to x value; those off the axis are skipped.
     """
     xs = Axis.over((x for x_values, _ in series.values() for x in x_values), _LEFT, WIDTH - _RIGHT, logarithmic=x_log)
     y_all = y_range or [y for _, y_values in series.values() for y in y_values]
@@ -179,7 +169,7 @@ def bar(value: float, largest: float, text: str) -> Html:
     return tag("span", drawing, tag("span", text), class_="meter")
 
 
-def interval_mark(value: float, low: float, high: float, axis: Axis, *, at_one: bool = True) -> Html:
+def interval_mark(value: float, low: float, high: float, axis: Axis) -> Html:
     """Returns a value and its interval on a logarithmic axis that the rows of a table share; clipped to its ends."""
 
     def place(number_: float) -> float:
@@ -189,7 +179,7 @@ def interval_mark(value: float, low: float, high: float, axis: Axis, *, at_one: 
 
     middle, left, right = place(value), place(low), place(high) if math.isfinite(high) else axis.end
     parts: list[Part] = [tag("line", x1=axis.start, x2=axis.end, y1=6, y2=6, class_="rail")]
-    if at_one and axis.has(1.0):
+    if axis.has(1.0):
         parts.append(tag("line", x1=place(1.0), x2=place(1.0), y1=0, y2=12, class_="mark"))
     if not math.isnan(left) and not math.isnan(high):
         parts.append(tag("line", x1=left, x2=right, y1=6, y2=6, class_="span"))

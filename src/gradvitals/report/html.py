@@ -18,7 +18,7 @@ from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
 from gradvitals.report.summary import LayerRow, Summary
 from gradvitals.report.timeline import WIDTH, Mark, heatmap_figure, timeline, x_axis
-from gradvitals.report.verdict import LABELS, STATES, OnStep, RankedFinding, Verdict
+from gradvitals.report.verdict import LABELS, OnStep, RankedFinding, Verdict
 from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding
 
@@ -46,12 +46,7 @@ RANK_COLUMNS = {
 
 
 def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
-    """Returns the report on a run, finished or being written, as a whole HTML document.
-
-    Args:
-        run: The run.
-        on_step: Called for each step that is replayed, in a run that was recorded without diagnosis.
-    """
+    """Returns the report on a run, finished or being written, as a whole HTML document."""
     report = Report(run, on_step=on_step)
     name = cut(run.path.resolve().name or str(run.path), 120)
     sections = [(title, part) for title, part in _sections(report) if part]
@@ -59,22 +54,13 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
     return document(
         f"{name}: gradvitals report",
         tag("h1", name),
-        tag("p", _sentence(report.summary), class_="dim"),
+        tag("p", capitalized(report.summary.about), class_="dim"),
         _banner(report.verdict) if run.last_step is not None else tag("p", "No readings yet."),
         tag("nav", *links, aria_label="Sections") if links else None,
         *(tag("section", tag("h2", title, id=f"s{at}"), part) for at, (title, part) in enumerate(sections)),
         tag("footer", _footer(run)),
         styles=("page.css", "run_page.css"),
         script="run_page.js",
-    )
-
-
-def _sentence(summary: Summary) -> str:
-    steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
-    ranks = f"{summary.num_ranks:,} ranks, " if summary.num_ranks > 1 else ""
-    return (
-        f"{capitalized(STATES[summary.state])}, {steps}, {duration(summary.seconds)}, {ranks}"
-        f"{summary.num_parameters:,} parameters in {summary.num_tensors:,} tensors"
     )
 
 

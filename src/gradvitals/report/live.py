@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
-from gradvitals.report.format import clean, duration, interval, number
-from gradvitals.report.series import Floats
-from gradvitals.report.summary import LayerRow, WorstList, layer_rows, seconds_of, worst_lists
-from gradvitals.report.terminal import (
-    METRIC_LABELS,
-    WIDE,
-    finding_in_short,
-    headline,
-    layer_table,
-    spark_of,
-    vitals_table,
-    worst_list,
-)
-from gradvitals.report.verdict import STATES, UNDIAGNOSED, State, Verdict, judge_run, num_ranks, state_of, was_diagnosed
-from gradvitals.store.reader import Run, open_run
+from gradvitals.report.format import clean, interval, number
+from gradvitals.report.summary import Summary, summarize
+from gradvitals.report.terminal import finding_in_short, headline, layer_table, summary_head, vitals_table, worst_list
+from gradvitals.report.verdict import STATES, UNDIAGNOSED, Verdict, judge_run, was_diagnosed
+from gradvitals.store.reader import open_run
 
 NAN = float("nan")
-METRICS = ("loss", "grad/norm", "gsnr", "noise_scale", "noise_scale_low", "noise_scale_high", "lr", "vrgd/mean")
 SILENT_SECONDS = 15.0
 """A run that is silent for longer has ended without being closed."""
 MAX_FINDINGS = 6
@@ -48,53 +36,33 @@ HALF_WRITTEN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatestTensors:
-    """Layers and tensors at their latest reading."""
-
-    step: int | None
-    source: str | None
-    layers: tuple[LayerRow, ...]
-    worst: tuple[WorstList, ...]
-
-    @classmethod
-    def of(cls, run: Run) -> LatestTensors:
-        """Reads them from a run."""
-        source = next(iter(run.sources("gsnr", "layers")), None)
-        step, layers = layer_rows(run, source)
-        return cls(step=step, source=source, layers=layers, worst=worst_lists(run, source, whole_run=False))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Moment:
     """A run as it is now."""
 
-    run: str
-    state: State
-    seconds: float
-    num_ranks: int
-    num_parameters: int
-    last_step: int | None
-    series: dict[str, Floats]
+    summary: Summary
     verdict: Verdict | None
     """None for a run that is recorded without diagnosis."""
-    tensors: LatestTensors
     ended: bool
     """Whether nothing more will come."""
 
-    @cached_property
+    @property
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
-        return {metric: float(values[-1]) for metric, values in self.series.items() if values.size}
+        scale = self.summary.noise_scale
+        values = {trend.metric: trend.latest for trend in self.summary.trends}
+        if scale.measured:
+            values |= {"noise_scale": scale.value, "noise_scale_low": scale.low, "noise_scale_high": scale.high}
+        return values
 
     def to_json(self) -> dict[str, Any]:
         """Returns one line of `gradvitals watch --json`."""
-        verdict = self.verdict
+        summary, verdict = self.summary, self.verdict
         return {
-            "run": self.run,
-            "state": self.state,
-            "seconds": self.seconds,
-            "ranks": self.num_ranks,
-            "last_step": self.last_step,
+            "run": summary.run,
+            "state": summary.state,
+            "seconds": summary.seconds,
+            "ranks": summary.num_ranks,
+            "last_step": summary.last_step,
             "values": self.latest,
             "verdict": verdict.to_json() if verdict is not None else None,
             "findings": [item.to_json() for item in verdict.ranked] if verdict is not None else [],
@@ -102,64 +70,27 @@ class Moment:
 
 
 class Follower:
-    """Follows one run, and reopens a file that was replaced."""
+    """Follows one run, whose file may be replaced meanwhile: every look opens it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._run = open_run(path)
-        self._file = self._identity()
-        self._tensors: tuple[list[int], LatestTensors] | None = None
+        open_run(path).close()
 
     def look(self) -> Moment:
         """Returns how the run is now."""
-        if self._identity() != self._file:
-            self._run.close()
-            self._run, self._tensors = open_run(self._path), None
-            self._file = self._identity()
-        run, meta, state = self._run, self._run.meta, state_of(self._run)
-        silent = time.time() - meta["heartbeat"]
-        return Moment(
-            run=str(run.path),
-            state=state,
-            seconds=seconds_of(run),
-            num_ranks=num_ranks(meta),
-            num_parameters=sum(info.numel for info in run.tensors),
-            last_step=run.last_step,
-            series={
-                metric: run.series(metric, source=next(iter(run.sources(metric, "values")), None))[1]
-                for metric in METRICS
-                if metric in run.metrics("values")
-            },
-            verdict=judge_run(run, run.findings) if was_diagnosed(meta) and run.last_step is not None else None,
-            tensors=self._latest_tensors(),
-            ended=state == "finished" or (state == "stopped" and silent > SILENT_SECONDS),
-        )
+        with open_run(self._path) as run:
+            meta, summary = run.meta, summarize(run, whole_run=False)
+            diagnosed = was_diagnosed(meta) and run.last_step is not None
+            verdict = judge_run(run, run.findings) if diagnosed else None
+        silent = time.time() - meta["heartbeat"] > SILENT_SECONDS
+        ended = summary.state == "finished" or (summary.state == "stopped" and silent)
+        return Moment(summary=summary, verdict=verdict, ended=ended)
 
     @property
     def is_finished(self) -> bool:
         """Whether the run was closed; far cheaper than a look."""
-        return self._run.meta["finished_at"] is not None
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._run.close()
-
-    def _latest_tensors(self) -> LatestTensors:
-        """Returns the latest tensors, read again if there are new ones: that takes long, and they seldom change."""
-        run, steps = self._run, []
-        for metric in ("grad/norm", "gsnr", "update/ratio"):
-            if metric in run.metrics("tensors"):
-                steps += run.times(metric, kind="tensors")[0][-1:].tolist()
-        if self._tensors is None or self._tensors[0] != steps:
-            self._tensors = steps, LatestTensors.of(run)
-        return self._tensors[1]
-
-    def _identity(self) -> tuple[int, int] | None:
-        try:
-            found = self._run.file.stat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
+        with open_run(self._path) as run:
+            return run.meta["finished_at"] is not None
 
 
 def wait_for(path: Path, report: Callable[[str], object]) -> Follower:
@@ -228,22 +159,21 @@ class Lines:
 
     def show(self, moment: Moment) -> None:
         """Prints what is new; the headline counts what was resolved before the first look."""
-        is_first = self.step == -1
-        if moment.last_step != self.step:
-            self.step = moment.last_step
-            line = (
-                plain_line(f"{f'step {self.step:,}':<12}", moment.latest, ended=moment.ended)
-                if self.step is not None
-                else None
-            )
-            self.console.print(line or "no readings yet", soft_wrap=True)
+        is_first, step = self.step == -1, moment.summary.last_step
+        if step != self.step:
+            self.step = step
+            if step is None:
+                line = "no readings yet"
+            else:
+                line = plain_line(f"{f'step {step:,}':<12}", moment.latest, ended=moment.ended)
+            self.console.print(line, soft_wrap=True)
         for item in moment.verdict.ranked if moment.verdict is not None else ():
             key = (item.finding.id, item.finding.first_step, item.is_open)
             if key not in self.reported and (item.is_open or not is_first):
                 self.console.print(clean(f"{'' if item.is_open else 'resolved: '}{item.finding}"), soft_wrap=True)
             self.reported.add(key)
         if moment.ended:
-            self.console.print(clean(f"{moment.run}: {STATES[moment.state]}"), soft_wrap=True)
+            self.console.print(clean(f"{moment.summary.run}: {STATES[moment.summary.state]}"), soft_wrap=True)
             if moment.verdict is not None:
                 self.console.print(clean(moment.verdict.headline), soft_wrap=True)
 
@@ -256,43 +186,22 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Renders all of it, the most important first."""
-        moment, tensors, verdict = self.moment, self.moment.tensors, self.moment.verdict
-        yield self._head()
-        if moment.last_step is None:
+        summary, verdict = self.moment.summary, self.moment.verdict
+        yield summary_head(summary)
+        if summary.last_step is None:
             yield Text("No readings yet.")
             return
         yield headline(verdict) if verdict is not None else Text(UNDIAGNOSED, style="dim")
-        yield Text()
-        yield vitals_table(self._vitals(wide=options.max_width >= WIDE))
+        yield from (Text(), vitals_table(summary))
         if verdict is not None and verdict.ranked:
             yield Text()
             yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS])
             hidden = len(verdict.ranked) - MAX_FINDINGS
             if hidden > 0:
                 yield Text(f"and {hidden} more; see `gradvitals doctor -v`", style="dim")
-        if tensors.layers:
-            yield from (Text(), layer_table(tensors.layers, tensors.step, tensors.source, None))
-        yield from map(worst_list, tensors.worst)
-
-    def _head(self) -> Text:
-        moment = self.moment
-        step = f"step {moment.last_step:,}" if moment.last_step is not None else "no steps"
-        ranks = f", {moment.num_ranks:,} ranks" if moment.num_ranks > 1 else ""
-        about = f"  {STATES[moment.state]}, {step}, {duration(moment.seconds)}{ranks}"
-        text = Text(clean(moment.run), style="bold")
-        return text.append(f"{about}, {moment.num_parameters:,} parameters", style="not bold")
-
-    def _vitals(self, *, wide: bool) -> Iterator[tuple[str, str, RenderableType]]:
-        moment = self.moment
-        labels = {**METRIC_LABELS, "noise_scale": "noise scale", "lr": "learning rate"}
-        short = {"grad/norm": "norm", "noise_scale": "noise", "lr": "lr"}
-        for metric, label in labels.items():
-            if metric in moment.latest:
-                name = label if wide else short.get(metric, label)
-                yield name, number(moment.latest[metric]), spark_of(metric, moment.series[metric])
-            if metric == "noise_scale" and metric in moment.latest:
-                text = noise_text(moment.latest)
-                yield "", "", Text(text.removesuffix(" yet") if moment.ended else text, style="dim")
+        if summary.layers:
+            yield from (Text(), layer_table(summary))
+        yield from map(worst_list, summary.worst)
 
 
 @dataclass(frozen=True)

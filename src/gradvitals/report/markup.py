@@ -71,15 +71,6 @@ def folded(summary: str, *parts: Part, opened: bool = False) -> Html:
     return tag("details", tag("summary", summary), *parts, open="open" if opened else None)
 
 
-def facts(rows: Iterable[tuple[str, str, str]]) -> Html | None:
-    """Returns name, value and a remark, each in its own small box; None if there are none."""
-    boxes = [
-        tag("div", tag("dt", name), tag("dd", value, tag("small", more) if more else None))
-        for name, value, more in rows
-    ]
-    return tag("dl", *boxes, class_="facts") if boxes else None
-
-
 def document(title: str, *parts: Part, styles: tuple[str, ...] = ("page.css",), script: str | None = None) -> str:
     """Returns a whole document that opens from a file, in light and dark, on a phone and on paper.
 

@@ -20,7 +20,6 @@ from gradvitals.report.charts import Axis
 from gradvitals.report.describe import TITLE
 from gradvitals.report.format import clean, cut, fix_snippet, number, plural
 from gradvitals.report.markup import Html, Part, folded, tag
-from gradvitals.report.report import Report
 from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
 from gradvitals.report.timeline import curve_parts, value_axis
 from gradvitals.report.verdict import (
@@ -55,11 +54,6 @@ PLOT_COLORS = {"critical": "tab:red", "warning": "tab:orange", "info": "tab:blue
 FAR = 50.0
 """A plot whose largest value is more than this many times its median is logarithmic."""
 NAMED_ROWS = 40
-
-
-def verdict_of(run: Run) -> Verdict:
-    """Returns the full verdict on a run. See `Run.verdict`."""
-    return Report(run).verdict
 
 
 # -- HTML ----------------------------------------------------------------------------------------------------------

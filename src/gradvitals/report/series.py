@@ -47,13 +47,13 @@ def windows(steps: Steps, numbers_per_step: int, at_a_time: int | None = None) -
         yield steps[start : start + size]
 
 
-def scan(run: Run, metric: str, kind: Kind = "tensors", source: str | None = None) -> Iterator[tuple[Steps, Floats]]:
-    """Yields one metric of all rows, window by window: steps and ``[steps, rows]``; nothing if the run has none."""
-    if metric not in run.metrics(kind):
+def scan(run: Run, metric: str) -> Iterator[tuple[Steps, Floats]]:
+    """Yields one metric of all tensors, window by window: steps and ``[steps, tensors]``; nothing if there is none."""
+    if metric not in run.metrics("tensors"):
         return
-    steps, _ = run.times(metric, kind=kind, source=source)
-    for window in windows(steps, len(run.names(kind))):
-        yield run.matrix(metric, kind, source=source, since=int(window[0]) - 1, until=int(window[-1]))
+    steps, _ = run.times(metric, kind="tensors")
+    for window in windows(steps, len(run.names("tensors"))):
+        yield run.matrix(metric, since=int(window[0]) - 1, until=int(window[-1]))
 
 
 # -- from tensors to layers ----------------------------------------------------------------------------------------

@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.report.caveats import adam_memory, negative_gsnr
+from gradvitals.report.format import duration, plural
 from gradvitals.report.series import ByLayer, Floats, scan
-from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, state_of
+from gradvitals.report.verdict import STATES, State, metric_of_every_step, num_ranks, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
 
 NAN = float("nan")
-TRENDS = ("loss", "grad/norm", "gsnr", "vrgd/mean")
+TRENDS = ("loss", "grad/norm", "gsnr", "lr", "vrgd/mean")
 MAX_WORST = 5
 """How many tensors each list of the worst ones names."""
 
@@ -144,16 +145,24 @@ class Summary:
         worst = {found.metric: [asdict(row) for row in found.rows] for found in self.worst}
         return data | {name: worst.get(metric, []) for metric, name in WORST_NAMES.items()}
 
+    @property
+    def about(self) -> str:
+        """The state of the run and its size, in a line."""
+        steps = f"step {self.last_step:,}" if self.last_step is not None else "no steps"
+        ranks = f"{plural(self.num_ranks, 'rank')}, " if self.num_ranks > 1 else ""
+        size = f"{self.num_parameters:,} parameters in {plural(self.num_tensors, 'tensor')}"
+        return f"{STATES[self.state]}, {steps}, {duration(self.seconds)}, {ranks}{size}"
+
     def trend(self, metric: str) -> Trend | None:
         """Returns the trend of one metric, None if the run has none."""
         return next((trend for trend in self.trends if trend.metric == metric), None)
 
 
-def summarize(run: Run) -> Summary:
-    """Reads the numbers of a run."""
+def summarize(run: Run, *, whole_run: bool = True) -> Summary:
+    """Reads the numbers of a run; of single tensors, on demand only the latest: reading all of them may take long."""
     source = _first_source(run, "gsnr", "layers") or _first_source(run, "gsnr", "tensors")
     layers_step, layers = layer_rows(run, source)
-    worst = worst_lists(run, source)
+    worst = worst_lists(run, source, whole_run=whole_run)
     trends = tuple(trend for metric in TRENDS if (trend := _trend(run, metric)) is not None)
     in_tables = [row.gsnr for row in layers] + [
         row.value for found in worst if found.metric == "gsnr" for row in found.rows
@@ -162,7 +171,7 @@ def summarize(run: Run) -> Summary:
         run=str(run.path),
         last_step=run.last_step,
         state=state_of(run),
-        seconds=seconds_of(run),
+        seconds=float((run.meta["finished_at"] or run.meta["heartbeat"]) - run.meta["started_at"]),
         num_ranks=num_ranks(run.meta),
         num_tensors=len(run.tensors),
         num_parameters=sum(info.numel for info in run.tensors),
@@ -177,11 +186,6 @@ def summarize(run: Run) -> Summary:
         layers=layers,
         worst=worst,
     )
-
-
-def seconds_of(run: Run) -> float:
-    """Returns how long the run took so far."""
-    return float((run.meta["finished_at"] or run.meta["heartbeat"]) - run.meta["started_at"])
 
 
 def knows_batch(run: Run) -> bool:
@@ -290,13 +294,7 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
 
 
 def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tuple[WorstList, ...]:
-    """Returns the tensors that stand out, without empty lists.
-
-    Args:
-        run: The run.
-        source: The source of GSNR.
-        whole_run: Whether to look through all readings as well, and not only at the latest.
-    """
+    """Returns the tensors that stand out in the whole run, or at the latest reading; no empty lists."""
     now = "at the latest reading"
     origin = f"from {source}, {now}" if source else now
     lists = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,7 +27,6 @@ from gradvitals.report.format import (
     capitalized,
     clean,
     cut,
-    duration,
     fix_snippet,
     number,
     plural,
@@ -35,10 +34,9 @@ from gradvitals.report.format import (
 )
 from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
-from gradvitals.report.summary import LayerRow, Summary, WorstList
+from gradvitals.report.summary import Summary, WorstList
 from gradvitals.report.verdict import (
     LABELS,
-    STATES,
     UNDIAGNOSED,
     Level,
     RankedFinding,
@@ -53,7 +51,13 @@ from gradvitals.types import Action, Finding, FloatArray, Severity
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "attention": "bold yellow", "unhealthy": "bold red"}
 CONFIDENCE_STYLES: dict[Confidence, str] = {"good": "green", "fair": "cyan", "low": "yellow", "none": "dim"}
-METRIC_LABELS = {"loss": "loss", "grad/norm": "gradient norm", "gsnr": "GSNR", "vrgd/mean": "VRGD factor"}
+METRIC_LABELS = {
+    "loss": "loss",
+    "grad/norm": "gradient norm",
+    "gsnr": "GSNR",
+    "lr": "learning rate",
+    "vrgd/mean": "VRGD factor",
+}
 ADVICE_TITLES = {
     "learning_rate": "Learning rate",
     "max_grad_norm": "Gradient clipping",
@@ -74,8 +78,6 @@ OTHER_FINDINGS = 4
 """Findings beside the worst one that doctor names without --verbose."""
 NAME_WIDTH = 16
 """Characters that a name gets before a column is dropped."""
-WIDE = 76
-"""Columns of screen from which labels are long."""
 LARGE_SPIKE = 5
 """A spike ratio above this is marked."""
 MAX_LAYERS = 400
@@ -159,13 +161,7 @@ class FittedTable:
 
 
 def render_doctor(report: Report, *, verbose: bool = False, all_checks: bool = False) -> RenderableType:
-    """Returns what `gradvitals doctor` prints, ready for `rich.console.Console.print`.
-
-    Args:
-        report: The report on the run.
-        verbose: Show every finding in full, and what was done, instead of the worst one.
-        all_checks: The same, and name each check that passed or was skipped.
-    """
+    """Returns what `gradvitals doctor` prints: the worst finding, or on demand every finding or also every check."""
     return Group(*(_doctor_in_full(report, all_checks) if verbose or all_checks else _doctor_in_short(report)))
 
 
@@ -264,13 +260,7 @@ def _origin(report: Report) -> str:
 
 
 def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -> RenderableType:
-    """Returns everything about a finding: where, when, evidence, likely causes and fixes.
-
-    Args:
-        item: The finding.
-        live: Whether the run is still being written.
-        routine: Show everything of a routine note too, which otherwise takes one line.
-    """
+    """Returns where, when, evidence, likely causes and fixes; a routine note takes one line unless `routine`."""
     finding = item.finding
     if item.is_routine and not routine:
         return _routine(item)
@@ -399,16 +389,16 @@ def findings_section(report: Report) -> Iterator[RenderableType]:
 
 def _report_sections(report: Report) -> Iterator[RenderableType]:
     summary = report.summary
-    yield _summary_head(summary)
+    yield summary_head(summary)
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
-        yield vitals_table(_trends(summary))
+        yield vitals_table(summary)
     if summary.gsnr_caveat:
         yield Paragraph("Note: ", clean(summary.gsnr_caveat), "yellow")
     yield Text()
     if summary.layers:
-        yield layer_table(summary.layers, summary.layers_step, summary.gsnr_source, summary.gsnr_batch_size)
+        yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
     yield from findings_section(report)
@@ -416,33 +406,27 @@ def _report_sections(report: Report) -> Iterator[RenderableType]:
         yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
 
-def _summary_head(summary: Summary) -> Text:
-    steps = f"step {summary.last_step:,}" if summary.last_step is not None else "no steps"
-    text = Text(clean(summary.run), style="bold")
-    ranks = f"{summary.num_ranks:,} ranks, " if summary.num_ranks > 1 else ""
-    return text.append(
-        f"  {STATES[summary.state]}, {steps}, {duration(summary.seconds)}, {ranks}"
-        f"{summary.num_tensors:,} tensors, {summary.num_parameters:,} parameters",
-        style="not bold",
-    )
+def summary_head(summary: Summary) -> Text:
+    """Returns the run's name, and how far it is."""
+    return Text(clean(summary.run), style="bold").append(f"  {summary.about}", style="not bold")
 
 
-def vitals_table(rows: Iterable[tuple[str, str, RenderableType]]) -> Table:
+def vitals_table(summary: Summary) -> Table:
     """Returns a table with a row per metric: label, latest value, and a sparkline or a remark."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, min_width=8)
     table.add_column()
-    for row in rows:
+    for row in _vitals(summary):
         table.add_row(*row)
     return table
 
 
-def _trends(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
+def _vitals(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     for metric, label in METRIC_LABELS.items():
         trend = summary.trend(metric)
         if trend is not None:
-            yield _with_source(label, trend.source), number(trend.latest), spark_of(metric, trend.values)
+            yield _with_source(label, trend.source), number(trend.latest), _spark_of(metric, trend.values)
     scale = summary.noise_scale
     if scale.identifiable:
         unit = "samples"
@@ -461,8 +445,7 @@ def _with_source(label: str, source: str | None) -> str:
     return label if source is None else f"{label} ({clean(source)})"
 
 
-def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:
-    """Returns the sparkline that suits a metric."""
+def _spark_of(metric: str, values: FloatArray) -> Spark:
     series = np.asarray(values, dtype=np.float64)
     if metric in ("loss", "grad/norm"):  # NaN of these is not a gap but an alarm
         series = np.where(np.isnan(series), np.inf, series)
@@ -470,14 +453,13 @@ def spark_of(metric: str, values: FloatArray | list[float]) -> Spark:
     return Spark(series, robust=metric != "grad/norm")
 
 
-def layer_table(
-    rows: Sequence[LayerRow], step: int | None, source: str | None, batch_size: float | None
-) -> RenderableType:
+def layer_table(summary: Summary) -> RenderableType:
     """Returns the layers in depth order, with intervals if there is room."""
-    title = f"Layers at step {step}, from input to output"
-    if source:
-        size = f" at batch size {number(batch_size)}" if batch_size is not None else ""
-        title += f" (GSNR from {source}{size})"
+    rows, size = summary.layers, summary.gsnr_batch_size
+    title = f"Layers at step {summary.layers_step}, from input to output"
+    if summary.gsnr_source:
+        measured_at = f" at batch size {number(size)}" if size is not None else ""
+        title += f" (GSNR from {summary.gsnr_source}{measured_at})"
     columns = ("layer", "grad norm", "spike", "GSNR", "95% interval", "update/weight")
     table = FittedTable(title, columns, optional=("update/weight", "spike", "95% interval"))
     hidden = max(0, len(rows) - MAX_LAYERS)

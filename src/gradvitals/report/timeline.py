@@ -66,15 +66,7 @@ def timeline(
     actions: Sequence[Action] = (),
     batch_size: float | None = None,
 ) -> Html:
-    """Returns all curves, one under the other.
-
-    Args:
-        curves: What to draw.
-        span: The steps they share.
-        marks: The findings.
-        actions: What a Guard or a schedule did.
-        batch_size: Samples per step, to compare the noise scale with.
-    """
+    """Returns all curves, one under the other."""
     xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
     parts: list[Part] = [_flags(marks, xs) if marks else None, _actions(actions, xs) if actions else None]
     parts += [_lane(curve, xs, marks, batch_size if curve.metric == "noise_scale" else None) for curve in curves]

@@ -196,15 +196,7 @@ class Verdict:
 def judge(
     findings: Iterable[Finding], *, last_step: int, steps: int, read: int | None = None, live: bool = False
 ) -> Verdict:
-    """Returns the verdict on a run.
-
-    Args:
-        findings: All of them; what gradvitals reports about itself does not count.
-        last_step: The last step that was read.
-        steps: The number of steps from the first that was read to the last.
-        read: How many of them were read; None for all.
-        live: Whether the run is still being written.
-    """
+    """Returns the verdict on a run of so many steps, of which some were read (None: all)."""
     read = steps if read is None else read
     ranked = rank(findings, last_step=last_step, steps=steps)
     live = live and stop_of(ranked) is None
@@ -355,11 +347,6 @@ class Diagnosed:
 def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> Diagnosed:
     """Returns the findings recorded with a run; if it was recorded without diagnosis, those of a replay.
 
-    Args:
-        run: The run.
-        again: Replay in any case.
-        on_step: Called for each step that is replayed.
-
     Raises:
         RunError: If the run has no readings.
     """
@@ -470,11 +457,7 @@ def num_ranks(meta: Mapping[str, Any]) -> int:
 
 
 def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
-    """Yields what to print when training is over: the verdict on each run, and where to read more.
-
-    Args:
-        runs: Folders of runs, with the names of their models.
-    """
+    """Yields what to print when training is over: the verdict on each run, and where to read more."""
     for path, model in runs.items():
         with open_run(path) as run:
             headline = judge_run(run, diagnose_run(run).findings).headline

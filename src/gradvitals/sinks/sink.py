@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gradvitals.errors import MissingExtraError
 from gradvitals.types import SEVERITIES, Action, Finding
@@ -78,6 +78,42 @@ class Sink:
 
     def close(self) -> None:
         """The run is over: write what is left."""
+
+
+class TrackerSink(Sink):
+    """A sink for a tracker of runs: logs to the run that the script has started, or else to one of its own.
+
+    Args:
+        project: Project of a run of its own, "gradvitals" unless given.
+        prefix: Put before every key, so that it is none of the script's.
+        alerts: Whether warnings and critical findings become alerts.
+        settings: More arguments for a run of its own.
+    """
+
+    def __init__(self, project: str | None, prefix: str, alerts: bool, settings: Mapping[str, Any] | None) -> None:
+        self._project = project or "gradvitals"
+        self._prefix = prefix
+        self._alerts = alerts
+        self._settings = dict(settings or {})
+        self._name: str | None = None
+        self._is_own = False
+        self._run: Any = None
+        self._openings = Openings()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(project={self._project!r})"
+
+    def begin(self, run: Path) -> None:
+        """Keep the name of the run's folder, for a run of its own."""
+        self._name = run.name
+
+    def close(self) -> None:
+        """Finish a run of its own; the script's is left to the script."""
+        if self._run is not None and self._is_own:
+            self._run.finish()
+
+    def _is_alert(self, finding: Finding) -> bool:
+        return self._alerts and finding.severity != "info" and self._openings.opens(finding)
 
 
 class OpenFindings:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from gradvitals.sinks.sink import Openings, Sink, require
+from gradvitals.sinks.sink import TrackerSink, require
 from gradvitals.types import Finding
 
 
-class Trackio(Sink):
+class Trackio(TrackerSink):
     """Logs to the run that ``trackio.init`` has started in the training thread, or else to one of its own.
 
     Trackio counts steps for who does not give one, on from the last it has seen: a script that logs to the same run
@@ -32,21 +31,7 @@ class Trackio(Sink):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         require("trackio", "trackio")
-        self._project = project or "gradvitals"
-        self._prefix = prefix
-        self._alerts = alerts
-        self._settings = dict(settings or {})
-        self._name = ""
-        self._is_own = False
-        self._run: Any = None
-        self._openings = Openings()
-
-    def __repr__(self) -> str:
-        return f"Trackio(project={self._project!r})"
-
-    def begin(self, run: Path) -> None:
-        """Keep the name of the run's folder, for a run of its own."""
-        self._name = run.name
+        super().__init__(project, prefix, alerts, settings)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One row at this step."""
@@ -54,17 +39,12 @@ class Trackio(Sink):
 
     def finding(self, finding: Finding) -> None:
         """An alert for a warning or a critical finding that opens or gets worse."""
-        if not self._alerts or finding.severity == "info" or not self._openings.opens(finding):
+        if not self._is_alert(finding):
             return
         from trackio import AlertLevel
 
         level = AlertLevel.ERROR if finding.severity == "critical" else AlertLevel.WARN
         self._open().alert(title=f"gradvitals: {finding.title}", text=str(finding), level=level)
-
-    def close(self) -> None:
-        """Finish a run of its own; the script's is left to the script."""
-        if self._run is not None and self._is_own:
-            self._run.finish()
 
     def _open(self) -> Any:
         if self._run is None:
@@ -74,7 +54,7 @@ class Trackio(Sink):
             self._run = context_vars.current_run.get()
             if self._run is None:
                 self._is_own = True
-                own = {"project": self._project, "name": self._name or None, "embed": False}
+                own = {"project": self._project, "name": self._name, "embed": False}
                 own |= {"auto_log_cpu": False, "auto_log_gpu": False}
                 self._run = trackio.init(**{**own, **self._settings})
         return self._run

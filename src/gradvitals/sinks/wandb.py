@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from gradvitals.sinks.sink import Openings, Sink, require
+from gradvitals.sinks.sink import TrackerSink, require
 from gradvitals.types import Finding
 
 STEP = "step"
 
 
-class WandB(Sink):
+class WandB(TrackerSink):
     """Logs to the run that the script has started, or else to one of its own.
 
     In the script's run, values go into the row that the script logs next. Rows of our own would move its step, and
@@ -37,22 +36,9 @@ class WandB(Sink):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         require("wandb", "wandb")
-        self._project = project or "gradvitals"
+        super().__init__(project, prefix, alerts, settings)
         self._run = run
-        self._prefix = prefix
-        self._alerts = alerts
-        self._settings = dict(settings or {})
-        self._name = ""
-        self._is_own = self._is_over = False
-        self._defined = False
-        self._openings = Openings()
-
-    def __repr__(self) -> str:
-        return f"WandB(project={self._project!r})"
-
-    def begin(self, run: Path) -> None:
-        """Keep the name of the run's folder, for a run of its own."""
-        self._name = run.name
+        self._is_over = self._defined = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One row, or a part of the script's next one. Never passes a step: wandb's own must stay the script's."""
@@ -70,7 +56,7 @@ class WandB(Sink):
         """An alert for a warning or a critical finding that opens or gets worse."""
         import wandb
 
-        if not self._alerts or self._is_over or finding.severity == "info" or not self._openings.opens(finding):
+        if self._is_over or not self._is_alert(finding):
             return
         level = "ERROR" if finding.severity == "critical" else "WARN"
         text = "\n".join([str(finding), *(f"Fix: {fix}" for fix in finding.fixes[:1])])
@@ -79,11 +65,6 @@ class WandB(Sink):
         except wandb.errors.UsageError:
             self._is_over = True
 
-    def close(self) -> None:
-        """Finish a run of its own; the script's is left to the script."""
-        if self._run is not None and self._is_own:
-            self._run.finish()
-
     def _open(self) -> Any:
         import wandb
 
@@ -91,7 +72,7 @@ class WandB(Sink):
             self._run = wandb.run
         if self._run is None:
             self._is_own = True
-            own = {"project": self._project, "name": self._name or None, "reinit": "create_new"}
+            own = {"project": self._project, "name": self._name, "reinit": "create_new"}
             self._run = wandb.init(**{**own, **self._settings})
         if not self._defined:
             self._defined = True

@@ -207,16 +207,10 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
     query = (
         "SELECT id, segment, layout, kind, source, stage, columns, num_rows FROM frame_group WHERE id > ? ORDER BY id"
     )
-    groups = []
-    for number, segment, layout, kind, source, stage, columns, num_rows in db.execute(query, (after,)).fetchall():
-        group = Group(number, segment, layout, kind, source, stage, tuple(json.loads(columns)), num_rows)
-        names = (group.stage, *group.columns)
-        if group.kind not in KINDS or not isinstance(group.num_rows, int) or not 0 <= group.num_rows <= MAX_ROWS:
-            raise ValueError(f"group {group.id} has {group.num_rows} rows of kind {group.kind}")
-        if not all(isinstance(name, str) for name in names) or not isinstance(group.source, str | None):
-            raise ValueError(f"group {group.id} has names that are not text")
-        groups.append(group)
-    return groups
+    return [
+        Group(number, segment, layout, kind, source, stage, tuple(json.loads(columns)), num_rows)
+        for number, segment, layout, kind, source, stage, columns, num_rows in db.execute(query, (after,)).fetchall()
+    ]
 
 
 def last_step_of(db: sqlite3.Connection, group: Group) -> int | None:
@@ -242,82 +236,44 @@ def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | 
     return min(part[0] for part in found), max(part[1] for part in found), sum(part[2] for part in found)
 
 
+def _chunks_and_tail(
+    db: sqlite3.Connection, group: Group, span: Span, chunk: str, tail: str
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Some columns of the chunks and of the tail of a group that may hold steps of the span."""
+    chunks = db.execute(
+        f"SELECT {chunk} FROM chunk WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
+        (group.id, *span),
+    )
+    rows = db.execute(
+        f"SELECT {tail} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id", (group.id, *span)
+    )
+    return chunks.fetchall(), rows.fetchall()
+
+
 def read_row(db: sqlite3.Connection, group: Group, column: int, row: int, span: Span) -> Found:
     """One number a frame: the metric in `column` for the tensor, layer or head in `row`."""
     size = FLOAT.itemsize
-    chunks = db.execute(
-        f"SELECT num_frames, steps, readings, substr(block.data, ? * num_frames + 1, ? * {_BORNE_OUT}) "
-        "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
-        (column * size, size, ROW_BITS, row, group.id, *span),
-    ).fetchall()
-    tail = db.execute(
-        "SELECT step, reading, substr(data, ?, ?) FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        ((column * group.num_rows + row) * size + 1, size, group.id, *span),
-    ).fetchall()
-    return _join(group, chunks, tail, span, lambda blob, frames: _floats(blob, (frames,)))
-
-
-def read_columns(db: sqlite3.Connection, group: Group, columns: list[int | None], row: int, span: Span) -> Found:
-    """Several metrics of one row in one pass, ``[frames, 1 + columns]``: the time, then each metric, nan for None."""
-    size, known = FLOAT.itemsize, [column for column in columns if column is not None]
-    parts = "".join(
-        f", substr(block.data, {column * size} * num_frames + 1, {size} * {_BORNE_OUT})" for column in known
-    )
-    chunks = db.execute(
-        f"SELECT num_frames, steps, readings, times{parts} "
-        "FROM chunk LEFT JOIN block ON block.id = (chunk.id << ?) | ? "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY chunk.id",
-        (ROW_BITS, row, group.id, *span),
-    ).fetchall()
-    parts = "".join(f", substr(data, {(column * group.num_rows + row) * size + 1}, {size})" for column in known)
-    tail = db.execute(
-        f"SELECT step, reading, time{parts} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
-    wide = 1 + len(columns)
-
-    def packed(frames: int, times: Array, blobs: list[Any]) -> bytes:
-        data = np.full((frames, wide), np.nan)
-        data[:, 0] = times
-        own = iter(blobs)
-        for at, column in enumerate(columns, 1):
-            if column is not None:
-                data[:, at] = _floats(next(own), (frames,))
-        return data.tobytes()
-
-    def decode(content: bytes, frames: int) -> Array:
-        return np.frombuffer(content).reshape(frames, wide)
-
-    return _join(
-        group,
-        [(frames, steps, readings, packed(frames, _numbers(times, "<f8", frames), blobs))
-         for frames, steps, readings, times, *blobs in chunks],
-        [(step, reading, packed(1, np.array([time], dtype="<f8"), blobs)) for step, reading, time, *blobs in tail],
-        span, decode,
-    )  # fmt: skip
+    block = f"SELECT substr(data, {column * size} * num_frames + 1, {size} * num_frames) FROM block"
+    chunk = f"num_frames, steps, readings, ({block} WHERE block.id = (chunk.id << {ROW_BITS}) | {row})"
+    tail = f"step, reading, substr(data, {(column * group.num_rows + row) * size + 1}, {size})"
+    found = _chunks_and_tail(db, group, span, chunk, tail)
+    return _join(group, *found, span, lambda blob, frames: _floats(blob, (frames,)))
 
 
 def read_rows(db: sqlite3.Connection, group: Group, column: int, span: Span) -> Found:
     """One number a frame and row, ``[frames, rows]``: the metric in `column` for all tensors, layers or heads."""
     size, rows = FLOAT.itemsize, group.num_rows
-    chunks = [
-        (frames, steps, readings, read_chunk(db, group, chunk, _borne_out(frames, steps), slice(column, column + 1)))
-        for chunk, frames, steps, readings in db.execute(
-            "SELECT id, num_frames, steps, readings FROM chunk "
-            "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-            (group.id, *span),
-        ).fetchall()
+    tail_part = f"step, reading, substr(data, {column * rows * size + 1}, {rows * size})"
+    chunks, tail = _chunks_and_tail(db, group, span, "num_frames, steps, readings, id", tail_part)
+    one = slice(column, column + 1)
+    blocks = [
+        (frames, steps, readings, read_chunk(db, group, id, frames, one)) for frames, steps, readings, id in chunks
     ]
-    tail = db.execute(
-        "SELECT step, reading, substr(data, ?, ?) FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (column * rows * size + 1, rows * size, group.id, *span),
-    ).fetchall()
 
     def decode(data: Any, frames: int) -> Array:
         return cast(Array, data[:, 0]) if isinstance(data, np.ndarray) else _floats(data, (frames, rows))
 
-    return _join(group, chunks, tail, span, decode)
+    return _join(group, blocks, tail, span, decode)
 
 
 def read_chunk(
@@ -337,15 +293,8 @@ def read_chunk(
 
 def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal["time", "batch_size"]) -> Found:
     """What is kept once a frame: ``time`` or ``batch_size``."""
-    chunks = db.execute(
-        f"SELECT num_frames, steps, readings, {name}s FROM chunk "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
-    rows = db.execute(
-        f"SELECT step, reading, {name} FROM tail WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall()
+    found = f"num_frames, steps, readings, {name}s", f"step, reading, {name}"
+    chunks, rows = _chunks_and_tail(db, group, span, *found)
     tail = [(step, reading, np.array([number], "<f8").tobytes()) for step, reading, number in rows]
     return _join(group, chunks, tail, span, lambda blob, frames: _numbers(blob, "<f8", frames))
 
@@ -353,33 +302,19 @@ def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal
 def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]:
     """Where the frames of a group are; those of the tail with their numbers, as the writer may move them any time."""
     places = []
-    for chunk, frames, *blobs in db.execute(
-        "SELECT id, num_frames, steps, readings, times, batch_sizes FROM chunk "
-        "WHERE group_id = ? AND last_step > ? AND first_step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall():
+    chunk_part = "id, num_frames, steps, readings, times, batch_sizes"
+    chunks, tail = _chunks_and_tail(db, group, span, chunk_part, "step, reading, time, batch_size, data")
+    for chunk, frames, *blobs in chunks:
         dtypes = ("<i8", "<i8", "<f8", "<f8")
         columns = [_numbers(blob, dtype, frames).tolist() for blob, dtype in zip(blobs, dtypes, strict=True)]
         for position, (step, reading, time, size) in enumerate(zip(*columns, strict=True)):
             if span.since < step <= span.until:
                 places.append(Place(step, reading, time, size, group, (chunk, frames, position)))
-    for step, reading, time, size, data in db.execute(
-        "SELECT step, reading, time, batch_size, data FROM tail "
-        "WHERE group_id = ? AND step > ? AND step <= ? ORDER BY id",
-        (group.id, *span),
-    ).fetchall():
+    for step, reading, time, size, data in tail:
         numbers = _floats(data, (len(group.columns), group.num_rows))
         time, size = (float("nan") if number is None else float(number) for number in (time, size))
         places.append(Place(int(step), int(reading), time, size, group, numbers))
     return places
-
-
-_BORNE_OUT = "min(num_frames, length(steps) / 8)"
-"""Frames of a chunk: as many as it says, and no more than it has steps, or a stranger's file fetches whole blocks."""
-
-
-def _borne_out(frames: Any, steps: Any) -> int:
-    return len(_numbers(steps, "<i8", frames))
 
 
 def _join(

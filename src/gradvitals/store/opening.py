@@ -9,7 +9,7 @@ import warnings
 from difflib import get_close_matches
 from pathlib import Path
 
-from gradvitals.errors import RunFormatError, RunNotFoundError
+from gradvitals.errors import RunNotFoundError
 from gradvitals.store import schema
 
 SHARED_FILESYSTEMS = (
@@ -131,17 +131,11 @@ def _recover(path: Path) -> None:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection that can only read, to a file that was checked to be a run of the current format.
-
-    An older format is copied to a private temporary database and brought up to date there.
-    """
+    """A connection that can only read, to a file that was checked to be a run of the current format."""
     with schema.translated(path):
         connection = _connect_read_only(path)
         try:
-            version = schema.check(connection, path)
-            if version < schema.SCHEMA_VERSION:
-                connection = _upgraded_copy(connection, version)
-                schema.check(connection, path)
+            schema.check(connection, path)
         except BaseException:
             connection.close()
             raise
@@ -181,15 +175,3 @@ def _connect_uri(path: Path, options: str) -> sqlite3.Connection:
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA query_only = ON")
     return connection
-
-
-def _upgraded_copy(connection: sqlite3.Connection, version: int) -> sqlite3.Connection:
-    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    try:
-        connection.backup(copy)
-        schema.migrate(copy, version)
-    except sqlite3.Error as error:
-        copy.close()
-        raise RunFormatError(f"could not bring the run from format {version} up to date ({error})") from error
-    connection.close()
-    return copy

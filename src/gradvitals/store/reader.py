@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
@@ -37,7 +37,6 @@ from gradvitals.store.blocks import (
     load_groups,
     load_layout,
     read_chunk,
-    read_columns,
     read_extent,
     read_info,
     read_places,
@@ -52,9 +51,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from gradvitals.report.verdict import Verdict
-
-LAST_INSTANT = 2e11
-"""A moment after which no calendar goes on."""
 
 Kept = TypeVar("Kept", Finding, Action)
 
@@ -82,24 +78,13 @@ def read_segments(db: sqlite3.Connection, cutoffs: Mapping[int, int]) -> tuple[S
     return tuple(
         Segment(
             int(first),
-            instant(started),
-            instant(heartbeat),
-            None if finished is None else instant(finished),
+            float(started),
+            float(heartbeat),
+            None if finished is None else float(finished),
             tuple(parsed(Finding, hidden.get(number, ()))),
         )
         for number, first, started, heartbeat, finished in db.execute(query).fetchall()
     )
-
-
-def instant(value: object) -> float:
-    """A time in seconds since the epoch, as it stands in a file that anybody may have written.
-
-    Raises:
-        TypeError: If it is none.
-    """
-    if not isinstance(value, int | float) or not abs(value) < LAST_INSTANT:
-        raise TypeError(f"a time is {str(value)[:80]!r}; expected seconds since the epoch")
-    return float(value)
 
 
 def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
@@ -191,12 +176,8 @@ class Catalog:
     def layout(self) -> Layout:
         """The layout written last."""
         query = "SELECT layers, heads, details FROM layout WHERE id = ?"
-        current = self.layout_id()
-        row = self.db.execute(query, (current,)).fetchone()
-        found = load_layout(*row) if row else Layout()
-        if len(found.tensors) != len(self._layout_names(current, "tensors")):
-            raise ValueError(f"layout {current} describes {len(found.tensors)} tensors, and names another number")
-        return found
+        row = self.db.execute(query, (self.layout_id(),)).fetchone()
+        return load_layout(*row) if row else Layout()
 
     def _layout_names(self, layout_id: int, kind: Kind) -> tuple[str, ...]:
         if kind == "ranks":  # they have numbers, not names
@@ -288,20 +269,6 @@ class Catalog:
         known = sorted({each for group in self.groups(kind) for each in group.columns})
         return UnknownNameError(f"{self.file} has no metric {metric!r} for {kind}{_close_to(metric, known)}")
 
-    def together(
-        self, groups: Iterable[Group], metrics: Sequence[str], name: str, since: int | None, until: int | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Several metrics of one row in one pass: steps, times, and ``[metrics, steps]``."""
-
-        def read(group: Group, span: Span) -> Found | None:
-            row = self.row(group, name)
-            columns = [group.columns.index(metric) if metric in group.columns else None for metric in metrics]
-            return None if row is None else read_columns(self.db, group, columns, row, span)
-
-        steps, found = self.collect(groups, since, until, read)
-        data = np.zeros((0, 1 + len(metrics))) if found is None else found
-        return steps, data[:, 0], data[:, 1:].T
-
     def collect(
         self, groups: Iterable[Group], since: int | None, until: int | None, read: Read
     ) -> tuple[NDArray[np.int64], Array | None]:
@@ -384,73 +351,6 @@ Names = str | int | Sequence[str | int] | None
 """A tensor, layer or head by its name, a rank by its number, several of them, or none."""
 
 
-class Drawn:
-    """The verdict on a run, and its plots. All of it is imported on first use."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """How the run is: level, headline, cause, fix, findings. Prints itself, and displays itself in a notebook.
-
-        A run that was recorded without diagnosis is replayed first, which takes a while if it is long.
-
-        Raises:
-            RunError: If the run has no readings yet.
-        """
-        return cast("Verdict", _report().verdict_of(cast("Run", self)))
-
-    def plot(
-        self,
-        metric: str,
-        *,
-        tensor: Names = None,
-        layer: Names = None,
-        head: Names = None,
-        rank: Names = None,
-        kind: Kind | None = None,
-        source: str | None = None,
-        ax: Axes | None = None,
-        band: bool = True,
-        marks: bool = True,
-        **style: Any,
-    ) -> Axes:
-        """Draw one metric over steps with matplotlib (``pip install 'gradvitals[plots]'``).
-
-        Args:
-            metric: Its id, such as ``gsnr``.
-            tensor: A tensor's name, or several for a line each.
-            layer: Likewise of layers.
-            head: Likewise of attention heads.
-            rank: Likewise the number of a process.
-            kind: Instead of lines a map of all ``layers``, ``tensors``, ``heads`` or ``ranks``.
-            source: Which source; None takes the most trustworthy one present.
-            ax: Where to draw; None makes a new figure.
-            band: Shade the 95% interval, where the metric has one.
-            marks: Dotted lines where something was found that is more than a note.
-            **style: For matplotlib, such as ``color`` or ``linewidth``.
-
-        Returns:
-            The axes that were drawn on.
-
-        Example:
-            >>> run.plot("gsnr", tensor="head.weight")  # doctest: +SKIP
-            >>> run.plot("grad/norm", kind="layers")  # doctest: +SKIP
-        """
-        chosen = {"tensor": tensor, "layer": layer, "head": head, "rank": rank}
-        drawn = _report().plot(
-            cast("Run", self), metric, chosen, kind=kind, source=source, ax=ax, band=band, marks=marks, style=style
-        )
-        return cast("Axes", drawn)
-
-    def _repr_html_(self) -> str:
-        return str(_report().run_html(cast("Run", self)))
-
-
-def _report() -> ModuleType:
-    from gradvitals.report import notebook
-
-    return notebook
-
-
 Steps = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -484,7 +384,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(opening.find_run_file(path))
 
 
-class Run(Drawn):
+class Run:
     """A run as it is on disk, each call as of now. Made by `open_run`.
 
     Safe to use from several threads. Steps that a resumed process did again are shown as it did them.
@@ -513,9 +413,9 @@ class Run(Drawn):
                 **meta,
                 "hostname": hostname,
                 "pid": pid,
-                "heartbeat": instant(heartbeat),
-                "finished_at": None if finished is None else instant(finished),
-                "started_at": instant(segments[0][4]),
+                "heartbeat": float(heartbeat),
+                "finished_at": None if finished is None else float(finished),
+                "started_at": float(segments[0][4]),
                 "dropped": sum(int(row[5]) for row in segments),
             }
 
@@ -623,19 +523,6 @@ class Run(Drawn):
             steps, values = self._catalog.collect(self._catalog.select(metric, kind, source), since, None, read)
         return steps, np.zeros(0) if values is None else values.astype(np.float64)
 
-    def several(
-        self, metrics: Sequence[str], *, until: int | None = None, **where: Unpack[Where]
-    ) -> tuple[Steps, Floats, Floats]:
-        """Several metrics at the steps of the first, read in one pass: steps, times and ``[metrics, steps]``.
-
-        A metric that was not read together with the first is nan. Arguments as for `series`; up to and with `until`.
-        """
-        kind, name = _named_row(where.get("tensor"), where.get("layer"), where.get("head"), where.get("rank"))
-        with self._transaction():
-            self._catalog.check_name(kind, name)
-            groups = self._catalog.select(metrics[0], kind, where.get("source"))
-            return self._catalog.together(groups, metrics, name, where.get("since"), until)
-
     def matrix(
         self,
         metric: str,
@@ -741,6 +628,66 @@ class Run(Drawn):
         with self._transaction():
             query = "SELECT (SELECT count(*) FROM finding) + (SELECT count(*) FROM action)"
             return int(self._db.execute(query).fetchone()[0])
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the run is: level, headline, cause, fix, findings. Prints itself, and displays itself in a notebook.
+
+        A run that was recorded without diagnosis is replayed first, which takes a while if it is long.
+
+        Raises:
+            RunError: If the run has no readings yet.
+        """
+        from gradvitals.report.report import Report
+
+        return Report(self).verdict
+
+    def plot(
+        self,
+        metric: str,
+        *,
+        tensor: Names = None,
+        layer: Names = None,
+        head: Names = None,
+        rank: Names = None,
+        kind: Kind | None = None,
+        source: str | None = None,
+        ax: Axes | None = None,
+        band: bool = True,
+        marks: bool = True,
+        **style: Any,
+    ) -> Axes:
+        """Draw one metric over steps with matplotlib (``pip install 'gradvitals[plots]'``).
+
+        Args:
+            metric: Its id, such as ``gsnr``.
+            tensor: A tensor's name, or several for a line each.
+            layer: Likewise of layers.
+            head: Likewise of attention heads.
+            rank: Likewise the number of a process.
+            kind: Instead of lines a map of all ``layers``, ``tensors``, ``heads`` or ``ranks``.
+            source: Which source; None takes the most trustworthy one present.
+            ax: Where to draw; None makes a new figure.
+            band: Shade the 95% interval, where the metric has one.
+            marks: Dotted lines where something was found that is more than a note.
+            **style: For matplotlib, such as ``color`` or ``linewidth``.
+
+        Returns:
+            The axes that were drawn on.
+
+        Example:
+            >>> run.plot("gsnr", tensor="head.weight")  # doctest: +SKIP
+            >>> run.plot("grad/norm", kind="layers")  # doctest: +SKIP
+        """
+        from gradvitals.report.notebook import plot
+
+        chosen = {"tensor": tensor, "layer": layer, "head": head, "rank": rank}
+        return plot(self, metric, chosen, kind=kind, source=source, ax=ax, band=band, marks=marks, style=style)
+
+    def _repr_html_(self) -> str:
+        from gradvitals.report.notebook import run_html
+
+        return run_html(self)
 
     def close(self) -> None:
         """Let go of the file, once other threads have read what they are reading; they can read no more then."""

@@ -1,11 +1,10 @@
-"""The tables of a run file, its version, and how an older file becomes a current one."""
+"""The tables of a run file, and its version."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from gradvitals.errors import GradvitalsError, RunError, RunFormatError
@@ -56,11 +55,6 @@ CREATE TABLE finding (
 CREATE TABLE action (id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, step INTEGER NOT NULL, content TEXT NOT NULL);
 """
 
-TABLES = ("meta", "segment", "layout", "frame_group", "tail", "chunk", "block", "finding", "action")
-
-MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = []
-"""``MIGRATIONS[n - 1]`` turns a file of version n into one of version n + 1, inside a transaction."""
-
 
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables in an empty file. The caller holds the transaction."""
@@ -77,8 +71,8 @@ def is_blank(connection: sqlite3.Connection) -> bool:
     return not has_tables and _pragma(connection, "application_id") == 0
 
 
-def check(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the version of a run file, or say why it is not one that can be read here."""
+def check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise unless the file is a run of the format that is read here."""
     if is_blank(connection):
         raise RunFormatError(f"{path} is empty: the run was started but nothing was written to it")
     if _pragma(connection, "application_id") != APPLICATION_ID:
@@ -86,58 +80,11 @@ def check(connection: sqlite3.Connection, path: Path) -> int:
     version = _pragma(connection, "user_version")
     if version > SCHEMA_VERSION:
         raise RunFormatError(
-            f"{path} has format version {version}, and this gradvitals reads up to {SCHEMA_VERSION}; "
+            f"{path} has format version {version}, and this gradvitals reads {SCHEMA_VERSION}; "
             f"install a newer gradvitals that reads version {version}"
         )
-    if version < 1:
-        raise RunFormatError(f"{path} has format version {version}; expected 1 to {SCHEMA_VERSION}")
-    if version == SCHEMA_VERSION:
-        _check_tables(connection, path)
-    return version
-
-
-def migrate(connection: sqlite3.Connection, version: int) -> None:
-    """Bring an older file up to `SCHEMA_VERSION`, all or nothing."""
-    if version == SCHEMA_VERSION:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        for step in MIGRATIONS[version - 1 : SCHEMA_VERSION - 1]:
-            step(connection)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-
-
-def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    # A stranger's file may hide a view that never ends, or a computed column, behind a name we trust.
-    objects = {name: (kind, sql) for name, kind, sql in connection.execute("SELECT name, type, sql FROM sqlite_master")}
-    trigger = next((name for name, (kind, _) in objects.items() if kind == "trigger"), None)
-    if trigger is not None:  # it would act whenever the run is resumed
-        raise RunFormatError(f"{path} is damaged: it has a trigger {str(trigger)[:80]!r}, which no run has")
-    for table, columns in _expected_columns(DDL).items():
-        kind, sql = objects.get(table, ("", ""))
-        if kind != "table" or not str(sql).startswith("CREATE TABLE"):
-            raise RunFormatError(f"{path} is damaged: table {table!r} is missing or is not a plain table")
-        if not columns <= _columns(connection, table):
-            raise RunFormatError(f"{path} is damaged: table {table!r} lacks columns of format {SCHEMA_VERSION}")
-
-
-@lru_cache(maxsize=1)
-def _expected_columns(ddl: str) -> dict[str, frozenset[tuple[str, int]]]:
-    connection = sqlite3.connect(":memory:")
-    try:
-        connection.executescript(ddl)
-        return {table: _columns(connection, table) for table in TABLES}
-    finally:
-        connection.close()
-
-
-def _columns(connection: sqlite3.Connection, table: str) -> frozenset[tuple[str, int]]:
-    """Names of a table's columns, each with 0 for a plain one and more for a hidden or computed one."""
-    return frozenset((row[1], row[6]) for row in connection.execute(f"PRAGMA table_xinfo({table})"))
+    if version != SCHEMA_VERSION:
+        raise RunFormatError(f"{path} has format version {version}; expected {SCHEMA_VERSION}")
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:

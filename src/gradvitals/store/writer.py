@@ -101,7 +101,7 @@ class RunWriter:
         try:
             self._db.execute(f"PRAGMA page_size = {PAGE_SIZE}")
             if not schema.is_blank(self._db):
-                schema.migrate(self._db, schema.check(self._db, self.path))
+                schema.check(self._db, self.path)
             self.journal_mode = opening.set_journal(self._db, self.path)
             self._db.execute("BEGIN IMMEDIATE")
             if schema.is_blank(self._db):

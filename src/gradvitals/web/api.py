@@ -22,7 +22,7 @@ from gradvitals.store.blocks import KINDS, Kind
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
-from gradvitals.web.run_index import Judge, RunIndex, stamp
+from gradvitals.web.run_index import RunIndex, stamp
 from gradvitals.web.stream import Watcher
 from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
 
@@ -38,7 +38,6 @@ class Api:
 
     def __init__(self, index: RunIndex) -> None:
         self.index = index
-        self.judge = Judge(index)
         self.watcher = Watcher(index)
         self.cache = Cache()
 
@@ -57,28 +56,22 @@ class Api:
         ]
 
     def close(self) -> None:
-        """Closes files and threads."""
+        """Ends all streams."""
         self.watcher.stop()
-        self.judge.close()
-        self.index.close()
 
     def runs(self, request: Request) -> Response:
         """Returns every run with its verdict."""
         files = self.index.files()
-
-        def entry(file: RunFile, run: Run) -> Any:
-            return views.list_entry(file, run, self.judge.judged(file.id, run, start=False))
-
         entries: dict[str, bytes] = {}
         num_read, end = 0, time.monotonic() + LIST_SECONDS
         for file in sorted(files, key=lambda file: stamp(file.path)[1:2], reverse=True):  # the newest first
-            if not self.cache.has(*self._key(file, "entry")):
+            if self.cache.get(*self._key(file, "entry")) is None:
                 if num_read and time.monotonic() > end:
                     entries[file.id] = _encoded(views.unread_entry(file))
                     continue
                 num_read += 1
             try:
-                entries[file.id] = self._of_run(file, "entry", entry)
+                entries[file.id] = self._of_run(file, "entry", views.list_entry)
             except Exception as error:  # a damaged file must not hide the others
                 entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
         about = _encoded({"folder": views.short(self.index.folder.name), "metrics": views.metric_texts()})
@@ -87,11 +80,7 @@ class Api:
 
     def overview(self, request: Request) -> Response:
         """Returns the texts about one run."""
-
-        def make(file: RunFile, run: Run) -> Any:
-            return views.overview(file, run, self.judge.judged(file.id, run))
-
-        return self._respond(request, lambda: ("overview", make))
+        return self._respond(request, lambda: ("overview", views.overview))
 
     def layout(self, request: Request) -> Response:
         """Returns what the rows of a run stand for."""
@@ -152,24 +141,24 @@ class Api:
         """Streams changes as they happen."""
         if self.watcher.is_full:
             return _json({"error": "too many pages are connected; close one"}, 503)
-        cursor = request.headers.get("last-event-id") or request.query_params.get("cursor")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self.watcher.events(cursor), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self.watcher.events(), media_type="text/event-stream", headers=headers)
 
     def _of_run(self, file: RunFile, what: str, make: Make) -> bytes:
-        """Returns something about a run, made again if the run was written to or judged since."""
-
-        def read() -> bytes:
-            with self.index.opened(file.id) as run:
-                made = make(file, run)
-            return made if isinstance(made, bytes) else _encoded(made)
-
-        return self.cache.get(*self._key(file, what), read)
+        """Returns something about a run, made again if the run was written to since."""
+        key, now = self._key(file, what)
+        kept = self.cache.get(key, now)
+        if kept is not None:
+            return kept
+        with self.index.opened(file.id) as run:
+            made = make(file, run)
+        body = made if isinstance(made, bytes) else _encoded(made)
+        self.cache.keep(key, now, body)
+        return body
 
     def _key(self, file: RunFile, what: str) -> tuple[tuple[str, str], tuple[Any, ...]]:
         # A live run becomes a stopped one without being written to.
-        live = self.watcher.is_live(file.id)
-        return (file.id, what), (stamp(file.path), live, self.judge.version(file.id))
+        return (file.id, what), (stamp(file.path), self.watcher.is_live(file.id))
 
     def _respond(self, request: Request, parse: Callable[[], tuple[str, Make]]) -> Response:
         try:
@@ -193,46 +182,30 @@ Make = Callable[[RunFile, Run], Any]
 
 
 class Cache:
-    """The latest responses, the least recently used dropped first. Safe to use from several threads.
+    """The latest responses, the least recently used dropped first. Safe to use from several threads."""
 
-    Args:
-        max_entries: Responses kept.
-        max_bytes: Bytes kept of all responses together.
-    """
-
-    def __init__(self, max_entries: int = 8_000, max_bytes: int = 32 << 20) -> None:
-        self._max_entries = max_entries
+    def __init__(self, max_bytes: int = 32 << 20) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, tuple[Hashable, bytes]] = OrderedDict()
         self._bytes = 0
 
-    def has(self, key: Hashable, stamp: Hashable) -> bool:
-        """Returns whether `get` would return at once."""
+    def get(self, key: Hashable, stamp: Hashable) -> bytes | None:
+        """Returns what was kept under `key` at the same `stamp`; None if there is nothing."""
         with self._lock:
-            entry = self._entries.get(key)
-            return entry is not None and entry[0] == stamp
+            kept, value = self._entries.get(key, (None, None))
+            if value is None or kept != stamp:
+                return None
+            self._entries.move_to_end(key)
+            return value
 
-    def get(self, key: Hashable, stamp: Hashable, make: Callable[[], bytes]) -> bytes:
-        """Returns the value kept under `key` if it was made at the same `stamp`, otherwise a new one."""
+    def keep(self, key: Hashable, stamp: Hashable, value: bytes) -> None:
+        """Keeps a response."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None and entry[0] == stamp:
-                self._entries.move_to_end(key)
-                return entry[1]
-        value = make()
-        with self._lock:
-            self._drop(key)
+            self._bytes += len(value) - len(self._entries.pop(key, (None, b""))[1])
             self._entries[key] = (stamp, value)
-            self._bytes += len(value)
-            while len(self._entries) > self._max_entries or (self._bytes > self._max_bytes and len(self._entries) > 1):
-                self._drop(next(iter(self._entries)))
-        return value
-
-    def _drop(self, key: Hashable) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._bytes -= len(entry[1])
+            while self._bytes > self._max_bytes and len(self._entries) > 1:
+                self._bytes -= len(self._entries.popitem(last=False)[1][1])
 
 
 def _json(content: Any, status: int = 200) -> Response:

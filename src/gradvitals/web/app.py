@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import hashlib
 import ipaddress
 import mimetypes
 import socket
@@ -20,8 +19,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gradvitals.errors import ConfigError
@@ -29,7 +29,7 @@ from gradvitals.web.api import Api
 from gradvitals.web.run_index import RunIndex
 
 STATIC = Path(__file__).parent / "static"
-MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+mimetypes.add_type("text/javascript", ".js")  # some machines say otherwise, and browsers then refuse the scripts
 DEFAULT_PORT = 8484
 THREADS = 4
 """Requests worked on at the same time: each may hold some megabytes while it reads."""
@@ -42,7 +42,7 @@ def make_app(folder: Path, *, host: str = "127.0.0.1") -> Starlette:
         folder: Holds runs, or is one; it may appear later.
         host: The address that the server listens on: requests for other hosts are refused.
     """
-    api, static = Api(RunIndex(folder)), StaticFiles(STATIC)
+    api = Api(RunIndex(folder))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -52,9 +52,9 @@ def make_app(folder: Path, *, host: str = "127.0.0.1") -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/", static.index),
+            Route("/", index),
             Mount("/api", routes=api.routes()),
-            Route("/static/{name:path}", static.file),
+            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[*middleware(host), Middleware(GZipMiddleware, minimum_size=1024, compresslevel=1)],
         lifespan=lifespan,
@@ -63,30 +63,9 @@ def make_app(folder: Path, *, host: str = "127.0.0.1") -> Starlette:
     return app
 
 
-class StaticFiles:
-    """The files of the page, held in memory, so that they never wait for the threads that read runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        self._contents = {name: path.read_bytes() for name, path in self._files.items()}
-
-    async def index(self, request: Request) -> Response:
-        """Returns the page itself."""
-        return self._respond(request, "index.html")
-
-    async def file(self, request: Request) -> Response:
-        """Returns a file by its name, which is looked up and never becomes a path."""
-        return self._respond(request, request.path_params["name"])
-
-    def _respond(self, request: Request, name: str) -> Response:
-        content = self._contents.get(name)
-        if content is None:
-            return PlainTextResponse("There is no such file.\n", status_code=404)
-        headers = {"etag": f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"', "vary": "accept-encoding"}
-        if request.headers.get("if-none-match") == headers["etag"]:
-            return Response(status_code=304, headers=headers)
-        kind = MEDIA_TYPES.get(self._files[name].suffix) or mimetypes.guess_type(name)[0]
-        return Response(content, headers=headers, media_type=kind or "text/plain")
+async def index(request: Request) -> Response:
+    """Returns the page itself."""
+    return FileResponse(STATIC / "index.html")
 
 
 # -- which hosts the server answers --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,19 @@ from gradvitals.report.format import clean, cut, fix_snippet
 from gradvitals.report.listing import RunFile
 from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
 from gradvitals.report.summary import worst_lists
-from gradvitals.report.verdict import RankedFinding, Verdict, num_ranks, self_reports, state_of
+from gradvitals.report.verdict import (
+    UNDIAGNOSED,
+    RankedFinding,
+    Verdict,
+    judge_run,
+    num_ranks,
+    self_reports,
+    state_of,
+    was_diagnosed,
+)
 from gradvitals.store.blocks import Kind
-from gradvitals.store.reader import Run, Where, min_max_buckets
+from gradvitals.store.reader import Run, min_max_buckets
 from gradvitals.types import METRICS, Action, Finding
-from gradvitals.web.run_index import Judged
 
 MAX_FINDINGS = 200
 MAX_TENSORS = 50
@@ -83,19 +91,23 @@ def short(text: str, limit: int = NAME) -> str:
 # -- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def list_entry(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
+def list_entry(file: RunFile, run: Run) -> dict[str, Any]:
     """Returns a run for the list of runs."""
+    return _entry(file, run, judge_run(run, run.findings))
+
+
+def _entry(file: RunFile, run: Run, verdict: Verdict) -> dict[str, Any]:
     meta = run.meta
-    headline = judged.note if judged.level == "unknown" and judged.note else judged.verdict.headline
+    undiagnosed = verdict.steps and not was_diagnosed(meta)
     return {
         "id": file.id,
         "name": short(file.name),
         "state": state_of(run),
-        "level": judged.level,
-        "line": short(headline, TEXT),
+        "level": verdict.level if verdict.steps and not undiagnosed else "unknown",
+        "line": short(UNDIAGNOSED if undiagnosed else verdict.headline, TEXT),
         "last_step": run.last_step,
-        "steps": judged.verdict.steps,
-        "open": judged.verdict.num_open,
+        "steps": verdict.steps,
+        "open": verdict.num_open,
         "started_at": _time(meta["started_at"]),
         "heard_at": _time(meta["finished_at"] or meta["heartbeat"]),
         "charts": _charts(run, RUN_CHARTS, "values"),
@@ -115,18 +127,16 @@ def error_entry(file: RunFile, error: GradvitalsError, folder: str) -> dict[str,
     return {**unread_entry(file), "state": "error", "level": "unknown", "line": text}
 
 
-def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
+def overview(file: RunFile, run: Run) -> dict[str, Any]:
     """Returns everything about a run that the first screen needs beside the charts."""
-    verdict, meta = judged.verdict, run.meta
+    meta, findings, actions = run.meta, run.findings, run.actions
+    verdict = judge_run(run, findings)
     rows = _row_numbers(run)
-    actions = run.actions
     return {
-        **list_entry(file, run, judged),
+        **_entry(file, run, verdict),
         "told": run.num_records(),
         "segments": len(run.segments),
-        "pending": judged.is_pending,
         **_remedy(verdict),
-        "note": "" if judged.level == "unknown" else judged.note,
         "now": time.time(),
         "host": short(str(meta["hostname"])),
         "version": short(str(meta.get("version", ""))),
@@ -136,7 +146,7 @@ def overview(file: RunFile, run: Run, judged: Judged) -> dict[str, Any]:
         "dropped": run.dropped,
         "findings": [_finding(item, rows, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]],
         "num_findings": len(verdict.ranked),
-        "monitoring": [_self_report(finding) for finding in self_reports(judged.findings)[:MAX_FINDINGS]],
+        "monitoring": [_self_report(finding) for finding in self_reports(findings)[:MAX_FINDINGS]],
         "actions": [_action(action) for action in actions[-MAX_ACTIONS:]],
         "num_actions": len(actions),
         "acted": [short(line.strip(), TEXT) for line in summarize_actions(actions).splitlines()] if actions else [],
@@ -308,7 +318,14 @@ def series_bytes(
     where = _series_of(run, kind, row)
     where["source"] = source or next(iter(run.sources(metrics[0], kind)), None)
     where["since"] = since
-    steps, times, columns = run.several(metrics, until=until, **where)
+    with run.moment():
+        steps, times = run.times(metrics[0], **where)
+        wanted = slice(0, None if until is None else int(np.searchsorted(steps, until, "right")))
+        steps, times = steps[wanted], times[wanted]
+        known = run.metrics(kind)
+        empty = np.zeros(0, dtype=np.int64), np.zeros(0)
+        found = (run.series(name, **where) if name in known else empty for name in metrics)
+        columns = np.array([_at(steps, *series) for series in found])
     last = float(steps[-1]) if steps.size else float("nan")
     parts = [_bucket(steps, column, buckets) for column in columns]
     starts = np.arange(buckets) * steps.size // buckets if steps.size > buckets else np.arange(steps.size)
@@ -320,14 +337,22 @@ def series_bytes(
     return b"".join(body)
 
 
-def _series_of(run: Run, kind: Kind, row: int) -> Where:
+def _series_of(run: Run, kind: Kind, row: int) -> dict[str, Any]:
     """Returns which series is meant, as `Run.series` takes it."""
     if kind == "values":
         return {}
     names = run.names(kind)
     if not 0 <= row < len(names):
         raise RunNotFoundError(f"row is {row}; expected a number from 0 to {len(names) - 1}, as this run has {kind}")
-    return {"rank": row} if kind == "ranks" else cast(Where, {kind[:-1]: names[row]})
+    return {"rank": row} if kind == "ranks" else {kind[:-1]: names[row]}
+
+
+def _at(wanted: NDArray[np.int64], steps: NDArray[np.int64], values: Floats) -> Floats:
+    """Returns the values at the steps wanted; NaN for steps that the series does not have."""
+    found = np.full(wanted.size, np.nan)
+    _, at, of = np.intersect1d(wanted, steps, assume_unique=True, return_indices=True)
+    found[at] = values[of]
+    return found
 
 
 def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats, Floats]:

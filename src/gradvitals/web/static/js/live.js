@@ -1,4 +1,4 @@
-// News from the server: which run has come how far. The browser connects again by itself, with the cursor it has.
+// News from the server: which run has come how far. The browser connects again by itself.
 
 const SILENCE = 14000; // the server says something every few seconds, whatever happens
 
@@ -15,8 +15,7 @@ export class Live {
   connect() {
     this.source?.close();
     this.heard = Date.now();
-    const cursor = this.cursor ? `?cursor=${encodeURIComponent(this.cursor)}` : "";
-    const source = this.source = new EventSource(`/api/stream${cursor}`);
+    const source = this.source = new EventSource("/api/stream");
     source.onopen = () => { this.heard = Date.now(); this.onstate("open"); };
     source.onerror = () => {
       this.onstate("lost");
@@ -24,7 +23,6 @@ export class Live {
     };
     source.onmessage = (event) => {
       this.heard = Date.now();
-      this.cursor = event.lastEventId;
       this.onnews(JSON.parse(event.data));
     };
     source.addEventListener("beat", () => { this.heard = Date.now(); });

@@ -211,8 +211,7 @@ export class RunView {
     const chips = open.slice(0, CHIPS);
     const more = open.length - chips.length;
     const made = [
-      el("p", { class: "verdict-line" }, el("span", { class: `level ${overview.level}`, "aria-hidden": "true", text: LEVEL_SIGNS[overview.level] }), el("strong", { class: `word ${overview.level}`, text: overview.level === "pending" || overview.level === "unknown" ? words : overview.line.startsWith("Nothing") ? "Early" : words }), el("span", { class: "verdict-rest", text: overview.level === "pending" ? ` ${overview.note}` : ` ${rest.trim()}` })),
-      overview.note && overview.level !== "pending" ? el("p", { class: "dim note", text: overview.note }) : null,
+      el("p", { class: "verdict-line" }, el("span", { class: `level ${overview.level}`, "aria-hidden": "true", text: LEVEL_SIGNS[overview.level] }), el("strong", { class: `word ${overview.level}`, text: overview.level === "unknown" ? words : overview.line.startsWith("Nothing") ? "Early" : words }), el("span", { class: "verdict-rest", text: ` ${rest.trim()}` })),
       overview.fix ? el("div", { class: "remedy" },
         overview.cause ? el("p", {}, el("span", { class: "label", text: "Likely cause" }), el("span", { text: overview.cause })) : null,
         el("p", { class: "fix" }, el("span", { class: "label", text: "Fix" }), el("span", { text: overview.fix })),
@@ -222,13 +221,11 @@ export class RunView {
     // A live region is only touched when its words change: screen readers say what is put into it.
     const text = made.map((part) => part?.textContent).join("\n");
     if (this.verdict.dataset.text !== text || !this.judged.isConnected) { this.verdict.dataset.text = text; this.verdict.className = `verdict ${overview.level}`; fill(this.verdict, made, this.judged); }
-    const counts = overview.state === "running" && overview.level !== "pending" && overview.judged_step !== null;
+    const counts = overview.state === "running" && overview.level !== "unknown" && overview.judged_step !== null;
     this.judged.textContent = counts ? `Judged up to step ${step(overview.judged_step)}` : "";
     this.judged.hidden = !counts;
     this.drawFindings(overview);
     this.drawFacts(overview);
-    clearTimeout(this.waiting);
-    if (overview.pending) this.waiting = setTimeout(() => this.refreshWords(), 700);
     this.drawMarks();
   }
 
@@ -239,7 +236,7 @@ export class RunView {
     const hidden = overview.num_findings - overview.findings.length;
     fill(this.findings,
       el("div", { class: "card-head" }, el("h2", { id: "findings", text: "Findings" }), el("span", { class: "dim", text: overview.findings.length ? `${overview.num_findings}, worst first` : "" })),
-      overview.findings.length ? null : el("p", { class: "dim", text: overview.level === "pending" ? "The run is being judged." : overview.last_step === null ? "No reading yet." : "No findings." }),
+      overview.findings.length ? null : el("p", { class: "dim", text: overview.last_step === null ? "No reading yet." : "No findings." }),
       overview.findings.map((finding) => {
         const key = `${finding.id} ${finding.first_step} ${finding.rank}`;
         const details = el("details", { class: `finding ${finding.severity}${finding.open ? "" : " over"}`, "data-key": key, open: open.has(key) },
