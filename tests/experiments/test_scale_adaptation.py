@@ -33,7 +33,7 @@ from experiments.scale_adaptation.adaptation import (
     measure_adaptation,
     roc,
 )
-from experiments.scale_adaptation.report import format_results, half_noise, rank_correlation, summarise
+from experiments.scale_adaptation.report import format_results, rank_correlation, summarise
 from experiments.scale_adaptation.run import QUICK, Results, read_results, run_plan
 from experiments.scale_adaptation.simulation import Case, simulate
 from experiments.scale_adaptation.training import (
@@ -142,12 +142,6 @@ def test_a_multiplier_follows_where_its_matrix_does_not() -> None:
     assert multiplier.radial_gsnr == pytest.approx(matrix.radial_gsnr)
 
 
-def test_half_noise_is_found_between_levels() -> None:
-    rows = simulate(case(), seeds=1, steps=250, levels=(1.0, 3.0, 10.0, 30.0))
-    [found] = half_noise(rows)
-    assert 3 < found["half"] < 10
-
-
 # -- the stack ------------------------------------------------------------------------------------------------------
 
 
@@ -180,13 +174,6 @@ def test_each_copy_is_the_model_written_out_and_has_its_own_gradient() -> None:
         wanted = torch.autograd.grad(alone, list(model.parameters()))
         for mine, theirs in zip(grads, wanted, strict=True):
             torch.testing.assert_close(mine[copy], theirs[copy], rtol=1e-4, atol=1e-6)
-
-
-def test_copies_may_read_different_windows() -> None:
-    model = StackedLM(TINY, [3, 3])
-    other = (WINDOWS + 1) % 256
-    losses = model(torch.cat([WINDOWS, other]))
-    torch.testing.assert_close(losses, torch.stack([by_hand(model, 0, WINDOWS[0]), by_hand(model, 1, other[0])]))
 
 
 def test_a_factor_is_undone_by_the_scale_that_it_asks_for() -> None:
@@ -235,14 +222,6 @@ def test_training_a_stack_is_training_each_copy(texts: Texts) -> None:
     generator = torch.Generator().manual_seed(10**6)
     windows = texts.unseen.windows(5, 8, generator)
     torch.testing.assert_close(losses, losses_of(together, windows[None]).detach())
-
-
-def test_schedules_rise_and_fall() -> None:
-    constant, cosine = Schedule(lr=1.0, decay=0.1), Schedule(lr=1.0, decay=0.1, form="cosine")
-    assert constant.rate(0, 100) == pytest.approx(0.2)
-    assert constant.rate(50, 100) == 1
-    assert cosine.rate(50, 100) == pytest.approx(0.55)
-    assert cosine.rate(100, 100) == pytest.approx(0.1)
 
 
 # -- noise ----------------------------------------------------------------------------------------------------------

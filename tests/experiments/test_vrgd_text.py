@@ -100,9 +100,3 @@ def test_the_command_sweeps_and_compares(data: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "text tiny, batch 16, lamb" in done.output
     assert "vr γ 0.1" in done.output
-
-
-def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["text", "--data", str(tmp_path), "--device", "cpu"])
-    assert done.exit_code != 0
-    assert TRAIN_FILE in done.output or TRAIN_FILE in str(done.exception)
