@@ -578,6 +578,13 @@ def assert_no_errors(monitor: gv.Monitor) -> None:
     assert not errors, errors[0].evidence
 
 
+def finished(monitor: gv.Monitor) -> gv.Run:
+    """The run of a monitor, which is closed and has had no error of its own."""
+    monitor.close()
+    assert_no_errors(monitor)
+    return gv.open_run(monitor.run_path)
+
+
 def head_masks(weight: Tensor, heads: int, parts: int, *, layout: str = "stacked") -> list[np.ndarray]:
     """For every head a mask of its elements in a projection weight, found index by index.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Data, Rig, assert_no_errors, close, mlp, regression
+from reference import Data, Rig, assert_no_errors, close, finished, mlp, regression
 
 import gradvitals as gv
 from gradvitals.collect.moments import _medians
@@ -42,14 +42,12 @@ def test_against_the_raw_state(tmp_path: Path, kind: str) -> None:
     assert not [f for f in rig.monitor.findings if "moments" in f.title]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
 def test_a_single_reading_is_adam_gsnr_itself(tmp_path: Path, kind: str) -> None:
     rig = make(tmp_path, kind, tensor_every=700, detail_every=700, gsnr_window=2)
     rig.monitor.recorder.start(1386)  # an old run: its only reading stands alone
     rig.steps(15)
-    rig.monitor.close()
-    assert_no_errors(rig.monitor)
-    with gv.open_run(rig.monitor.run_path) as run:
+    with finished(rig.monitor) as run:
         step, found = run.table("gsnr", source="adam")
         assert step == 1400
         for value, expected in zip(found, raw_gsnr(rig), strict=True):
@@ -100,16 +98,13 @@ def test_groups_with_betas_of_their_own(tmp_path: Path) -> None:
 
 def test_without_averaging_there_is_nothing_to_say(tmp_path: Path) -> None:
     rig = make(tmp_path, betas=(0.0, 0.99)).steps(4)
-    rig.monitor.close()
-    assert_no_errors(rig.monitor)
-    with gv.open_run(rig.monitor.run_path) as run:
+    with finished(rig.monitor) as run:
         assert np.isnan(run.matrix("gsnr", source="adam")[1]).all()
 
 
 def test_first_step_has_no_value(tmp_path: Path) -> None:
     rig = make(tmp_path).steps(2)
-    rig.monitor.close()
-    with gv.open_run(rig.monitor.run_path) as run:
+    with finished(rig.monitor) as run:
         steps, values = run.series("gsnr", source="adam")
         assert np.isnan(values[steps == 0]).all()
         assert np.isfinite(values[steps == 1]).all()
