@@ -18,7 +18,6 @@ from experiments.advice.arms import change_of, suggested_lr, untried
 from experiments.advice.faults import FAULTS, bad_start
 from experiments.advice.score import format_summary, summarize
 from experiments.advice.tasks import TASKS, Job, Settings, train
-from experiments.parallel import Workers
 from gradvitals.types import Fix
 
 OWN = Settings(lr=0.1, batch_size=32)
@@ -54,14 +53,6 @@ def test_gaps_are_scored_by_the_reference_of_the_same_seed() -> None:
     assert found["arms"]["random"]["median"] == [0.0, 0.25, 0.25]
     assert (found["rounds"], found["worse"], found["harm"][0]["ratio"]) == (3, 1, 1.25)
     assert "| a " in format_summary(found)
-
-
-def test_a_start_as_good_as_the_reference_has_no_gap() -> None:
-    whose = {"kind": "course", "task": "mlp", "place": 0, "fault": "x", "seed": 100, "arm": "advice"}
-    reference = {"kind": "reference", "task": "mlp", "seed": 100, "loss": 1.0, "settings": vars(OWN)}
-    found = summarize([reference, {**whose, "losses": [1.04] * 4, "applied": [{"by": ""}] * 3}])
-    assert (found["starts"], found["with_gap"]) == (1, 0)
-    assert format_summary(found)
 
 
 def test_the_finder_takes_the_steepest_fall() -> None:
@@ -104,11 +95,6 @@ def test_a_task_learns(task: str) -> None:
     loss, losses = train(Job(task=task, settings=TASKS[task].start, seed=0, scale=0.05))
     assert losses[-1] < 0.95 * losses[0]
     assert loss <= TASKS[task].chance
-
-
-def test_a_worker_stops_at_the_time_limit() -> None:
-    with Workers(1, seconds=0) as pool:
-        assert list(pool.run(math.sqrt, [1.0, 4.0])) == []
 
 
 def test_quick_path_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,14 +55,6 @@ def test_signal_and_noise_of_two_halves() -> None:
     assert stepper.factors().tolist() == pytest.approx([1.0] * 4)
 
 
-def test_shrinkage_is_only_above_the_critical_batch_in_that_arm() -> None:
-    stepper = Stepper(layers(), "above", adam=False)
-    stepper.signal, stepper.noise = torch.tensor([1.0, 0.1, 0.0, 0.0]), torch.ones(4)
-    assert stepper.factors().tolist() == [1.0] * 4
-    stepper.signal = torch.tensor([9.0, 1.0, 0.0, 0.0])
-    assert stepper.factors().tolist() == pytest.approx([0.9, 0.5, 0.02, 0.02])
-
-
 @pytest.mark.parametrize("task", ["text", "images"])
 def test_a_task_trains(task: str) -> None:
     trial = Trial(task=task, arm="tensor", batch=8, lr=0.01, seed=0, samples=80, small=True)

@@ -61,34 +61,12 @@ def test_the_ceiling_is_what_the_true_probabilities_give_on_average(small: World
     assert auc(noisy, samples.clicked) < auc(samples.probability, samples.clicked)
 
 
-def test_a_quarter_are_clicked_and_ids_are_as_frequent_as_they_should(small: World) -> None:
-    samples = small.draw(100_000, torch.Generator().manual_seed(1))
-    assert float(samples.clicked.mean()) == pytest.approx(clicks.CLICK_RATE, abs=0.01)
-    assert float((samples.clicked - samples.probability).mean()) == pytest.approx(0.0, abs=0.005)
-    counts = torch.bincount(samples.ids[:, 0], minlength=300).double()
-    assert float(counts[0] / counts[3]) == pytest.approx(4**clicks.EXPONENT, rel=0.05)
-    assert int(samples.ids.max()) < 300
-    again = small.draw(100_000, torch.Generator().manual_seed(1))
-    assert torch.equal(samples.ids, again.ids)
-    assert torch.equal(samples.clicked, again.clicked)
-
-
 def test_a_short_pass_learns_part_of_what_can_be_known(small: World) -> None:
     found = train_clicks(TRIAL)
     assert 0.6 < found["score"] < found["ceiling"] < 0.95
     assert found["score@10"] < found["score@60"]
     assert found["test_loss"] < math.log(2)
     assert found["steps"] == 60
-
-
-def test_a_vr_arm_with_gamma_1_is_the_base(small: World) -> None:
-    short = replace(TRIAL, optimizer="sgd", lr=1.0, epochs=5)
-    base, same, other = (
-        train_clicks(trial)["test_loss"]
-        for trial in (short, replace(short, arm="vr", gamma=1.0), replace(short, arm="vr"))
-    )
-    assert same == pytest.approx(base, rel=1e-6)
-    assert other != pytest.approx(base, rel=1e-6)
 
 
 def test_ids_in_one_part_alone_have_a_ratio_of_their_own_and_unseen_ones_are_left_out(small: World) -> None:

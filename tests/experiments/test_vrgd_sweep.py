@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,6 @@ def test_a_best_at_an_edge_is_followed(best: float, limit: float, tried: list[fl
     assert train.fresh() == [(chosen, 100)]
 
 
-def test_each_arm_gets_its_own_best_from_the_same_grid() -> None:
-    train = Parabola(base=1.6, vr=0.4)
-    run_sweep(train, [BASE, VR], plan=Plan(refine=0, span=2, seeds=1))
-    assert train.swept("base") == train.swept("vr") == [0.2, 0.4, 0.8, 1.6, 3.2]
-    assert (train.fresh("base"), train.fresh("vr")) == ([(1.6, 100)], [(0.4, 100)])
-
-
 def test_a_learning_rate_leads_with_several_seeds_before_it_is_chosen() -> None:
     scores = {(0.4, 0): 1, (0.8, 0): 3, (1.6, 0): 9, (1.6, 1): -9, (0.8, 1): 2}
     asked: list[tuple[float, int]] = []
@@ -90,15 +83,6 @@ def test_a_learning_rate_leads_with_several_seeds_before_it_is_chosen() -> None:
 
     run_sweep(train, [BASE], plan=Plan(refine=0, span=1, sweep_seeds=2, seeds=1))
     assert asked == [*scores, (0.8, 100)]
-
-
-def test_a_learning_rate_given_by_hand_to_few_digits_is_not_tried_again(tmp_path: Path) -> None:
-    out, plan = tmp_path / "trials.jsonl", Plan(span=1, seeds=1)
-    run_sweep(Parabola(base=0.5657), [replace(BASE, lr=0.5657)], out=out, plan=Plan(span=0, reach=0, refine=0, seeds=1))
-    train = Parabola(base=0.5657)
-    run_sweep(train, [BASE], out=out, plan=plan)
-    assert train.swept() == [0.4, 0.8, 1.6]
-    assert train.fresh() == []
 
 
 # -- a file of finished trials --------------------------------------------------------------------------------------
@@ -135,15 +119,6 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -
     out.write_bytes(lines[0] + b'{"trial": 3}\n' + lines[1])
     with pytest.raises(GradvitalsError, match=r"trials\.jsonl, line 2"):
         read_records(out)
-
-
-def test_records_survive_the_file_exactly_nan_included(tmp_path: Path) -> None:
-    record = Record(trial=VR, phase="fresh", result={"score": math.nan, "loss": 0.1}, elapsed=1.5, settings={"a": "b"})
-    append_record(tmp_path / "one", record)
-    assert "NaN" not in (tmp_path / "one").read_text()
-    (back,) = read_records(tmp_path / "one")
-    assert repr(asdict(back)) == repr(asdict(record))
-    assert back.key == record.key
 
 
 # -- time, errors, processes ----------------------------------------------------------------------------------------
