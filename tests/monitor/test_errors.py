@@ -239,23 +239,6 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert run.last_step == 0
 
 
-def test_context_manager_closes_after_an_exception(tmp_path: Path) -> None:
-    model, optimizer = _good()
-    monitor = gv.watch(model, optimizer, run=tmp_path / "run")
-
-    def loop() -> None:
-        with monitor:
-            regression(model, Data().batch(4)).backward()
-            optimizer.step()
-            raise KeyError("the loop's own")
-
-    with pytest.raises(KeyError, match="own"):
-        loop()
-    assert not optimizer._optimizer_step_pre_hooks
-    with gv.open_run(monitor.run_path) as run:
-        assert run.last_step == 0
-
-
 def test_latest_and_repr(tmp_path: Path) -> None:
     monitor, _ = train(tmp_path / "run")
     assert {"loss", "lr", "grad/norm", "gsnr"} <= set(monitor.latest)

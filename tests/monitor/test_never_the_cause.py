@@ -198,32 +198,6 @@ def test_monitor_dropped_without_closing_lets_the_model_go_and_keeps_every_step(
         assert run.series("grad/norm")[0].tolist() == list(range(40))
 
 
-EXITS = """
-import sys, torch, gradvitals as gv
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-monitor = gv.watch(model, optimizer, run=sys.argv[1])
-for step in range(130):
-    loss = model(torch.randn(8, 4)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    monitor.observe(loss)
-    optimizer.step()
-{end}
-"""
-
-
-@pytest.mark.parametrize("end", ["", "raise RuntimeError('loss is inf')"])
-def test_the_last_step_is_kept_however_the_script_ends(tmp_path: Path, end: str) -> None:
-    """Default cadence, not closed: fast steps are still waiting to leave together when the interpreter goes."""
-    script = tmp_path / "train.py"
-    script.write_text(EXITS.format(end=end))
-    warm_python.run(script, tmp_path / "run")
-    with gv.open_run(tmp_path / "run") as run:
-        assert run.series("loss")[0].tolist() == list(range(130))
-        assert run.dropped == 0
-
-
 def test_model_and_optimizer_can_be_saved_and_copied(tmp_path: Path) -> None:
     rig_model = mlp()
     optimizer = torch.optim.AdamW(rig_model.parameters())
