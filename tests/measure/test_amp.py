@@ -91,28 +91,23 @@ def test_radial_gsnr_weighs_a_skipped_step_like_any_other(tmp_path: Path) -> Non
 
 
 def test_scale_that_changes_between_two_optimizers(tmp_path: Path) -> None:
-    """scaler.update() between the two steps halves the scale in place; the first reading was of the old one."""
+    """scaler.update() between the two steps doubles the scale in place; the first reading was of the old one."""
     torch.manual_seed(0)
     model = mlp()
     first = torch.optim.SGD(model[0].parameters(), lr=1e-2)
     second = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    monitor = gv.watch(model, [first, second], run=tmp_path / "run", config=gv.Config(tensor_every=1, quiet=True))
-    truth, data = Truth(model, [first, second], regression), Data()
-    for _ in range(3):
-        batch = data.batch(4)
-        truth.before([batch], [1.0], [1.0])
-        scaler.scale(regression(model, batch)).backward()
+
+    def turn() -> None:
         scaler.step(first)
         scaler.update()
         for p in (*model[2].parameters(), *model[4].parameters()):
             p.grad.mul_(2)  # the loop keeps up with the scale that has doubled
         scaler.step(second)
         scaler.update()
-        truth.after()
-        model.zero_grad()
-    with finished(monitor) as run:
-        truth.check(run, skip=("grad/max", "adam:gsnr"), samples_known=False)
+
+    options = {"sizes": (4,), "observe": "never", "tell": "no"}
+    Rig(tmp_path, model, [first, second], scaler=scaler, turn=turn, **options).steps(3).check(skip=("grad/max",))
 
 
 def test_two_optimizers_one_unscaled_by_hand(tmp_path: Path) -> None:
@@ -121,22 +116,15 @@ def test_two_optimizers_one_unscaled_by_hand(tmp_path: Path) -> None:
     first = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
     second = torch.optim.AdamW([*model[2].parameters(), *model[4].parameters()], lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    monitor = gv.watch(model, [first, second], run=tmp_path / "run", config=gv.Config(tensor_every=1, quiet=True))
-    truth, data = Truth(model, [first, second], regression), Data()
-    for _ in range(3):
-        batches = data.batches((4, 4))
-        truth.before(batches, [0.5, 0.5], [1.0, 1.0])
-        for batch in batches:
-            scaler.scale(regression(model, batch) / 2).backward()
+
+    def turn() -> None:
         scaler.unscale_(first)
         clip_to_one_tenth(model[0].parameters())
         scaler.step(first)
         scaler.step(second)
         scaler.update()
-        truth.after()
-        model.zero_grad()
-    with finished(monitor) as run:
-        truth.check(run, samples_known=False)
+
+    Rig(tmp_path, model, [first, second], scaler=scaler, turn=turn, observe="never", tell="no").steps(3).check()
 
 
 def test_two_optimizers_one_with_a_scaler(tmp_path: Path) -> None:

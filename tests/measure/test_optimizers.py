@@ -167,21 +167,12 @@ def test_two_optimizers_that_step_together(tmp_path: Path) -> None:
     model = mlp()
     first = torch.optim.AdamW([*model[0].parameters(), *model[4].parameters()], lr=1e-2)
     second = torch.optim.SGD(model[2].parameters(), lr=1e-2)
-    monitor = gv.watch(model, [first, second], run=tmp_path / "run", config=EVERY, batch_size=8)
-    truth, data = Truth(model, [first, second], regression), Data()
-    for _ in range(4):
-        batches = data.batches((4, 4))
-        truth.before(batches, [0.5, 0.5], [4, 4])
-        for batch in batches:
-            (regression(model, batch) / 2).backward()
-        monitor.observe(1.0)
+
+    def turn() -> None:
         first.step()
         second.step()
-        truth.after()
-        model.zero_grad()
-    with finished(monitor) as run:
-        assert run.last_step == 3
-        truth.check(run)
+
+    Rig(tmp_path, model, [first, second], turn=turn, sizes=(4, 4)).steps(4).check()
 
 
 @pytest.mark.parametrize(("critic_first", "set_to_none"), [(True, True), (False, False)])
