@@ -31,6 +31,41 @@ def kept_steps(folder: Path) -> dict[int, str]:
     return {meta["step"]: "healthy" if meta["healthy"] else "pending" for meta in metas}
 
 
+def test_a_resumed_run_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """10 steps, and 15 from the snapshot of step 8, are 23 at once in all bits, random numbers of all kinds too."""
+
+    def make(folder: Path | None) -> Run:
+        return Run(
+            lambda net: [
+                torch.optim.SGD(net[0].parameters(), lr=0.05, momentum=0.9),
+                torch.optim.AdamW([*net[1].parameters(), *net[3].parameters(), *net[4].parameters()], lr=0.01),
+            ],
+            lambda both: [
+                lr_scheduler.OneCycleLR(both[0], 0.1, total_steps=99),
+                lr_scheduler.CosineAnnealingLR(both[1], 50),
+            ],
+            folder=folder,
+            settle=2,
+            scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+        )
+
+    whole, first = make(None), make(tmp_path)
+    seed_all(1)
+    whole.train(23)
+    expected = whole.all_bits()
+    seed_all(1)
+    first.train(10, snapshots=True)
+    assert first.snapshots.close()
+    second = make(tmp_path)
+    restored = second.snapshots.resume()
+    assert restored is not None
+    assert (restored.step, restored.extra) == (8, {"step": 8})
+    second.step = 8
+    second.train(15, snapshots=True)
+    assert second.snapshots.close()
+    assert second.all_bits() == expected
+
+
 def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
     run = Run(adamw, folder=tmp_path, every=4, settle=2, keep=1)
     run.train(5, snapshots=True)
