@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.scale_adaptation import adaptation, simulation
+from experiments.scale_adaptation import simulation
 from experiments.scale_adaptation.__main__ import main
 from experiments.scale_adaptation.adaptation import (
     Brownian,
@@ -46,7 +46,6 @@ from experiments.scale_adaptation.training import (
     read_texts,
     train_stack,
 )
-from gradvitals import functional
 from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.errors import GradvitalsError
 
@@ -222,12 +221,6 @@ def test_adam_on_noise_has_the_size_of_the_formula(lr: float, decay: float) -> N
     )
     assert found == pytest.approx(wanted, rel=0.03)
     assert wanted == pytest.approx(math.sqrt(lr / (2 * decay)), rel=0.15)
-
-
-def test_signal_and_noise_are_those_of_the_estimator() -> None:
-    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).double() + 0.3
-    signal, noise = adaptation._split(samples)
-    assert float(signal / noise) == pytest.approx(functional.gsnr(samples).value)
 
 
 # -- all of it ------------------------------------------------------------------------------------------------------

@@ -45,14 +45,13 @@ def test_the_base_arm_is_torchs_own(adam: bool) -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_signal_and_noise_of_two_halves() -> None:
-    stepper = Stepper(layers(), "tensor", adam=False)
+@pytest.mark.parametrize(("arm", "factor"), [("tensor", 0.75), ("layer", 1.0)])
+def test_signal_and_noise_of_two_halves(arm: str, factor: float) -> None:
+    stepper = Stepper(layers(), arm, adam=False)
     first = [torch.full_like(p, 3.0) for p in layers().parameters()]
     second = [torch.full_like(p, 1.0) for p in layers().parameters()]
     stepper.step(first, second, 0.1)  # per element: signal 3, noise 1
-    assert stepper.factors().tolist() == pytest.approx([0.75] * 4)
-    stepper._arm = "layer"
-    assert stepper.factors().tolist() == pytest.approx([1.0] * 4)
+    assert stepper.factors().tolist() == pytest.approx([factor] * 4)
 
 
 @pytest.mark.parametrize("task", ["text", "images"])
