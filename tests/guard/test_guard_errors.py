@@ -59,6 +59,13 @@ def test_a_guard_guards_one_run(tmp_path: Path) -> None:
     other.close()
 
 
+def test_an_optimizer_has_one_guard(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"mode": "act"})
+    with pytest.raises(GradvitalsError, match="this optimizer has a Guard already"):
+        gv.Guard(run.monitor, mode="act")
+    run.close()
+
+
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     run = Run(tmp_path / "run")

@@ -10,6 +10,8 @@ import torch
 from guarded_kinds import ACT, DEVICE, HOST, LATE, ON_DEVICE, STEPS, never_had_them
 from guarded_runs import Makes, Run, adamw, bits
 
+import gradvitals as gv
+
 
 def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=6)
@@ -54,3 +56,14 @@ def test_what_the_scaler_leaves_out_is_its_own_affair_and_does_not_count(
     assert guarded.scaler.state_dict() == alone.scaler.state_dict()
     assert guarded.kinds() == []
     assert guarded.guard.step == STEPS - len(bad)
+
+
+def test_norms_of_single_tensors_are_free_of_the_scale(tmp_path: Path) -> None:
+    guard = {"clip": gv.guard.Clip(mode="on", method="tensor"), "skip": "off", "rollback": "off"}
+    scaled, plain = (
+        Run(tmp_path / name, guard, bad={25: "huge"}, scaler=one).train(range(30)).close()
+        for name, one in (("scaled", scaler()), ("plain", None))
+    )
+    assert scaled.kinds() == plain.kinds() != []
+    for one, other in zip(scaled.guard.actions, plain.guard.actions, strict=True):
+        assert one.before["norm"] == pytest.approx(other.before["norm"], rel=1e-4)

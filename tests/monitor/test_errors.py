@@ -261,7 +261,10 @@ def test_when_no_step_can_end_everything_lets_go(tmp_path: Path, monkeypatch: py
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     for batch in Data().batches((4, 4, 4)):
-        regression(model, batch).backward()
+        loss = regression(model, batch)
+        loss.backward()
+        monitor.observe(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert called == 3 * ["before", "after"]
     assert [finding.id for finding in monitor.findings] == ["monitor_error"]
