@@ -1,4 +1,4 @@
-"""The batch that follows the noise scale: the same tokens in every arm, and the command's quick path."""
+"""The batch that follows the noise scale: the same tokens in every arm, and the command."""
 
 from __future__ import annotations
 
@@ -52,17 +52,11 @@ def test_arms_are_paired_by_seed() -> None:
     assert "follow8" in format_summary(summarize(lines))
 
 
-def test_quick_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "FOLLOW", ("follow2",))
-    done = CliRunner().invoke(command.main, ["--quick"])
-    assert done.exit_code == 0, done.output
-    assert "follow2" in done.stdout
-
-
-def test_what_is_known_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_every_arm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = ["--model", "nano", "--sequences", "64", "--batch", "8", "--seeds", "1", "--out", str(tmp_path / "a.jsonl")]
     first = CliRunner().invoke(command.main, [*out, "--device", "cpu"])
     assert first.exit_code == 0, first.output
+    assert "follow8" in first.stdout
     monkeypatch.setattr(command, "train", None)
     again = CliRunner().invoke(command.main, [*out, "--device", "cpu"])
     assert (again.exit_code, again.stdout) == (0, first.stdout)

@@ -161,6 +161,7 @@ def test_an_error_stops_its_group_alone() -> None:
     assert outcome.left == 0
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_several_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import math, os

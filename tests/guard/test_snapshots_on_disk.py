@@ -92,7 +92,7 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
 
 # -- killed -----------------------------------------------------------------------------------------------------
 
-KILLS = 12
+KILLS = 8
 
 WRITERS = """
 import os, random, signal, sys, time
