@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 from gradvitals import bench
 from gradvitals.bench import BARE, RUN, TURN_STEPS, VARIANTS, Round, Runner, Task
-from gradvitals.cli import bench as command
 from gradvitals.cli import main
 from gradvitals.errors import GradvitalsError
 
@@ -65,13 +64,6 @@ def test_the_interval_of_a_median_holds_it() -> None:
         found = [bench.median_interval(list(draw)) for draw in draws.lognormal(size=(4000, count))]
         assert 0.945 <= np.mean([low <= 1.0 <= high for low, high in found]) <= 0.99
     assert bench.median_interval([1.0] * 5) is None
-
-
-def test_rows_have_a_cell_for_every_column() -> None:
-    one = bench.summarize([replace(rounds(1.02)[0], cpu_seconds=1.0)], [replace(rounds(1.0)[0], cpu_seconds=1.0)])
-    head, bare, watched = bench.table_rows({"variants": {BARE: one, "watch": one}})
-    assert len(head) == len(bare) == len(watched)
-    assert watched[:3] == ("watch", "1020.00", "+2.00 %")
 
 
 # -- workloads ------------------------------------------------------------------------------------------------------
@@ -199,12 +191,6 @@ def test_every_variant_is_timed_and_printed() -> None:
     text = bench.format_markdown(result)
     for words in (torch.__version__, "| bare again ", "gpt: 0.472M parameters", "- watch: a full reading every"):
         assert words in text
-
-
-def test_help_has_an_example_and_offers_what_there_is() -> None:
-    text = CliRunner().invoke(main, ["bench", "overhead", "--help"]).output
-    assert "Example:" in text
-    assert (tuple(bench.WORKLOADS), bench.VARIANTS) == (command.WORKLOADS, command.VARIANTS)
 
 
 @pytest.mark.parametrize(

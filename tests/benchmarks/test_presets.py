@@ -117,14 +117,6 @@ def test_flags_what_its_rule_says(name: str, seed: int, at: int, ratio: float, l
     assert flags(name, losses, norms, updates) == STATED[name](losses, norms, updates)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_flags_a_jump_it_is_made_for(name: str) -> None:
-    series = noisy(300, spread=0.02)
-    series[250:] = [50 * value for value in series[250:]]
-    assert not any(flags(name, series, series, series)[:250]) or name in ("zclip", "levanter", "llmc")
-    assert any(flags(name, series, series, series)[250:256])
-
-
 # -- known answers ---------------------------------------------------------------------------------------------------
 
 
@@ -136,36 +128,6 @@ def test_zclip_clips_a_z_score_of_5_to_the_mean_plus_one_and_a_quarter_deviation
     std = math.sqrt(detector.var)
     assert detector.clip_value(2.0 + 2.4 * std) is None
     assert detector.clip_value(2.0 + 5 * std) == pytest.approx(2.0 + 1.25 * std, rel=1e-12)
-
-
-def test_zclip_leaves_its_variance_at_2a2_over_1_plus_a() -> None:
-    rng = np.random.default_rng(1)
-    detector = ZClip(z_thresh=math.inf)
-    variances = []
-    for norm in rng.normal(10.0, 1.0, 100_000):
-        detector.update(0.0, float(norm), 0.0)
-        variances.append(detector.var)
-    assert np.mean(variances[1000:]) == pytest.approx(2 * 0.97**2 / 1.97, rel=0.02)
-
-
-def test_a_value_in_its_own_window_cannot_score_over_the_root_of_63() -> None:
-    detector = PRESETS["llmc"]()
-    series = noisy(64, spread=0.01)
-    for value in series:
-        detector.update(value, value, 0.0)
-    window = detector.loss_window  # type: ignore[attr-defined]
-    assert window.z_score(1e9, 64, 3.0) == pytest.approx(math.sqrt(63), rel=1e-6)
-
-
-def test_megatron_never_learns_a_new_level() -> None:
-    losses = [11.0] * 100 + [1.0] * 1000 + [100.0, 110.0]
-    assert flags("megatron", losses, [1.0] * len(losses), [0.0] * len(losses)) == [False] * 1101 + [True]
-
-
-def test_foundry_needs_five_in_a_row() -> None:
-    losses = [1.0] * 150 + [3.0] * 4 + [1.0] + [3.0] * 5
-    found = flags("llmfoundry", losses, losses, losses)
-    assert [t for t, flagged in enumerate(found) if flagged] == [159]
 
 
 # -- NaN, as each original has it ------------------------------------------------------------------------------------

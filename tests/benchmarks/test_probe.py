@@ -30,24 +30,9 @@ def test_the_command_prints_the_bars() -> None:
     assert shape["against_loop"]["difference"] < 1e-5
 
 
-def test_peers_that_are_not_installed_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "REPEATS", 1)
-    rows = json.loads(CliRunner().invoke(main, ["--peers", "--json"]).stdout)
-    ours = [row for row in rows if row["way"] == "gradvitals"]
-    assert len(ours) == 3
-    assert all(row["difference"] < 1e-5 for row in ours)
-    assert "| gradvitals |" in probe.format_peers(rows)
-    assert all(row["problem"] or row["difference"] < 1e-5 for row in rows)
-
-
 @pytest.mark.usefixtures("small")
 def test_what_is_timed_leaves_no_gradient() -> None:
     passes = probe.FusedReducer("mlp", torch.device("cpu"), 3)
     for variant in probe.VARIANTS:
         getattr(passes, variant)()
         assert all(p.grad is None for p in passes.model.parameters()), variant
-
-
-def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "MEMORY_WIDTH", 8)
-    assert probe.resident_peak("signal", 2) > 1 << 20

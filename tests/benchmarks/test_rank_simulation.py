@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.distributed.simulation import NOISES, Noise, per_10000, simulate, table
+from benchmarks.distributed.simulation import NOISES, Noise, simulate, table
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
@@ -39,7 +39,3 @@ def test_several_processes_give_the_same_answer() -> None:
         return list(simulate((3, 4), (10.0,), NOISES[1:2], audits=20, runs=1, seed=1, processes=processes))
 
     assert run(1) == run(2)
-
-
-def test_rates_say_how_sure_they_are() -> None:
-    assert [per_10000(0, 10_000), per_10000(3, 10_000), per_10000(0, 0)] == ["0 (< 3)", "3", "-"]

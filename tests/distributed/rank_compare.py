@@ -73,11 +73,6 @@ def ratio(tolerance: float) -> Callable[[float, float], bool]:
     return close
 
 
-def cases(*metrics: str, where: Callable[[Scenario, str], bool] = lambda scenario, metric: True) -> Any:
-    pairs = [(name, metric) for name, scenario in SCENARIOS.items() for metric in metrics if where(scenario, metric)]
-    return pytest.mark.parametrize(("name", "metric"), pairs, ids=[f"{name}-{metric}" for name, metric in pairs])
-
-
 def names(where: Callable[[Scenario], bool] = lambda scenario: True) -> Any:
     return pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if where(scenario)])
 

@@ -33,7 +33,8 @@ class Way:
         self.scenario, self.rank = scenario, rank
         self.group = all_ranks()
         self.data_index, self.num_data = rank, scenario.world
-        self.net = new_net(scenario.tied)
+        self.net = new_net(scenario.tied).freeze(scenario.frozen)
+        self.net.recompute = scenario.recompute
         self.model: nn.Module = self.net
         self.build()
         self.optimizer = self.make_optimizer()
@@ -49,6 +50,10 @@ class Way:
 
     def backward(self, step: int) -> list[Tensor]:
         """All micro-batches of a step; the loss of each, as one would plot it."""
+        if self.scenario.give_up:
+            with self.accumulating(False):
+                self.loss_of_other_samples(step).backward()
+            self.model.zero_grad()
         losses = []
         for i in range(self.scenario.micro):
             size = self.scenario.size(self.data_index, i)
@@ -64,6 +69,10 @@ class Way:
             self.on_micro(loss, size)
         self.reduce()
         return losses
+
+    def loss_of_other_samples(self, step: int) -> Tensor:
+        inputs, targets = batch(self.scenario.seed(step + 50, self.data_index, 0), 3)
+        return loss_of(self.model(inputs), targets)
 
     def on_micro(self, loss: Tensor, size: int) -> None:
         """Called after every backward."""
@@ -218,10 +227,18 @@ class Fsdp(Way):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if options.pop("columns", False):
             options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] == 8 else None
-        factor = options.pop("divide", None)
+        if options.pop("ignore", False):
+            options["ignored_params"] = {self.net.blocks["0"].side.weight, self.net.gain}
+        factor, root, compiled = options.pop("divide", None), options.pop("root", True), options.pop("compile", None)
+        options.pop("keep", None)
         for block in self.net.blocks.values():
+            if compiled == "blocks":
+                block.compile(backend="eager")
             fully_shard(block, mesh=mesh, **options)
-        fully_shard(self.net, mesh=mesh, **options)
+        if root:
+            fully_shard(self.net, mesh=mesh, **options)
+        if compiled == "whole":
+            self.net.compile(backend="aot_eager")
         if factor is not None:
             for module in self.net.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
@@ -235,7 +252,15 @@ class Fsdp(Way):
     def accumulating(self, last: bool) -> Iterator[None]:
         if self.scenario.accumulate_locally:
             self.net.set_requires_gradient_sync(last)
+            self.net.set_reshard_after_backward(last or "keep" not in self.scenario.options)
         yield
+
+    def reduce(self) -> None:
+        """What `fully_shard` was told to leave alone, the loop averages."""
+        for p in self.net.parameters():
+            if not isinstance(p, DTensor) and p.grad is not None:
+                dist.all_reduce(p.grad, group=self.group)
+                p.grad.div_(self.num_data)
 
 
 class Hsdp(Fsdp):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 TOKENS, WIDTH, HEADS, LENGTH = 7, 8, 4, 8
 
@@ -84,6 +85,7 @@ class Net(nn.Module):
         self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
         self.head: nn.Module | None = nn.Linear(WIDTH, TOKENS, bias=False)
         self.gain: nn.Parameter | None = nn.Parameter(torch.tensor([1.5]))
+        self.recompute = False
         self.tie(tied)
 
     def tie(self, tied: str | None) -> None:
@@ -97,12 +99,17 @@ class Net(nn.Module):
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks.values():
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return x if self.head is None else self.head(self.norm(x)) * self.gain
 
     def leave_out_side(self, leave_out: bool) -> None:
         if "0" in self.blocks:
             self.blocks["0"].use_side = not leave_out
+
+    def freeze(self, frozen: tuple[str, ...]) -> Net:
+        for name, p in self.named_parameters():
+            p.requires_grad_(not name.startswith(frozen) if frozen else True)
+        return self
 
     def keep_stage(self, stage: int) -> Net:
         """Keep what one of two stages of a pipeline has, under its name in the whole model."""

@@ -33,6 +33,9 @@ class Scenario:
         side: When a branch is left out: "never", "third" (step 2, on all) or "second" (on data worker 1).
         keep_none: Whether the loop leaves gradients that one rank has and another has not as they are.
         tied: Tensors that are one: "head" (and embedding) or "mlp".
+        frozen: Beginnings of the names of parameters that are not trained.
+        recompute: Whether activations of blocks are computed again in backward.
+        give_up: Whether each step begins with a backward that zero_grad throws away.
         fault: "nan" or "inf" in the loss of the last data worker at step 2, "carried" for gradients never zeroed.
         options: Of the wrapper.
         sync_always: Whether DDP reduces after every micro-batch.
@@ -55,6 +58,9 @@ class Scenario:
     side: str = "never"
     keep_none: bool = False
     tied: str | None = None
+    frozen: tuple[str, ...] = ()
+    recompute: bool = False
+    give_up: bool = False
     fault: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     sync_always: bool = False
@@ -123,7 +129,8 @@ class Scenario:
         if self.optimizer == "vradamw":
             return gv.optim.VRAdamW(parameters, lr=0.01)
         # Many DTensors at once, as on a GPU: one by one their dispatcher takes longer than all else of a step.
-        foreach = True if self.way in ("fsdp", "hsdp") and not self.options.get("offload") else None
+        mixed = self.options.keys() & {"offload", "ignore", "root"}
+        foreach = True if self.way in ("fsdp", "hsdp") and not mixed else None
         return torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01, foreach=foreach)
 
 
@@ -148,6 +155,9 @@ DDP_TWISTS: dict[str, dict[str, Any]] = {
     "overflow": {"scaler": True, "fault": "inf", "steps": 4},
     "clipping": {"clip": 0.3},
     "tied": {"tied": "head"},
+    "frozen and tied": {"tied": "head", "frozen": ("blocks.0.mlp.up",)},
+    "recomputed": {"recompute": True},
+    "a batch given up": {"give_up": True},
     "not a number": {"fault": "nan", "steps": 6, "optimizer": "sgd"},
     "carried": {"fault": "carried", "optimizer": "sgd", "steps": 4},
     "unequal micro-batches": {"sizes": "micro", "tell": "micro", "settings": {"micro_batch_weights": "size"}},
@@ -168,9 +178,16 @@ FSDP_TWISTS: dict[str, dict[str, Any]] = {
     "one micro-batch": {"micro": 1, "optimizer": "sgd"},
     "accumulated before": {"accumulate_locally": True},
     "not resharded": {"options": {"reshard_after_forward": False}},
+    "kept whole": {"accumulate_locally": True, "options": {"reshard_after_forward": False, "keep": True}},
     "offloaded": {"options": {"offload": True}},
     "columns": {"options": {"columns": True}},
     "another divisor": {"options": {"divide": 1.0}},
+    "blocks alone": {"options": {"root": False}},
+    "some ignored": {"options": {"ignore": True}},
+    "compiled": {"options": {"compile": "whole"}},
+    "blocks compiled": {"options": {"compile": "blocks"}},
+    "recomputed": {"recompute": True},
+    "frozen and tied": {"tied": "head", "frozen": ("blocks.0.mlp.up", "blocks.0.side")},
     "mixed precision": {"precision": "policy"},
     "autocast": {"precision": "autocast"},
     "scaler": {"scaler": True},
@@ -224,8 +241,8 @@ MATRIX: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
     ("zero", 2): _some(DDP_TWISTS, "plain", "clipping"),
     ("zero_by_hand", 2): _some(DDP_TWISTS, "plain"),
     ("fsdp", 2): FSDP_TWISTS,
-    ("fsdp", 4): _some(FSDP_TWISTS, "plain"),
-    ("hsdp", 4): _some(FSDP_TWISTS, "plain", "one micro-batch", "clipping"),
+    ("fsdp", 4): {**_some(FSDP_TWISTS, "plain"), "resharded to two": {"options": {"reshard_after_forward": 2}}},
+    ("hsdp", 4): _some(FSDP_TWISTS, "plain", "one micro-batch", "accumulated before", "clipping"),
     ("tp", 2): TP_TWISTS,
     ("tp_sequence", 2): _some(TP_TWISTS, "plain", "one micro-batch", "clipping", "not a number"),
     ("tp_by_hand", 4): _some(TP_TWISTS, "plain"),

@@ -128,7 +128,7 @@ class Truth:
 
     def __init__(self, scenario: Scenario, record: Mapping[str, Any]) -> None:
         self.scenario = scenario
-        net = new_net(scenario.tied).double()
+        net = new_net(scenario.tied).double().freeze(scenario.frozen)
         self.steps = [Step(scenario, number, record, net) for number in range(scenario.steps)]
         carried: dict[str, Vector] = {}
         self.totals: list[dict[str, Vector]] = []

@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.scale_adaptation import adaptation, simulation
+from experiments.scale_adaptation import simulation
 from experiments.scale_adaptation.__main__ import main
 from experiments.scale_adaptation.adaptation import (
     Brownian,
@@ -33,7 +33,7 @@ from experiments.scale_adaptation.adaptation import (
     measure_adaptation,
     roc,
 )
-from experiments.scale_adaptation.report import format_results, half_noise, rank_correlation, summarise
+from experiments.scale_adaptation.report import format_results, rank_correlation, summarise
 from experiments.scale_adaptation.run import QUICK, Results, read_results, run_plan
 from experiments.scale_adaptation.simulation import Case, simulate
 from experiments.scale_adaptation.training import (
@@ -46,7 +46,6 @@ from experiments.scale_adaptation.training import (
     read_texts,
     train_stack,
 )
-from gradvitals import functional
 from gradvitals.diagnose.rules.scale import NoiseWalk
 from gradvitals.errors import GradvitalsError
 
@@ -121,17 +120,6 @@ def test_sgd_follows_as_far_as_the_formula_says() -> None:
         assert row.gsnr == pytest.approx(row.true_gsnr, rel=0.15, abs=5e-3)
 
 
-def test_with_independent_noise_the_number_of_elements_changes_nothing() -> None:
-    levels = (1.0, 5.0, 30.0)
-    for optimizer in ("sgd", "adamw"):
-        matrix = simulate(case(optimizer=optimizer), seeds=1, steps=250, levels=levels)
-        vector = simulate(case("vector", optimizer=optimizer), seeds=2, steps=250, levels=levels)
-        for level in levels:
-            of_vectors = np.median([row.elasticity for row in vector if row.noise_level == level])
-            of_matrix = next(row.elasticity for row in matrix if row.noise_level == level)
-            assert of_vectors == pytest.approx(of_matrix, abs=0.08)
-
-
 def test_a_multiplier_follows_where_its_matrix_does_not() -> None:
     matrix, multiplier = (
         simulate(case(shape, optimizer="adamw"), seeds=1, steps=250, levels=(30.0,))[0]
@@ -140,12 +128,6 @@ def test_a_multiplier_follows_where_its_matrix_does_not() -> None:
     assert matrix.elasticity < 0.35
     assert multiplier.elasticity > 0.8
     assert multiplier.radial_gsnr == pytest.approx(matrix.radial_gsnr)
-
-
-def test_half_noise_is_found_between_levels() -> None:
-    rows = simulate(case(), seeds=1, steps=250, levels=(1.0, 3.0, 10.0, 30.0))
-    [found] = half_noise(rows)
-    assert 3 < found["half"] < 10
 
 
 # -- the stack ------------------------------------------------------------------------------------------------------
@@ -180,24 +162,6 @@ def test_each_copy_is_the_model_written_out_and_has_its_own_gradient() -> None:
         wanted = torch.autograd.grad(alone, list(model.parameters()))
         for mine, theirs in zip(grads, wanted, strict=True):
             torch.testing.assert_close(mine[copy], theirs[copy], rtol=1e-4, atol=1e-6)
-
-
-def test_copies_may_read_different_windows() -> None:
-    model = StackedLM(TINY, [3, 3])
-    other = (WINDOWS + 1) % 256
-    losses = model(torch.cat([WINDOWS, other]))
-    torch.testing.assert_close(losses, torch.stack([by_hand(model, 0, WINDOWS[0]), by_hand(model, 1, other[0])]))
-
-
-def test_a_factor_is_undone_by_the_scale_that_it_asks_for() -> None:
-    plain = StackedLM(TINY, [0, 0])
-    changed = StackedLM(TINY, [0, 0], {"head": torch.tensor([1.0, 4.0])})
-    losses = changed(WINDOWS)
-    torch.testing.assert_close(losses[0], plain(WINDOWS)[0])
-    assert float((losses[1] - losses[0]).detach().abs()) > 0.01
-    with torch.no_grad():
-        changed.stored("head")[1] /= 4
-    torch.testing.assert_close(changed(WINDOWS), plain(WINDOWS))
 
 
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "both"])
@@ -237,14 +201,6 @@ def test_training_a_stack_is_training_each_copy(texts: Texts) -> None:
     torch.testing.assert_close(losses, losses_of(together, windows[None]).detach())
 
 
-def test_schedules_rise_and_fall() -> None:
-    constant, cosine = Schedule(lr=1.0, decay=0.1), Schedule(lr=1.0, decay=0.1, form="cosine")
-    assert constant.rate(0, 100) == pytest.approx(0.2)
-    assert constant.rate(50, 100) == 1
-    assert cosine.rate(50, 100) == pytest.approx(0.55)
-    assert cosine.rate(100, 100) == pytest.approx(0.1)
-
-
 # -- noise ----------------------------------------------------------------------------------------------------------
 
 
@@ -265,12 +221,6 @@ def test_adam_on_noise_has_the_size_of_the_formula(lr: float, decay: float) -> N
     )
     assert found == pytest.approx(wanted, rel=0.03)
     assert wanted == pytest.approx(math.sqrt(lr / (2 * decay)), rel=0.15)
-
-
-def test_signal_and_noise_are_those_of_the_estimator() -> None:
-    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).double() + 0.3
-    signal, noise = adaptation._split(samples)
-    assert float(signal / noise) == pytest.approx(functional.gsnr(samples).value)
 
 
 # -- all of it ------------------------------------------------------------------------------------------------------

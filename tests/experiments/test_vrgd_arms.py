@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 from experiments.vrgd.trial import (
     ARMS,
     OPTIMIZERS,
-    Shuffled,
     Trial,
     adaptive_factor,
     cap4_factor,
     make_optimizer,
     mean_factor,
-    warmup_cosine,
 )
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
 
@@ -87,13 +84,6 @@ def test_with_factors_of_one_the_vr_twin_is_its_base(kind: str) -> None:
         assert not torch.allclose(scaled[name], parameter, rtol=0, atol=1e-5)
 
 
-def test_momentum_is_sgd_with_a_memory() -> None:
-    for arm in ("base", "vr"):
-        plain, heavy = (run(replace(TRIAL, arm=arm, optimizer=kind), steps=3)[0] for kind in ("sgd", "momentum"))
-        assert not torch.allclose(plain["weight"], heavy["weight"])
-    assert run(replace(TRIAL, optimizer="momentum"))[1].param_groups[0]["momentum"] == 0.9
-
-
 @pytest.mark.parametrize("arm", ["base", "vr"])
 def test_only_matrices_decay(arm: str) -> None:
     moved, _ = run(replace(TRIAL, arm=arm))
@@ -135,14 +125,6 @@ def test_shuffled_factors_are_the_papers_on_other_elements(arm: str) -> None:
     assert not torch.allclose(factors(trial)["weight"], factors(replace(trial, seed=4))["weight"], atol=1e-2)
 
 
-@pytest.mark.parametrize("fixed", [True, False])
-def test_a_fixed_exchange_lasts_and_the_other_does_not(fixed: bool) -> None:
-    rule = Shuffled(0, fixed=fixed)
-    mean, variance = torch.rand(40), torch.ones(40)
-    first, second = (rule(mean, variance, 8, 0.1) for _ in range(2))
-    assert torch.equal(first, second) == fixed
-
-
 @pytest.mark.parametrize("level", ["element", "row", "tensor", "hierarchical"])
 @pytest.mark.parametrize("gamma", [0.0, 0.8])
 def test_wiener_arms_shrink_at_their_level(level: Any, gamma: float) -> None:
@@ -174,16 +156,6 @@ def test_gamma_comes_down_from_one(schedule: str) -> None:
     assert gammas[0] == 1
     assert all(later < earlier for earlier, later in pairwise(gammas))
     assert 0.1 <= gammas[-1] < 0.25
-
-
-def test_warmup_and_cosine() -> None:
-    factors = [warmup_cosine(step, 10, 0.2) for step in range(11)]
-    assert factors[:3] == [0.5, 1.0, 1.0]
-    assert factors[6] == pytest.approx(0.5)
-    assert factors[10] == pytest.approx(0.0)
-    assert warmup_cosine(0, 10, 0.0) == 1
-    assert warmup_cosine(4, 5, 1.0) == 1
-    assert all(math.isfinite(warmup_cosine(step, 1, 0.15)) for step in range(2))
 
 
 @pytest.mark.parametrize(

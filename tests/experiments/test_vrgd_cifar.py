@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,16 @@ from click.testing import CliRunner
 from PIL import Image
 
 from experiments.vrgd import __main__ as command
-from experiments.vrgd import cifar
 from experiments.vrgd.__main__ import main
 from experiments.vrgd.cifar import (
-    MEAN,
     PAD,
     SIDE,
-    STD,
     Augmented,
     CifarSettings,
     Images,
     Normalise,
     load_cifar10,
     make_resnet,
-    start_lr,
     train_cifar,
 )
 from experiments.vrgd.trial import Trial
@@ -83,45 +78,12 @@ def test_images_come_back_as_they_were_written(data: Path) -> None:
     assert np.array_equal(test.pixels.numpy(), made_up(20, 1)[0])
 
 
-def test_ten_files_are_read_in_the_order_of_their_numbers(data: Path) -> None:
-    home = data / "cifar10"
-    pixels, _ = made_up(12, 0)
-    for path in home.glob("train_*"):
-        path.unlink()
-    for number in range(12):
-        write_tiles(home / f"train_{number}.webp", pixels[number : number + 1], 1)
-    np.savez(home / "labels.npz", y_train=np.zeros(12), y_test=np.zeros(20))
-    assert np.array_equal(load_cifar10(data)[0].pixels.numpy(), pixels)
-
-
 def test_what_is_missing_is_named(data: Path, tmp_path: Path) -> None:
     with pytest.raises(GradvitalsError, match=r"has no test\.webp, labels\.npz, train_\*\.webp; expected FOLDER"):
         load_cifar10(tmp_path)
     (data / "cifar10" / "train_1.webp").unlink()
     with pytest.raises(GradvitalsError, match=r"36 images and labels\.npz 54 labels"):
         load_cifar10(data)
-
-
-def test_a_picture_that_is_no_sheet_of_tiles_is_refused(data: Path) -> None:
-    Image.new("RGB", (SIDE, 50)).save(data / "cifar10" / "test.webp", lossless=True)
-    with pytest.raises(GradvitalsError, match=r"test\.webp is 32x50 pixels"):
-        load_cifar10(data)
-
-
-def test_without_pillow_the_command_says_how_to_get_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    arguments = ["cifar", "--data", str(data), "--model", "resnet8-w4", "--batch", "24", "--k", "6"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "pip install pillow" in result.stderr
-
-
-def test_normalised_images_have_their_channels_last() -> None:
-    pixels = torch.tensor([[[[0, 255, 51]]]], dtype=torch.uint8).expand(1, 4, 4, 3)
-    out = Normalise(CPU, torch.float32)(pixels)
-    expected = [(value - mean) / std for value, mean, std in zip((0.0, 1.0, 0.2), MEAN, STD, strict=True)]
-    torch.testing.assert_close(out[0, :, 2, 1], torch.tensor(expected))
-    assert out.is_contiguous(memory_format=torch.channels_last)
 
 
 class AsTheyAre(Normalise):
@@ -184,46 +146,6 @@ def test_networks_have_the_published_size(name: str, parameters: float) -> None:
     assert len(layers) == int(name.removeprefix("resnet"))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet2", "vgg16", "resnet20-w"])
-def test_other_networks_are_refused(name: str) -> None:
-    with pytest.raises(GradvitalsError, match="6n"):
-        make_resnet(name)
-
-
-def test_a_shortcut_takes_every_second_pixel_and_new_channels_are_zero() -> None:
-    block = make_resnet("resnet8-w4").blocks[1].eval()
-    for parameter in block.parameters():
-        parameter.data.zero_()
-    x = torch.rand(2, 4, 8, 8)
-    out = block(x)
-    torch.testing.assert_close(out[:, 2:6], x[:, :, ::2, ::2])
-    assert out[:, :2].abs().sum() == out[:, 6:].abs().sum() == 0
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it, and hides the warning from users
-def test_blocks_alike_are_compiled_once_for_all_networks() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
-    torch._dynamo.reset()
-    try:
-        counts = []
-        for name in ("resnet20-w4", "resnet32-w4", "resnet20-w4"):
-            network = make_resnet(name)
-            expected = network(images)
-            network.compile_blocks(backend)
-            torch.testing.assert_close(network(images), expected)
-            network.eval()(images[:1])  # evaluation is never compiled
-            counts.append(len(graphs))
-    finally:
-        torch._dynamo.reset()
-    assert counts == [6, 6, 6]  # the first layer, and five kinds of block
-
-
 # -- training -------------------------------------------------------------------------------------------------------
 
 
@@ -262,25 +184,6 @@ def test_the_same_trial_gives_the_same_and_arms_differ_in_nothing_but_gradients(
     assert numbers(seed=1)[0] != pytest.approx(base[0], rel=1e-4)
 
 
-def test_batch_norm_sees_micro_batches_in_the_base_arm_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    class Watched(torch.nn.Module):
-        def __init__(self, network: torch.nn.Module) -> None:
-            super().__init__()
-            self.network = network
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                sizes.append(len(images))
-            out: torch.Tensor = self.network(images)
-            return out
-
-    monkeypatch.setattr(cifar, "make_resnet", lambda name: Watched(make_resnet(name)))
-    train(data, epochs=0.5)
-    assert sizes == [4] * 6
-
-
 def test_a_run_that_diverges_stops_at_the_end_of_its_epoch(data: Path) -> None:
     result = train(data, lr=1e30, epochs=6)
     assert math.isnan(result["score"])
@@ -294,12 +197,6 @@ def test_a_run_that_diverges_stops_at_the_end_of_its_epoch(data: Path) -> None:
 def test_batches_that_do_not_fit_are_refused(data: Path, changes: dict[str, int], words: str) -> None:
     with pytest.raises(GradvitalsError, match=words):
         train(data, **changes)
-
-
-def test_sweeps_begin_where_the_batch_says() -> None:
-    assert start_lr("momentum", 4096) == 0.8
-    assert start_lr("momentum", 1024) == 0.4
-    assert start_lr("momentum", 16384) == 1.6
 
 
 def test_the_command_sweeps_resumes_and_tells(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,13 +215,3 @@ def test_the_command_sweeps_resumes_and_tells(data: Path, tmp_path: Path, monkey
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 0
     assert "0.1 edge" in again.stdout
-
-
-def test_a_failed_trial_ends_the_command_with_status_one(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(trial: Trial, **options: Any) -> dict[str, float]:
-        raise ZeroDivisionError("by hand")
-
-    monkeypatch.setattr(command, "train_cifar", broken)
-    result = CliRunner().invoke(main, ["cifar", "--data", str(data), "--arm", "base"])
-    assert result.exit_code == 1
-    assert "failed: resnet20 4096 momentum base lr 0.2 seed 0: ZeroDivisionError: by hand" in result.stderr

@@ -6,11 +6,8 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from experiments.vrgd import __main__ as command
 from experiments.vrgd import regression
-from experiments.vrgd.__main__ import main
 from experiments.vrgd.regression import (
     DIMENSION,
     RULES,
@@ -87,15 +84,6 @@ def test_the_whole_demo_as_json_and_as_text() -> None:
     text = format_regression(result)
     for word in ("standard normal", "uniform on [0, 1]", "without cap", "never", "k = 8 parts", "▁", "other batches"):
         assert word in text
-
-
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_regression", lambda problem: {"batch": problem.batch, "k": problem.k})
-    done = CliRunner().invoke(main, ["regression", "--batch", "96", "--k", "8", "--json"])
-    assert json.loads(done.output) == {"batch": 96, "k": 8}
-    refused = CliRunner().invoke(main, ["regression", "--batch", "100", "--k", "7"])
-    assert refused.exit_code == 2
-    assert "does not divide" in refused.output
 
 
 @pytest.mark.parametrize("wrong", [{"k": 1}, {"k": 7}, {"inputs": "cauchy"}])

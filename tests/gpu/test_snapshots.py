@@ -1,11 +1,7 @@
-"""Snapshots on a GPU: the host never waits for the device, and what is kept is what was there when it was taken.
-
-Run as a script it prints how long the training thread stands still for a snapshot of 124M parameters.
-"""
+"""Snapshots on a GPU: the host never waits for the device, and what is kept is what was there when it was taken."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -138,36 +134,3 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     second.train(5)
     assert same(second.everything(), first.everything())
     second.keeper.close()
-
-
-def stall() -> None:
-    """Milliseconds of a step of GPT-2 small's size, with and without a snapshot in it."""
-    layers = [nn.TransformerEncoderLayer(768, 12, 3072, 0.0, batch_first=True, norm_first=True) for _ in range(12)]
-    net = nn.Sequential(nn.Embedding(50257, 768), *layers).cuda()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    keeper = SnapshotManager(TrainingState(net, optimizer), every=10, settle=0)
-    tokens = torch.randint(50257, (16, 1024), device="cuda")
-
-    def one_step(step: int) -> tuple[float, float]:
-        began = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = net(tokens).square().mean()
-        loss.backward()
-        keeper.complete()
-        optimizer.step()
-        optimizer.zero_grad()
-        taking = time.perf_counter()
-        keeper.settle(step)
-        took = keeper.due(step) and keeper.take(step)
-        taken = time.perf_counter()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - began), 1e3 * (taken - taking) if took else 0.0
-
-    print(f"{sum(parameter.numel() for parameter in net.parameters()) / 1e6:.0f}M parameters")
-    for step in range(1, 64):
-        whole, taking = one_step(step)
-        print(f"step {step}: {whole:.1f} ms" + (f", of which take {taking:.1f} ms" if taking else ""))
-
-
-if __name__ == "__main__":
-    stall()

@@ -24,15 +24,11 @@ BAD = {0: "nan", 3: "nan", 25: "huge", 26: "huge", 30: "nan"}
 LATE = {25: "huge", 30: "huge"}
 
 HOST: dict[str, Makes] = {
-    "sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01)],
     "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True)],
     "adam": lambda net: [torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)],
     "adamw": adamw,
-    "foreach": lambda net: adamw(net, foreach=True),
     "fused": lambda net: adamw(net, fused=True),
-    "capturable": lambda net: adamw(net, foreach=False),
     "tensor_lr": lambda net: [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), foreach=False)],
-    "rmsprop": lambda net: [torch.optim.RMSprop(net.parameters(), lr=0.001, momentum=0.5)],
     "adagrad": lambda net: [torch.optim.Adagrad(net.parameters(), lr=0.01)],
     "vr_adamw": lambda net: [gvo.VRAdamW(net.parameters(), lr=0.01)],  # from micro-batches, see below
     "two": lambda net: [
@@ -41,10 +37,8 @@ HOST: dict[str, Makes] = {
     ],
 }
 DEVICE: dict[str, Makes] = {
-    "adam": lambda net: [torch.optim.Adam(net.parameters(), lr=0.01, fused=True)],
     "amsgrad": lambda net: [torch.optim.Adam(net.parameters(), lr=0.01, fused=True, amsgrad=True)],
     "adamw": lambda net: adamw(net, fused=True),
-    "sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01, fused=True)],
     "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)],
     "adagrad": lambda net: [torch.optim.Adagrad(net.parameters(), lr=0.01, fused=True)],
 }

@@ -3,97 +3,29 @@
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from guarded_runs import bits
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from guarded_runs import bits
-
 import gradvitals as gv
-from gradvitals.guard.actions import Clipper, StepNumbers, smallest
-from gradvitals.guard.monitor_link import StepInputs
-from gradvitals.guard.policy import Clip
-from gradvitals.guard.snapshot import resolve
+from gradvitals.guard import Clip
 
 NO_SKIP = {"skip": "off", "rollback": "off"}
-
-
-def seen(*norms: float) -> StepNumbers:
-    each = torch.tensor(norms)
-    return StepNumbers(torch.linalg.vector_norm(each), torch.tensor(math.nan), [(list(range(len(norms))), each)])
-
-
-def arrival(*, clipped: bool = False, max_norm: float | None = None) -> StepInputs:
-    return StepInputs([], [], None, [], clipped, max_norm)
-
-
-def factor(clip: Clip, past: list[float], norm: float, **clipped: Any) -> float | None:
-    clipper = Clipper(clip)
-    for one in past:
-        clipper.learn(one, 1.0)
-    factors = clipper.factors(seen(norm), arrival(**clipped))
-    return None if factors is None else float(smallest(factors, torch.tensor(norm)))
-
-
-STEADY = [1.0 + 0.01 * (index % 5) for index in range(100)]
-
-
-def test_a_quantile_of_the_past() -> None:
-    assert factor(Clip(method="quantile", quantile=0.5), STEADY, 2.04) == pytest.approx(1.02 / 2.04)
-    assert factor(Clip(method="quantile", quantile=0.99), STEADY, 2.08) == pytest.approx(0.5)
-
-
-def test_a_z_score_as_zclip() -> None:
-    """Acceptance test A16: at z = 5, mean + 1.25 std is left."""
-    mean, std = 1.02, 0.01 * math.sqrt(2)
-    norm = mean + 5 * std
-    assert factor(Clip(method="zscore"), STEADY, norm) == pytest.approx((mean + 1.25 * std) / norm)
-    assert factor(Clip(method="zscore"), STEADY, mean + 2.4 * std) == 1.0
-
-
-def test_each_tensor_by_its_own_past_as_adagc() -> None:
-    clipper = Clipper(Clip(method="tensor", first_steps=3))
-    for norms in ((2.0, 8.0), (1.0, 9.0), (3.0, 4.0)):  # the averages begin at the smallest norm so far
-        assert clipper.factors(seen(*norms), arrival()) is None
-    (factors,) = clipper.factors(seen(2.1, 4.0), arrival()) or []
-    torch.testing.assert_close(factors, torch.tensor([0.5, 1.0]))
-    averages = torch.tensor(resolve(clipper.state_dict())["averages"][0])
-    torch.testing.assert_close(averages, torch.tensor([Clipper.BETA * 1.0 + (1 - Clipper.BETA) * 1.05, 4.0]))
-
-
-def test_what_is_not_finite_does_not_get_into_the_averages() -> None:
-    clipper = Clipper(Clip(method="tensor", first_steps=2))
-    for norms in ((math.nan, 1.0), (2.0, math.inf), (math.nan, math.inf), (4.2, 1.05)):
-        clipper.factors(seen(*norms), arrival())
-    averages = torch.tensor(resolve(clipper.state_dict())["averages"][0])
-    assert torch.isfinite(averages).all()
-
-
-def test_nothing_is_clipped_before_there_is_a_past() -> None:
-    for method in ("quantile", "zscore", "tensor"):
-        clip = Clip(method=method, first_steps=30)  # type: ignore[arg-type]
-        assert factor(clip, STEADY[:29], 1e6) is None
-
-
-def test_clipping_to_something_unknown_is_left_alone() -> None:
-    assert factor(Clip(), STEADY, 1e6, clipped=True, max_norm=None) is None
-    assert factor(Clip(method="tensor"), STEADY, 1e6, clipped=True, max_norm=1.0) is None
-
-
-# -- in a run ---------------------------------------------------------------------------------------------------
 
 
 class Direct(nn.Module):
     """A model whose gradient is what it is told to be."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (4, 9))
+        first, second = dtypes or (torch.float32, torch.float32)
+        self.first = nn.Parameter(torch.zeros(4, dtype=first))
+        self.second = nn.Parameter(torch.zeros(9, dtype=second))
 
     def backward(self, first: float, second: float) -> None:
         """Gradients of these norms, all elements the same."""
@@ -108,7 +40,7 @@ def steps(
     norms: list[tuple[float, float]],
     clip: Clip,
     *,
-    max_norm: float | None = None,
+    loop: Callable[[Iterable[nn.Parameter]], Any] = lambda parameters: None,
     **guard: Any,
 ) -> tuple[list[tuple[float, float]], gv.Guard]:
     """The norms that were left, as plain gradient descent shows them."""
@@ -122,21 +54,74 @@ def steps(
             parameter.data.zero_()
         model.backward(first, second)
         monitor.observe()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        loop(model.parameters())
         optimizer.step()
         left.append((float(model.first.detach().norm()), float(model.second.detach().norm())))
     monitor.close()
     return left, watching
 
 
+def clipped_to(max_norm: float) -> Callable[[Iterable[nn.Parameter]], Any]:
+    return lambda parameters: nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+STEADY = [(0.6 * norm, 0.8 * norm) for norm in (1.0, 1.01, 1.02, 1.03, 1.04)] * 8
+MEAN, STD = 1.02, 0.01 * math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("clip", "norm", "expected"),
+    [
+        (Clip(quantile=0.5), 2.04, 1.02),
+        (Clip(quantile=0.99), 2.08, 1.04),
+        (Clip(method="zscore"), MEAN + 5 * STD, MEAN + 1.25 * STD),  # acceptance test A16
+        (Clip(method="zscore"), MEAN + 2.4 * STD, MEAN + 2.4 * STD),
+        (Clip(first_steps=41), 50.0, 50.0),
+        (Clip(method="zscore", first_steps=41), 50.0, 50.0),
+        (Clip(method="tensor", first_steps=41), 50.0, 50.0),
+    ],
+)
+def test_what_is_left_follows_from_the_past(clip: Clip, norm: float, expected: float, tmp_path: Path) -> None:
+    left, _ = steps(Direct(), tmp_path / "run", [*STEADY, (0.6 * norm, 0.8 * norm)], clip)
+    assert math.hypot(*left[-1]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_tensor_by_its_own_past_as_adagc(tmp_path: Path) -> None:
+    norms = [(2.0, 8.0), (1.0, 9.0), (3.0, 4.0), (2.1, 4.0), (2.1, 4.0)]
+    left, _ = steps(Direct(), tmp_path / "run", norms, Clip(method="tensor", first_steps=3))
+    assert left[:3] == [pytest.approx(pair) for pair in norms[:3]]
+    assert left[3] == pytest.approx((1.05, 4.0))  # the averages begin at the smallest norm so far
+    assert left[4] == pytest.approx((1.05 * (0.98 * 1.0 + 0.02 * 1.05), 4.0))
+
+
+def test_what_is_not_finite_does_not_get_into_the_averages(tmp_path: Path) -> None:
+    norms = [(2.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (2.0, math.inf), (4.2, 1.05)]
+    left, _ = steps(Direct(), tmp_path / "run", norms, Clip(method="tensor", first_steps=2))
+    assert left[-1] == pytest.approx((2.1, 1.05))
+
+
+@pytest.mark.parametrize(
+    ("clip", "loop"),
+    [(Clip(), lambda parameters: nn.utils.clip_grad_value_(parameters, 1e9)), (Clip(method="tensor"), clipped_to(1e9))],
+    ids=["to a value", "by one norm, beside one of each tensor"],
+)
+def test_what_the_loop_clips_in_another_way_is_left_alone(clip: Clip, loop: Any, tmp_path: Path) -> None:
+    left, guard = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], clip, loop=loop)
+    assert left[30] == pytest.approx((300.0, 400.0))
+    assert guard.actions == []
+
+
 QUIET = [(3.0, 4.0)] * 30
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_gradients_of_any_precision_are_clipped_to_the_limit(dtype: torch.dtype, tmp_path: Path) -> None:
-    left, guard = steps(Direct(dtype), tmp_path / "run", [*QUIET, (300.0, 400.0), (3.0, 4.0)], Clip())
-    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float64, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    ids=["double", "half", "mixed"],
+)
+def test_gradients_of_any_precision_are_clipped_to_the_limit(dtypes: tuple[torch.dtype, ...], tmp_path: Path) -> None:
+    left, guard = steps(Direct(*dtypes), tmp_path / "run", [*QUIET, (300.0, 400.0), (3.0, 4.0)], Clip())
+    tolerance = 2e-2 if torch.bfloat16 in dtypes else 1e-5
     assert left[29] == pytest.approx((3.0, 4.0), rel=tolerance)
     assert left[30] == pytest.approx((3.0, 4.0), rel=tolerance)  # the largest norm before
     assert left[31] == pytest.approx((3.0, 4.0), rel=tolerance)
@@ -154,13 +139,13 @@ def test_each_tensor_is_clipped_on_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["quantile", "zscore"])
 def test_with_the_loops_own_clipping_no_more_than_that_is_left(method: str, tmp_path: Path) -> None:
-    left, guard = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(method=method), max_norm=2.0)  # type: ignore[arg-type]
+    left, guard = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(method=method), loop=clipped_to(2.0))  # type: ignore[arg-type]
     assert left[30] == pytest.approx((1.2, 1.6), rel=1e-4)
     assert guard.actions == []
 
 
 def test_if_the_loop_allows_more_the_limit_of_the_past_counts(tmp_path: Path) -> None:
-    left, _ = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(), max_norm=50.0)
+    left, _ = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(), loop=clipped_to(50.0))
     assert left[30] == pytest.approx((3.0, 4.0), rel=1e-4)
 
 
@@ -172,8 +157,11 @@ def test_a_dry_run_clips_nothing_and_says_what_it_would(tmp_path: Path) -> None:
     assert action.reason == "dry run; the gradient norm is 500; it would be clipped to 5 (quantile)"
 
 
-@pytest.mark.parametrize("clip", [Clip(mode="off"), Clip(), Clip(method="tensor")], ids=["off", "quantile", "tensor"])
-@pytest.mark.parametrize("name", ["SGD", "SparseAdam"])
+@pytest.mark.parametrize(
+    ("clip", "name"),
+    [(Clip(mode="off"), "SparseAdam"), (Clip(), "SGD"), (Clip(method="tensor"), "SparseAdam")],
+    ids=["off", "quantile", "tensor"],
+)
 def test_sparse_gradients(clip: Clip, name: str, tmp_path: Path) -> None:
     def train(where: Path | None, bad: set[int]) -> tuple[Any, Any]:
         torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_runs import Run, adamw, bits, without
 
 import gradvitals as gv
@@ -89,8 +86,7 @@ def test_an_optimizer_loads_a_checkpoint_under_guard(tmp_path: Path) -> None:
     assert run.parameters() == Run().train([0, 1, 2, 6, 8]).parameters()
 
 
-@pytest.mark.parametrize("folder", [False, True])
-@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize(("close", "folder"), [(False, True), (True, False)])
 def test_nothing_keeps_the_model_alive(close: bool, folder: bool, tmp_path: Path) -> None:
     def use() -> tuple[weakref.ref[Any], ...]:
         guard = {**ACT, "decide": "device", **({"folder": tmp_path / "snapshots"} if folder else {})}

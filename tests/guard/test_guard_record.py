@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_runs import Run, adamw
 
 import gradvitals as gv
@@ -55,13 +52,6 @@ def test_an_action_goes_through_json_and_back(tmp_path: Path) -> None:
     assert action.cost["steps"] == 1
 
 
-def test_actions_cannot_be_changed_from_outside(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", ACT, bad={1: "nan"}).train(range(3))
-    run.guard.actions.clear()
-    assert len(run.guard.actions) == 1
-    run.close()
-
-
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_readings_are_right_and_without_gaps_under_a_guard(decide: str, tmp_path: Path) -> None:
     guard = {**ACT, "decide": decide}
@@ -75,13 +65,8 @@ def test_readings_are_right_and_without_gaps_under_a_guard(decide: str, tmp_path
     assert norms[25] > 1e4
     _, losses = kept.series("loss")
     np.testing.assert_allclose(losses, run.losses, rtol=1e-6)
-
-
-@pytest.mark.parametrize("decide", ["host", "device"])
-def test_a_step_that_was_skipped_is_marked_in_the_readings(decide: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", {**ACT, "decide": decide}, optimizers=fused, bad=BAD).train(range(40)).close()
-    steps, values = gv.open_run(run.monitor.run_path).series("step/left_out")
-    assert steps[values > 0].tolist() == list(BAD)
+    steps, left_out = kept.series("step/left_out")
+    assert steps[left_out > 0].tolist() == list(BAD)
 
 
 def test_norms_are_those_before_the_guard_clips(tmp_path: Path) -> None:
@@ -162,22 +147,3 @@ def test_the_state_can_be_saved_in_a_checkpoint(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(state)).keys() == state.keys()
     run.guard.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
     run.close()
-
-
-def test_the_monitors_state_can_be_had_later(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", config=gv.Config(quiet=True)).train(range(12))
-    soon = run.monitor.state_soon()
-    now = run.monitor.state_dict()
-    run.train(range(12, 20))
-    then = soon()
-    assert then["recorder"]["step"] == 12
-    assert then["worker"]["diagnosis"] == now["worker"]["diagnosis"]
-    assert then.keys() == now.keys()
-    run.close()
-
-
-def test_what_was_asked_for_is_called_at_close_once(tmp_path: Path) -> None:
-    run, calls = Run(tmp_path / "run"), []
-    run.monitor.at_close(lambda: calls.append(run.monitor.step))
-    run.train(range(3)).close().close()
-    assert calls == [3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_process import run
 from guarded_runs import NAN, Run
 from warm_process import WarmProcess
@@ -68,9 +65,8 @@ def test_a_killed_run_continues_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("cut", [7, 26, 38])
-def test_in_the_same_process(decide: str, cut: int, tmp_path: Path, whole: Callable[[str], dict[str, Any]]) -> None:
-    run(tmp_path / "cut", cut, decide)
+def test_in_the_same_process(decide: str, tmp_path: Path, whole: Callable[[str], dict[str, Any]]) -> None:
+    run(tmp_path / "cut", 26, decide)
     resumed = run(tmp_path / "cut", 60, decide)
     assert resumed["began"] > 0
     same(resumed, whole(decide))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_runs import NAN, Run, adamw, bits
+from torch.optim import lr_scheduler
 
 import gradvitals as gv
 
@@ -35,8 +32,7 @@ def backs(run: Run, *, taken: bool = True) -> list[gv.Action]:
     return [action for action in run.guard.actions if action.kind == "roll_back" and action.taken == taken]
 
 
-@pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("value", [1e30, NAN, float("inf")])
+@pytest.mark.parametrize(("value", "decide"), [(1e30, "host"), (1e30, "device"), (NAN, "host"), (NAN, "device")])
 def test_a_corrupted_weight_is_undone_and_training_continues_with_later_batches(
     value: float, decide: str, tmp_path: Path
 ) -> None:
@@ -175,7 +171,7 @@ def test_the_diagnosis_starts_over_after_a_rollback(tmp_path: Path) -> None:
     assert all(finding.last_step is not None for finding in run.monitor.findings if finding.id == "nonfinite")
 
 
-@pytest.mark.parametrize("step", [0, 1, 5, 30])
+@pytest.mark.parametrize("step", [0, 5, 30])
 def test_weights_that_are_nan_early_go_back_to_a_snapshot_at_once(step: int, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {"mode": "act"}).train(range(step))
     corrupt(run, NAN)
@@ -308,15 +304,17 @@ def test_training_that_ends_in_a_trial_ends_with_its_own_weights(tmp_path: Path)
     task = Task(tmp_path / "run", lr=lambda tick: 4.0 if tick >= 300 else 1.0)
     task.train(300)
     task.noise = 2.0
-    before: Any = None
     for _ in range(40):
-        start = task.guard.step
+        made, before = task.guard.step, bits(task.net.state_dict())
         task.train(1)
-        if task.guard.step == start:  # a trial has begun: these are the weights it must end with
-            before = before or bits(task.net.state_dict())
-    assert before is not None
+        if task.guard.step == made:
+            break  # a trial has begun, which takes turns between these weights and the snapshot's
+    for _ in range(4):
+        if bits(task.net.state_dict()) == before:
+            task.train(1)
+    assert bits(task.net.state_dict()) != before
     task.monitor.close()
-    assert task.guard.actions == [] or task.guard.actions[-1].kind == "trial"
+    assert bits(task.net.state_dict()) == before
 
 
 def test_a_stretch_of_wrong_labels_is_undone(tmp_path: Path) -> None:

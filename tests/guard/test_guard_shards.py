@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_shards import BROKEN, BUMP, KINDS, MOVED, SPIKE, STEPS, WORLD, train
 from ranks import results_of
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_kinds import ACT, BAD, DEVICE, HOST, ON_DEVICE, STEPS, never_had_them
 from guarded_runs import Run
 
@@ -33,25 +30,11 @@ def test_on_the_device_it_is_as_if_the_batch_had_never_been_there(name: str, tmp
     assert guarded.all_bits() == never_had_them(BAD, optimizers=DEVICE[name]).all_bits()
 
 
-@pytest.mark.parametrize("name", DEVICE)
-def test_the_device_decides_at_every_step_but_the_first(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_decides_at_every_step_but_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     decide = gv.guard.actions.DeviceCheck.skips
     monkeypatch.setattr(
         gv.guard.actions.DeviceCheck, "skips", lambda self, *args: asked.append(1) or decide(self, *args)
     )
-    Run(tmp_path / "run", ON_DEVICE, optimizers=DEVICE[name]).train(range(10)).close()
+    Run(tmp_path / "run", ON_DEVICE, optimizers=DEVICE["adamw"]).train(range(10)).close()
     assert len(asked) >= 9
-
-
-@pytest.mark.parametrize("name", DEVICE)
-def test_host_and_device_give_the_same_parameters(name: str, tmp_path: Path) -> None:
-    here = Run(tmp_path / "host", {**ACT, "decide": "host"}, optimizers=DEVICE[name], bad=BAD).train(range(STEPS))
-    there = Run(tmp_path / "device", ON_DEVICE, optimizers=DEVICE[name], bad=BAD).train(range(STEPS))
-    here.close()
-    there.close()
-    assert here.all_bits() == there.all_bits()
-    assert here.kinds() == there.kinds()
-    assert here.guard.step == there.guard.step

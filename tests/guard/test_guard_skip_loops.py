@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import lr_scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_kinds import ACT, BAD, DEVICE, ON_DEVICE, QUICK, STEPS
 from guarded_runs import Net, Run, batch, bits, without
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import gradvitals as gv
 

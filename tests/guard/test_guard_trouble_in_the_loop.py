@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from guarded_runs import NAN, Run, adamw, batch
+from torch import nn
 
 import gradvitals as gv
 from gradvitals.schedules import lr_factors
@@ -75,9 +72,7 @@ def test_a_rate_that_was_lowered_is_put_back_when_the_step_is_interrupted(tmp_pa
     run.close()
 
 
-@pytest.mark.parametrize(
-    ("fused", "decide"), [(False, "host"), (True, "host"), (True, "device")], ids=["unfused", "fused", "device"]
-)
+@pytest.mark.parametrize(("fused", "decide"), [(False, "host"), (True, "device")], ids=["host", "device"])
 def test_weights_that_are_nan_are_rolled_back_though_a_scaler_skips_every_step(
     fused: bool, decide: str, tmp_path: Path
 ) -> None:
@@ -93,9 +88,7 @@ def test_weights_that_are_nan_are_rolled_back_though_a_scaler_skips_every_step(
     assert float(scaler.get_scale()) > 1  # as it was when all was well
 
 
-@pytest.mark.parametrize(
-    ("fused", "decide"), [(False, "host"), (True, "host"), (True, "device")], ids=["unfused", "fused", "device"]
-)
+@pytest.mark.parametrize(("fused", "decide"), [(False, "host"), (True, "device")], ids=["host", "device"])
 def test_what_a_scaler_skips_does_not_reach_batch_norm(fused: bool, decide: str, tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=fused), "scaler": scaler}
@@ -124,12 +117,6 @@ def test_what_is_done_to_gradients_after_observe_is_seen(tmp_path: Path) -> None
     run.close()
     assert finite(run.net)
     assert [(action.kind, action.step) for action in guard.actions] == [("skip", 8), ("skip", 15)]
-
-
-def test_settings_alone_do_not_make_an_observer_act(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", {"skip": gv.guard.Skip(max_streak=5)}, bad={3: "nan"}).train(range(6)).close()
-    assert not any(action.taken for action in run.guard.actions)
-    assert run.guard.step == 6
 
 
 def test_an_error_while_closing_keeps_neither_the_monitor_open_nor_the_users_error_hidden(tmp_path: Path) -> None:
@@ -167,15 +154,6 @@ def test_parameters_that_were_added_since_make_a_snapshot_useless_and_no_harm(tm
     refused = next(action for action in run.guard.actions if action.kind == "roll_back")
     assert (refused.taken, refused.reason) == (False, "no snapshot fits the model as it is now")
     assert not [finding for finding in run.monitor.findings if finding.id == "guard_error"]
-
-
-def test_a_checkpoint_that_is_loaded_after_the_guard_was_made_is_not_undone(tmp_path: Path) -> None:
-    trained = Run().train(range(20))
-    run = Run(tmp_path / "run", ACT, bad={0: "nan"})
-    run.net.load_state_dict(trained.net.state_dict())
-    run.train([0]).close()
-    for name, value in trained.net.state_dict().items():
-        assert torch.equal(run.net.state_dict()[name], value), name
 
 
 def test_what_a_schedule_does_is_not_the_guards(tmp_path: Path) -> None:

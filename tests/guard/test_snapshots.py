@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from snapshot_runs import Run, bits, seed_all
 from torch import nn
 from torch.optim import lr_scheduler
 
-sys.path.insert(0, str(Path(__file__).parent))
-from snapshot_runs import Run, bits, seed_all
-
 import gradvitals.optim as gvo
-from gradvitals.errors import ConfigError
 from gradvitals.guard.snapshot import Restored, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -25,14 +20,10 @@ def adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
 
 
 OPTIMIZERS = {
-    "sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.05)],
     "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)],
     "adamw": adamw,
-    "foreach": lambda net: adamw(net, foreach=True),
     "fused": lambda net: adamw(net, fused=True),
-    "amsgrad": lambda net: adamw(net, amsgrad=True),
     "tensor_lr": lambda net: [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), foreach=False)],
-    "adagrad": lambda net: [torch.optim.Adagrad(net.parameters())],
     "nadam": lambda net: [torch.optim.NAdam(net.parameters())],
     "adafactor": lambda net: [torch.optim.Adafactor(net.parameters())],
     "vr_lamb": lambda net: [gvo.VRLAMB(net.parameters(), lr=0.01)],
@@ -242,16 +233,6 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
 
 
 # -- errors -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"every": 1.5}, {"settle": -1}, {"keep": 0}, {"keep_on_disk": 0}, {"keep": True}]
-)
-def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
-    net = nn.Linear(2, 2)
-    training_state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; expected"):
-        SnapshotManager(training_state, **({"every": 1, "settle": 0} | wrong))
 
 
 def test_a_model_that_has_changed_is_left_alone() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from snapshot_ranks import Trained
 from torch import distributed as dist
 from warm_process import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from snapshot_ranks import Trained
 
 SCRIPT = Path(__file__).parent / "snapshot_ranks.py"
 

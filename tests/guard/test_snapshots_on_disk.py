@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -15,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+from snapshot_runs import Position, Run, bits, seed_all
 from torch import nn
 from torch.optim import lr_scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
-from resumed_run import trained
-from snapshot_runs import Position, Run, bits, seed_all
 
 from gradvitals.guard import snapshot
 from gradvitals.guard.snapshot import SnapshotError, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
-
-RESUMED = Path(__file__).parent / "resumed_run.py"
 
 
 def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -38,15 +31,39 @@ def kept_steps(folder: Path) -> dict[int, str]:
     return {meta["step"]: "healthy" if meta["healthy"] else "pending" for meta in metas}
 
 
-def test_a_resumed_process_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """10 steps in one process and 13 more in another are 23 in one, in all bits. The snapshot is that of step 8."""
-    assert trained(tmp_path, 10)[0] == 0
-    other = subprocess.run(
-        [sys.executable, "-W", "error", RESUMED, tmp_path, "23"], capture_output=True, text=True, timeout=100
-    )
-    assert other.stderr == ""
-    assert other.returncode == 0
-    assert other.stdout.split() == ["8", trained(None, 23)[1]]
+def test_a_resumed_run_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """10 steps, and 15 from the snapshot of step 8, are 23 at once in all bits, random numbers of all kinds too."""
+
+    def make(folder: Path | None) -> Run:
+        return Run(
+            lambda net: [
+                torch.optim.SGD(net[0].parameters(), lr=0.05, momentum=0.9),
+                torch.optim.AdamW([*net[1].parameters(), *net[3].parameters(), *net[4].parameters()], lr=0.01),
+            ],
+            lambda both: [
+                lr_scheduler.OneCycleLR(both[0], 0.1, total_steps=99),
+                lr_scheduler.CosineAnnealingLR(both[1], 50),
+            ],
+            folder=folder,
+            settle=2,
+            scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+        )
+
+    whole, first = make(None), make(tmp_path)
+    seed_all(1)
+    whole.train(23)
+    expected = whole.all_bits()
+    seed_all(1)
+    first.train(10, snapshots=True)
+    assert first.snapshots.close()
+    second = make(tmp_path)
+    restored = second.snapshots.resume()
+    assert restored is not None
+    assert (restored.step, restored.extra) == (8, {"step": 8})
+    second.step = 8
+    second.train(15, snapshots=True)
+    assert second.snapshots.close()
+    assert second.all_bits() == expected
 
 
 def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
@@ -73,61 +90,9 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
     assert meta["torch"] == torch.__version__
 
 
-def test_a_resumed_run_can_go_back_to_what_an_earlier_process_left(tmp_path: Path) -> None:
-    first = Run(adamw, folder=tmp_path, every=4, settle=2)
-    first.train(7, snapshots=True)
-    healthy = first.snapshots.restore()
-    assert healthy is not None
-    want = bits(first.net[0].weight)
-    first.step = 4
-    first.train(5, snapshots=True)
-    first.snapshots.close()
-    assert kept_steps(tmp_path) == {4: "healthy", 8: "pending"}
-
-    second = Run(adamw, folder=tmp_path, every=4, settle=2)
-    assert second.snapshots.found == [4, 8]
-    assert second.snapshots.resume().step == 8
-    assert not second.snapshots.due(11)
-    assert second.snapshots.healthy_step == 4
-    assert second.snapshots.spoil() == [8]
-    assert kept_steps(tmp_path) == {4: "healthy"}
-    assert second.snapshots.restore() == healthy
-    assert bits(second.net[0].weight) == want
-    second.snapshots.close()
-
-
-def test_one_for_memory_alone_is_never_resumed_from(tmp_path: Path) -> None:
-    run = Run(adamw, folder=tmp_path, every=4, settle=2)
-    assert run.snapshots.take(0, to_disk=False)
-    run.train(3, snapshots=True)
-    run.snapshots.flush()
-    assert list(tmp_path.iterdir()) == []
-    assert run.snapshots.restore().step == 0
-    run.step = 0
-    run.train(7, snapshots=True)
-    assert run.snapshots.close()
-    assert kept_steps(tmp_path) == {4: "healthy"}
-
-
-def test_extra_values_may_be_of_any_class(tmp_path: Path) -> None:
-    run = Run(adamw, folder=tmp_path)
-    run.snapshots.take(1, {"path": Path("somewhere")})
-    run.snapshots.close()
-    again = Run(adamw, folder=tmp_path)
-    assert again.snapshots.resume().extra == {"path": Path("somewhere")}
-    again.snapshots.close()
-
-
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    run = Run(adamw, folder=tmp_path / "new" / "folder")
-    assert run.snapshots.resume() is None
-    run.snapshots.close()
-    assert Run(adamw).snapshots.resume() is None
-
-
 # -- killed -----------------------------------------------------------------------------------------------------
 
-KILLS = 12
+KILLS = 8
 
 WRITERS = """
 import os, random, signal, sys, time
@@ -287,15 +252,13 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
     assert steps[0] == 1
     assert steps[-1] >= 8
     for path in tmp_path.iterdir():
+        alone = tmp_path.with_name(f"alone-{path.name}")
+        shutil.copytree(path, alone / path.name)
         one = nn.Linear(3, 3)
-        other = SnapshotManager(
-            TrainingState(one, torch.optim.SGD(one.parameters())), every=1, settle=1, folder=tmp_path
-        )
-        serial = int(path.name.removeprefix("snapshot-"))
-        assert other._store is not None
-        _, tensors, _ = other._store.read(serial, other.state)
-        step = json.loads((path / "meta.json").read_text())["step"]
-        assert set(tensors["parameter/weight"].flatten().tolist()) == {float(step)}
+        other = SnapshotManager(TrainingState(one, torch.optim.SGD(one.parameters())), every=1, settle=1, folder=alone)
+        restored = other.resume()
+        assert restored is not None
+        assert set(one.weight.flatten().tolist()) == {float(restored.step)}
         other.close()
 
 
@@ -317,12 +280,6 @@ def test_spoiled_while_being_written_never_appears(tmp_path: Path, monkeypatch: 
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SnapshotError, match=r"snapshots cannot be written to .*file"):
-        Run(adamw, folder=tmp_path / "file")
 
 
 @pytest.fixture
@@ -354,23 +311,16 @@ MISFITS = {
         lambda: training_state(net=other_net(_4=nn.Linear(12, 5))),
         r"parameter/4\.weight: \(3, 12\) float32 in the",
     ),
-    "dtype": (
-        lambda: training_state(net=other_net(_3=nn.Linear(12, 12))),
-        r"\(12, 12\) bfloat16 in .* float32 in this run",
-    ),
-    "names": (lambda: training_state(net=nn.Sequential(nn.Linear(6, 12))), r"but not in this run: parameter/1"),
     "more": (lambda: training_state(net=other_net(_2=nn.PReLU())), r"not in the snapshot: parameter/2\.weight"),
     "kind": (
         lambda: training_state(optimizers=lambda net: [torch.optim.SGD(net.parameters())]),
         "has AdamW, this run has SGD",
     ),
-    "another": (lambda: training_state(optimizers=lambda net: adamw(net) + adamw(net)), "this run has AdamW, AdamW"),
     "group": (
         lambda: training_state(optimizers=lambda net: [torch.optim.AdamW([{"params": [p]} for p in net.parameters()])]),
         "parameter groups: the snapshot has .* this run has ",
     ),
     "schedulers": (lambda: training_state(schedulers=lambda all: []), "has CosineAnnealingLR, this run has none"),
-    "scaler": (lambda: training_state(scaler=torch.amp.GradScaler("cpu")), "has none, this run has GradScaler"),
     "data": (lambda: training_state(data=None), "data: the snapshot has a position, this run has none"),
 }
 

@@ -24,31 +24,6 @@ def test_without_data_it_says_so() -> None:
     assert TrainingState(net, optimizer, data=(lambda: 1, print)).cannot_restore == []
 
 
-def test_a_pair_of_functions_is_a_data_position() -> None:
-    net, optimizer = parts()
-    position = [3]
-    training_state = TrainingState(net, optimizer, data=(lambda: position, position.__setitem__))
-    assert training_state.read()[0]["position"] == [3]
-    assert training_state.read()[0]["position"] is not position
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"data": [1, 2, 3]}, "data is a list, whose state cannot be kept; expected an object with state_dict"),
-        ({"data": torch.utils.data.DataLoader([1])}, "data is a DataLoader"),
-        ({"scaler": 1.0}, "scaler is a float, .* expected a torch.amp.GradScaler"),
-        ({"schedulers": [print]}, "scheduler is a builtin_function_or_method"),
-        ({"optimizers": [1]}, "an optimizer is a int; expected a torch.optim.Optimizer"),
-        ({"model": 1}, "model is a int; expected a torch.nn.Module"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(wrong: dict[str, Any], words: str) -> None:
-    net, optimizer = parts()
-    with pytest.raises(TypeError, match=words):
-        TrainingState(**({"model": net, "optimizers": optimizer} | wrong))
-
-
 def test_parameters_without_values_are_refused() -> None:
     net = nn.Linear(2, 2, device="meta")
     with pytest.raises(ValueError, match="parameter weight is on the meta device"):

@@ -192,24 +192,6 @@ def test_frozen_and_unstepped_parameters_do_not_hide_the_others(zero_code: Insta
     assert names(finished(watcher)["Net"]) == ["head.weight", "head.bias"]
 
 
-def test_a_closure_is_watched_from_its_first_step(zero_code: Install) -> None:
-    watcher = zero_code()
-    model, data = Net(), torch.randn(6, 4)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    losses = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        losses.append(optimizer.step(closure).item())
-    run = finished(watcher)["Net"]
-    np.testing.assert_allclose(run.series("loss")[1], losses, rtol=1e-6)
-
-
 def test_only_the_optimizer_that_steps_counts(zero_code: Install) -> None:
     watcher = zero_code()
     model = Net()

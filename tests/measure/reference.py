@@ -453,7 +453,7 @@ class Rig:
     Args:
         path: Folder to keep the run in.
         model: What to train.
-        optimizer: One that steps it.
+        optimizer: One that steps it, or several, which `turn` steps.
         loss: Its loss.
         data: Its data.
         sizes: Samples in each micro-batch.
@@ -465,6 +465,7 @@ class Rig:
         unscale: Whether to call unscale_ before clipping.
         autocast: Type to cast to in the forward pass.
         set_to_none: Passed to zero_grad.
+        turn: Called in place of the optimizer's step and all that the loop does just before it.
         heads: See `Truth`.
         settings: Of the Config.
     """
@@ -473,7 +474,7 @@ class Rig:
         self,
         path: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         loss: Loss = regression,
         data: Data | None = None,
@@ -486,21 +487,23 @@ class Rig:
         unscale: bool = False,
         autocast: torch.dtype | None = None,
         set_to_none: bool = True,
+        turn: Callable[[], None] | None = None,
         heads: Mapping[str, Mapping[str, np.ndarray]] | None = None,
         **settings: Any,
     ) -> None:
-        self.model, self.optimizer, self.loss, self.data = model, optimizer, loss, data or Data()
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self.model, self.optimizer, self.loss, self.data = model, optimizers[0], loss, data or Data()
         self.sizes, self.observe, self.tell, self.equal = sizes, observe, tell, equal
         self.clip, self.scaler, self.unscale, self.autocast = clip, scaler, unscale, autocast
-        self.set_to_none = set_to_none
+        self.set_to_none, self.turn = set_to_none, turn
         weights = "equal" if equal else "size"
         self.config = gv.Config(
             **{"tensor_every": 1, "quiet": True, "micro_batch_weights": weights, "window_steps": 20, **settings}
         )
-        self.truth = Truth(model, [optimizer], loss, window=self.config.gsnr_window, heads=heads)
+        self.truth = Truth(model, optimizers, loss, window=self.config.gsnr_window, heads=heads)
         self.monitor = gv.watch(
             model,
-            optimizer,
+            optimizers,
             run=path / "run",
             config=self.config,
             batch_size=float(sum(sizes)) if tell == "watch" else None,
@@ -531,20 +534,27 @@ class Rig:
         total = float(sum(sizes)) if self.tell == "step" else None
         if self.observe == "step":
             self.monitor.observe(torch.stack(losses).mean(), batch_size=total)
+        if self.turn:
+            self.turn()
+        else:
+            self._clip_and_step(torch.stack(losses).mean(), total)
+        if know:
+            self.truth.after()
+        for optimizer in self.truth.optimizers:
+            optimizer.zero_grad(set_to_none=self.set_to_none)
+
+    def _clip_and_step(self, loss: Tensor, total: float | None) -> None:
         if self.unscale and self.scaler:
             self.scaler.unscale_(self.optimizer)
         if self.clip:
             self.clip_results.append(self.clip(list(self.model.parameters())))
         if self.observe == "clipped":
-            self.monitor.observe(torch.stack(losses).mean(), batch_size=total)
+            self.monitor.observe(loss, batch_size=total)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             self.optimizer.step()
-        if know:
-            self.truth.after()
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
 
     def steps(self, count: int) -> Rig:
         for _ in range(count):
@@ -576,6 +586,13 @@ def _end(pairs: np.ndarray, sign: int) -> float:
 def assert_no_errors(monitor: gv.Monitor) -> None:
     errors = [f for f in monitor.findings if f.id in ("monitor_error", "store_error")]
     assert not errors, errors[0].evidence
+
+
+def finished(monitor: gv.Monitor) -> gv.Run:
+    """The run of a monitor, which is closed and has had no error of its own."""
+    monitor.close()
+    assert_no_errors(monitor)
+    return gv.open_run(monitor.run_path)
 
 
 def head_masks(weight: Tensor, heads: int, parts: int, *, layout: str = "stacked") -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,25 +143,6 @@ def test_a_norm_of_the_first_pass_is_not_told_of_both(tmp_path: Path) -> None:
         assert "batches/given_up_norm" not in run.metrics("values")
 
 
-def test_an_error_in_these_norms_takes_nothing_else_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(known: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("gradvitals.collect.observed.norm_of_all", fail)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True)) as monitor:
-        for batch in range(STEPS + 1):
-            loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch == BAD else 1.0)
-            skips_by_norm(monitor, optimizer, loss, 100.0 + batch)
-    assert found(monitor)["monitor_error"].severity == "warning"
-    with gv.open_run(monitor.run_path) as run:
-        assert run.series("loss")[1].tolist() == [100.0 + batch for batch in range(STEPS + 1) if batch != BAD]
-        assert np.isfinite(run.series("grad/norm")[1]).all()
-        assert run.series("batches/given_up")[0].tolist() == [BAD]
-
-
 def test_a_loop_whose_gradients_are_all_broken_makes_no_steps(tmp_path: Path) -> None:
     """Without a loss that was told: it is known by the norms alone, and told at the end."""
 
@@ -288,11 +270,12 @@ def test_a_broken_batch_is_not_hidden_by_a_whole_one_that_was_given_up_after_it(
         assert run.series("batches/given_up")[1].tolist() == [2.0]
 
 
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("batches", [10, 2000])
+@pytest.mark.parametrize(("backward", "batches"), [(True, 10), (True, 1000), (False, 1000)])
 def test_a_loop_that_makes_no_steps_any_more_is_told_and_takes_no_more_memory(
     backward: bool, batches: int, tmp_path: Path
 ) -> None:
+    losses: list[weakref.ref[torch.Tensor]] = []
+
     def train(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for batch in range(50 + batches):
             loss = model(torch.randn(4, 4)).square().mean() * (math.nan if batch >= 50 else 1.0)
@@ -300,9 +283,10 @@ def test_a_loop_that_makes_no_steps_any_more_is_told_and_takes_no_more_memory(
             if backward or batch < 50:
                 loss.backward()
             monitor.observe(loss)
+            losses.append(weakref.ref(loss))
             if batch < 50:
                 optimizer.step()
-        assert len(monitor.recorder.draft.observed.calls) <= 100
+        assert sum(loss() is not None for loss in losses) <= 100
 
     finding = found(watched(tmp_path, train))["no_steps"]
     assert (finding.severity, finding.first_step) == ("critical", 50)

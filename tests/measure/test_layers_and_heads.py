@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Data, Rig, Transformer, assert_no_errors, head_masks, mlp, next_token, regression
+from reference import Data, Rig, Transformer, finished, head_masks, next_token, regression
 from torch import Tensor, nn
 
 import gradvitals as gv
@@ -103,26 +103,19 @@ def test_multihead_attention_with_separate_projections(tmp_path: Path) -> None:
     train(tmp_path, model, expected(HEADS, tensors))
 
 
-@pytest.mark.parametrize("name", ["qkv", "Wqkv", "in_proj", "c_attn", "to_qkv"])
-def test_fused_projection(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "count"),
+    [
+        *((name, "stacked", "num_heads") for name in ("qkv", "Wqkv", "in_proj", "c_attn", "to_qkv")),
+        ("c_attn", "transposed", "num_heads"),
+        ("query_key_value", "interleaved", "num_attention_heads"),
+    ],
+)
+def test_fused_projection(tmp_path: Path, name: str, layout: str, count: str) -> None:
     torch.manual_seed(0)
-    fused = nn.Linear(WIDTH, 3 * WIDTH)
-    model = Model(Parts({name: fused}, num_heads=HEADS))
-    train(tmp_path, model, expected(HEADS, {f"attn.{name}.weight": (fused.weight, 3, "stacked")}))
-
-
-def test_transposed_projection(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    fused = Conv1D(3 * WIDTH, WIDTH)
-    model = Model(Parts({"c_attn": fused}, num_heads=HEADS))
-    train(tmp_path, model, expected(HEADS, {"attn.c_attn.weight": (fused.weight, 3, "transposed")}))
-
-
-def test_interleaved_projection(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    fused = nn.Linear(WIDTH, 3 * WIDTH)
-    model = Model(Parts({"query_key_value": fused}, num_attention_heads=HEADS))
-    train(tmp_path, model, expected(HEADS, {"attn.query_key_value.weight": (fused.weight, 3, "interleaved")}))
+    fused = Conv1D(3 * WIDTH, WIDTH) if layout == "transposed" else nn.Linear(WIDTH, 3 * WIDTH)
+    model = Model(Parts({name: fused}, **{count: HEADS}))
+    train(tmp_path, model, expected(HEADS, {f"attn.{name}.weight": (fused.weight, 3, layout)}))
 
 
 @pytest.mark.parametrize("trio", [("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv")])
@@ -183,8 +176,7 @@ def test_heads_turned_off(tmp_path: Path) -> None:
         for _ in range(2):
             next_token(model, Data(kind="tokens").batch(2)).backward()
         optimizer.step()
-    assert_no_errors(monitor)
-    with gv.open_run(monitor.run_path) as run:
+    with finished(monitor) as run:
         assert run.heads == ()
 
 
@@ -245,8 +237,7 @@ def test_depth_with_two_optimizers(tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert_no_errors(monitor)
-    with gv.open_run(monitor.run_path) as run:
+    with finished(monitor) as run:
         assert run.layers == DEPTHS
 
 
@@ -263,26 +254,6 @@ def test_depth_with_a_head_that_only_the_second_micro_batch_uses(tmp_path: Path)
             optimizer.zero_grad()
     with gv.open_run(monitor.run_path) as run:
         assert run.layers[0] == "body"
-
-
-def test_layer_names() -> None:
-    from gradvitals.collect.parameters import layer_of
-
-    assert layer_of("a.b.3.c.4.weight") == "a.b.3"
-    assert layer_of("0.weight") == "0"
-    assert layer_of("scale") == "scale"
-    assert layer_of("head.weight") == "head"
-
-
-def test_all_tensors_of_the_run_are_those_of_the_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = mlp()
-    rig = Rig(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-2)).steps(1)
-    rig.monitor.close()
-    with gv.open_run(rig.monitor.run_path) as run:
-        assert [(i.name, i.shape, i.dtype) for i in run.tensors] == [
-            (name, tuple(p.shape), "float32") for name, p in model.named_parameters()
-        ]
 
 
 def test_what_is_frozen_is_said_and_followed(tmp_path: Path) -> None:

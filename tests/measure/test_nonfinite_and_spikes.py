@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Rig, assert_no_errors, close, mlp, plain, regression
+from reference import Rig, assert_no_errors, close, finished, mlp, plain, regression
 from torch import nn
 
 import gradvitals as gv
@@ -45,8 +45,7 @@ def spoil(parameter: nn.Parameter, value: float, count: int) -> Callable[[], Non
     return plant
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("value", "clip"), [(math.nan, False), (math.nan, True), (math.inf, False), (-math.inf, True)])
 def test_counts_and_places(tmp_path: Path, value: float, clip: bool) -> None:
     """The first broken step says which tensors; from then on, which may be a step later, elements are counted."""
     rig = make(tmp_path, clip=(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1)) if clip else None)
@@ -122,8 +121,7 @@ def test_spike_keeps_its_tensors_though_not_due(tmp_path: Path, factor: float, k
         assert run.series("grad/norm")[0].tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("window", [4, 100])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("window", "every"), [(4, 1), (100, 3)])
 def test_spike_ratio_and_variation(tmp_path: Path, window: int, every: int) -> None:
     """Ratio and variation are by the finite ones of the last `norm_window` norms before this one."""
     rig = make(tmp_path, norm_window=window, tensor_every=every)
@@ -175,9 +173,7 @@ def test_tiny_and_huge_gradients(tmp_path: Path) -> None:
         rig.loss = lambda m, b, s=scale, f=plain_loss: s * f(m, b)
         for _ in range(4):
             rig.step(know=False)
-        rig.monitor.close()
-        assert_no_errors(rig.monitor)
-        with gv.open_run(rig.monitor.run_path) as run:
+        with finished(rig.monitor) as run:
             found.append((run.matrix("gsnr", source="microbatch")[1], run.series("grad/norm")[1] / scale))
     for gsnr, norm in found[1:]:
         np.testing.assert_allclose(gsnr, found[0][0], rtol=1e-3, atol=1e-4)
@@ -194,8 +190,7 @@ def scale_by(rig: Rig, factor: float) -> Callable[[], None]:
     return plant
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("element", [1e19, 1e25])
+@pytest.mark.parametrize(("element", "clip"), [(1e19, True), (1e25, False)])
 def test_a_finite_gradient_whose_squares_overflow_is_finite(tmp_path: Path, element: float, clip: bool) -> None:
     rig = make(tmp_path, clip=(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1)) if clip else None, tensor_every=50)
     plants = {step: scale_by(rig, element) for step in (5, 6)}
@@ -208,7 +203,7 @@ def test_a_finite_gradient_whose_squares_overflow_is_finite(tmp_path: Path, elem
         close(norms[7], plain(rig.truth.steps[7], "grad/norm")[0], 1e-5, "norm after it")
 
 
-@pytest.mark.parametrize("element", [1e-14, 1e-17, 1e-19, 1e-22, 1e-24, 1e25])
+@pytest.mark.parametrize("element", [1e-14, 1e-19, 1e-24, 1e25])
 def test_gsnr_at_the_ends_of_float32_is_right_or_unknown(tmp_path: Path, element: float) -> None:
     """All gradients times a factor have the same GSNR, as far as squares can tell."""
     torch.manual_seed(0)

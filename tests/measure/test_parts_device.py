@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
+from gradvitals.collect.microbatch import MicrobatchSums
 from gradvitals.collect.schedule import CostTimer
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.fsdp import parts_of
@@ -51,17 +52,9 @@ def numbers(packet: ReadingBuffer, name: str) -> dict[int, float]:
     return sums
 
 
-@pytest.mark.parametrize("sync", ["each", "last"])
-@pytest.mark.parametrize("kind", ["plain", "sharded", "sharded bf16"])
-def test_parts_on_a_device(device: str, kind: str, sync: str) -> None:
-    net, dtype = new_net(device), torch.bfloat16 if kind.endswith("bf16") else torch.float32
-    if kind != "plain":
-        mesh = init_device_mesh(device, (1,))
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    parameters, errors = list(net.parameters()), list[Exception]()
-    parts, reason = parts_of(
+def measured(net: nn.Module, errors: list[Exception]) -> tuple[MicrobatchSums | None, str | None]:
+    parameters = list(net.parameters())
+    return parts_of(
         net,
         parameters,
         {},
@@ -71,6 +64,19 @@ def test_parts_on_a_device(device: str, kind: str, sync: str) -> None:
         on_error=errors.append,
         reduced=True,
     )
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+@pytest.mark.parametrize("kind", ["plain", "sharded", "sharded bf16"])
+def test_parts_on_a_device(device: str, kind: str, sync: str) -> None:
+    net, dtype = new_net(device), torch.bfloat16 if kind.endswith("bf16") else torch.float32
+    if kind != "plain":
+        mesh = init_device_mesh(device, (1,))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    errors: list[Exception] = []
+    parts, reason = measured(net, errors)
     assert parts is not None, reason
     plain = new_net(device).to(dtype)
     for radial in (True, False):
@@ -97,3 +103,12 @@ def test_parts_on_a_device(device: str, kind: str, sync: str) -> None:
                 assert not packet.named(f"micro_radial{part}")
         net.zero_grad()
     parts.disarm()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # in a world of one
+def test_flat_parameters_are_refused_with_a_reason(device: str) -> None:
+    flat = FullyShardedDataParallel(new_net(device), device_id=torch.device(device), use_orig_params=True)
+    parts, reason = measured(flat, [])
+    assert parts is None
+    assert reason is not None
+    assert "fully_shard" in reason

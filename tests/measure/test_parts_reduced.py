@@ -77,15 +77,6 @@ def spoil(net: Two) -> None:
                 parameter.grad.mul_(1000.0)
 
 
-def test_one_micro_batch_is_measured(net: Two, parts: MicrobatchSums) -> None:
-    parts.arm(radial=False)
-    net(batch(0), "left", "right").backward()
-    spoil(net)
-    count, packet = parts.finish()
-    assert count == 1
-    assert norms(packet, 0) == pytest.approx(expected(net, 0, "left", "right"), rel=1e-12)
-
-
 @pytest.mark.parametrize("limit", [1, 64 * 2**20])
 def test_several_are_measured_whenever_they_are_flushed(
     net: Two, parts: MicrobatchSums, limit: int, monkeypatch: pytest.MonkeyPatch
@@ -140,16 +131,3 @@ def test_what_was_thrown_away_does_not_count(net: Two, parts: MicrobatchSums, gi
     assert count == 2
     for part in range(2):
         assert norms(packet, part) == pytest.approx(expected(net, part, "left", "right"), rel=1e-12)
-
-
-def test_a_step_without_gradients_is_none(parts: MicrobatchSums) -> None:
-    parts.arm(radial=False)
-    count, packet = parts.finish()
-    assert count == 0
-    assert not list(packet.devices)
-
-
-def test_hooks_are_taken_away(net: Two, parts: MicrobatchSums) -> None:
-    parts.arm(radial=False)
-    parts.disarm()
-    assert not any(parameter._backward_hooks for parameter in net.parameters())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Data, Rig, Transformer, assert_no_errors, close, mlp, next_token
+from reference import Data, Rig, Transformer, assert_no_errors, close, finished, mlp, next_token
 
 import gradvitals as gv
 
@@ -41,9 +41,7 @@ def jackknife(gradients: np.ndarray, blocks: int = 10) -> float:
 @pytest.mark.parametrize("observe", ["micro", "step", "never"])
 def test_embedding_and_head(tmp_path: Path, sizes: tuple[int, ...], observe: str) -> None:
     rig = make(tmp_path, sizes=sizes, observe=observe).steps(31)
-    rig.monitor.close()
-    assert_no_errors(rig.monitor)
-    with gv.open_run(rig.monitor.run_path) as run:
+    with finished(rig.monitor) as run:
         for name in ("embed.weight", "head.weight"):
             gradients = np.stack([step.total(name) for step in rig.truth.steps])
             steps, values = run.series("gsnr", tensor=name, source="window")
@@ -117,9 +115,7 @@ def test_loss_scale(tmp_path: Path, unscale: bool) -> None:
 
 def test_source_turned_off(tmp_path: Path) -> None:
     rig = make(tmp_path, sources=("microbatch",)).steps(21)
-    rig.monitor.close()
-    assert_no_errors(rig.monitor)
-    with gv.open_run(rig.monitor.run_path) as run:
+    with finished(rig.monitor) as run:
         assert "gsnr" not in run.metrics()
 
 

@@ -1,4 +1,4 @@
-"""A run says how it ended."""
+"""However a program ends, its run has every step and says how it ended."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ SCRIPT = """
 import sys, torch, gradvitals as gv
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitor = gv.watch(model, optimizer, run=sys.argv[1], config=gv.Config(quiet=True))
-for step in range(5):
+monitor = gv.watch(model, optimizer, run=sys.argv[1], config=gv.Config(quiet=True))  # not closed
+for step in range(130):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    if step == 3:
+    if step == 128:
         {ending}
 """
 
 
-def endings(path: Path) -> list[tuple[str, str]]:
+def endings(path: Path, steps: int) -> list[tuple[str, str]]:
     with gv.open_run(path) as run:
-        assert run.last_step is not None
+        assert run.series("grad/norm")[0].tolist() == list(range(steps))
+        assert run.dropped == 0
         return [(f.severity, f.title) for f in run.findings if f.id == "training_stopped"]
 
 
 @pytest.mark.parametrize(
-    ("ending", "expected"),
+    ("ending", "steps", "expected"),
     [
-        ("pass", []),
+        ("pass", 130, []),
         (
             "raise RuntimeError('out of luck\\nand more')",
+            129,
             [("critical", "Training stopped with RuntimeError: out of luck")],
         ),
-        ("raise KeyboardInterrupt", [("info", "Training was stopped by hand")]),
+        ("raise KeyboardInterrupt", 129, [("info", "Training was stopped by hand")]),
     ],
 )
-def test_a_program_that_ends(tmp_path: Path, ending: str, expected: list[tuple[str, str]]) -> None:
+def test_a_program_that_ends(tmp_path: Path, ending: str, steps: int, expected: list[tuple[str, str]]) -> None:
     script = SCRIPT.format(ending=ending)
     warm_python.run("-c", script, tmp_path / "run")
-    assert endings(tmp_path / "run") == expected
+    assert endings(tmp_path / "run", steps) == expected
 
 
 def test_a_with_block_that_is_left_by_an_error(tmp_path: Path) -> None:
@@ -59,4 +61,4 @@ def test_a_with_block_that_is_left_by_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no more data"):
         train()
-    assert endings(tmp_path / "run") == [("critical", "Training stopped with ValueError: no more data")]
+    assert endings(tmp_path / "run", 1) == [("critical", "Training stopped with ValueError: no more data")]

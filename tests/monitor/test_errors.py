@@ -16,7 +16,6 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.collect import microbatch, moments, reductions, transfer, updates, window
-from gradvitals.errors import ConfigError, GradvitalsError
 from gradvitals.worker import aggregate as aggregation
 from gradvitals.worker import worker as working
 
@@ -58,12 +57,9 @@ PLANTS: dict[str, tuple[object, str, set[str], set[str]]] = {
     "window": (window.SlidingWindow, "push", GRAD | WEIGHT, {"microbatch", "adam"}),
     "moments": (moments.MomentSums, "add", GRAD | WEIGHT, {"microbatch"}),
     "update before": (updates.UpdateNorms, "before", GRAD, {"microbatch", "adam"}),
-    "update after": (updates.UpdateNorms, "after", GRAD, {"microbatch", "adam"}),
     "micro-batch hook": (microbatch.MicrobatchSums, "_incoming", GRAD | WEIGHT, {"adam"}),
     "micro-batch end": (microbatch.MicrobatchSums, "finish", GRAD | WEIGHT, {"adam"}),
-    "micro-batch sums": (microbatch.MicrobatchSums, "_measure", GRAD | WEIGHT, {"adam"}),
     "interpreting micro-batches": (aggregation.Aggregator, "_from_parts", GRAD | WEIGHT, {"adam"}),
-    "interpreting moments": (aggregation.Aggregator, "_from_moments", GRAD | WEIGHT, {"microbatch"}),
 }
 
 
@@ -210,38 +206,6 @@ def test_bad_arguments(tmp_path: Path, bad: str) -> None:
     assert not any(p._backward_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("tensor_every", 0),
-        ("gsnr_window", 1),
-        ("window_steps", 5),
-        ("metrics", ("grad/nrom",)),
-        ("sources", ("rank",)),
-        ("overhead_budget", 1.5),
-        ("include", "("),
-        ("micro_batch_weights", "tokens"),
-    ],
-)
-def test_bad_settings(setting: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=setting):
-        gv.Config(**{setting: value})
-    assert issubclass(ConfigError, GradvitalsError)
-
-
-@pytest.mark.parametrize("loss", ["text", object(), torch.ones(3), 1, np.float32(2.0), None])
-def test_any_loss_is_taken(tmp_path: Path, loss: Any) -> None:
-    model, optimizer = _good()
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG) as monitor:
-        for _ in range(2):
-            regression(model, Data().batch(4)).backward()
-            monitor.observe(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    with gv.open_run(monitor.run_path) as run:
-        assert run.series("grad/norm")[0].tolist() == [0, 1]
-
-
 # -- the folder -----------------------------------------------------------------------------------------------------
 
 
@@ -275,23 +239,6 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert run.last_step == 0
 
 
-def test_context_manager_closes_after_an_exception(tmp_path: Path) -> None:
-    model, optimizer = _good()
-    monitor = gv.watch(model, optimizer, run=tmp_path / "run")
-
-    def loop() -> None:
-        with monitor:
-            regression(model, Data().batch(4)).backward()
-            optimizer.step()
-            raise KeyError("the loop's own")
-
-    with pytest.raises(KeyError, match="own"):
-        loop()
-    assert not optimizer._optimizer_step_pre_hooks
-    with gv.open_run(monitor.run_path) as run:
-        assert run.last_step == 0
-
-
 def test_latest_and_repr(tmp_path: Path) -> None:
     monitor, _ = train(tmp_path / "run")
     assert {"loss", "lr", "grad/norm", "gsnr"} <= set(monitor.latest)
@@ -314,40 +261,16 @@ def test_when_no_step_can_end_everything_lets_go(tmp_path: Path, monkeypatch: py
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     for batch in Data().batches((4, 4, 4)):
-        regression(model, batch).backward()
+        loss = regression(model, batch)
+        loss.backward()
+        monitor.observe(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert called == 3 * ["before", "after"]
     assert [finding.id for finding in monitor.findings] == ["monitor_error"]
     assert all(not p._backward_hooks for p in model.parameters())
     monitor.close()
     assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
-
-
-def test_counting_elements_ends_when_gradients_are_clean_again(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = gv.watch(model, optimizer, run=tmp_path / "run", config=CONFIG)
-    counting = []
-    for step, batch in enumerate(Data().batches((4,) * 30)):
-        optimizer.zero_grad()
-        regression(model, batch).backward()
-        if step in (2, 3):
-            model[0].weight.grad[:2, 0] = float("nan")
-        monitor.observe(1.0)
-        saved = [p.detach().clone() for p in model.parameters()]
-        optimizer.step()
-        with torch.no_grad():  # the weights stay as they were: only gradients are spoilt here
-            for p, before in zip(model.parameters(), saved, strict=True):
-                p.copy_(before)
-        monitor.flush()
-        counting.append(monitor.recorder.count_nonfinite)
-    monitor.close()
-    assert (counting[1], counting[2], counting[10], counting[29]) == (False, True, True, False)
-    with gv.open_run(monitor.run_path) as run:
-        counts = run.series("grad/nonfinite", tensor="0.weight")[1]
-        assert counts[2] == 1  # at least one
-        assert counts[3] == 2  # counted
 
 
 def test_observing_what_is_no_loss_is_told_once_and_later_losses_are_heard(
@@ -396,3 +319,5 @@ def test_every_kind_of_number_is_a_loss(tmp_path: Path, given: Any) -> None:
         monitor.observe(given, batch_size=np.int64(4))
         optimizer.step()
     assert [finding.id for finding in monitor.findings if finding.severity != "info"] == []
+    with gv.open_run(monitor.run_path) as run:
+        assert run.series("grad/norm")[0].tolist() == [0]

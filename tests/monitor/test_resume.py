@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Data, Transformer, assert_no_errors, next_token
+from reference import Data, Transformer, assert_no_errors, finished, next_token
 from torch import nn
 
 import gradvitals as gv
@@ -91,9 +91,9 @@ def assert_same_record(one: Path, other: Path) -> None:
                     np.testing.assert_allclose(rows_a, rows_b, rtol=1e-6, atol=1e-9, err_msg=what)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("scaler", [False, True], ids=["plain", "scaler"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("micro_batches", "scaler", "every"), [(1, False, 1), (2, True, 1), (2, False, 3), (1, True, 3)]
+)
 def test_resumed_run_reads_like_a_straight_one(tmp_path: Path, micro_batches: int, scaler: bool, every: int) -> None:
     config = gv.Config(tensor_every=every, quiet=True, window_steps=20, gsnr_window=12, norm_window=15)
     options: dict[str, Any] = {"config": config, "micro_batches": micro_batches, "scaler": scaler}
@@ -165,9 +165,7 @@ def test_saving_before_the_first_step(tmp_path: Path) -> None:
     checkpoint = loop.save()
     loop.monitor.close()
     again = Loop(tmp_path / "run").load(checkpoint).run(3)
-    again.monitor.close()
-    assert_no_errors(again.monitor)
-    with gv.open_run(again.monitor.run_path) as run:
+    with finished(again.monitor) as run:
         assert run.series("grad/norm")[0].tolist() == [0, 1, 2]
 
 
@@ -177,8 +175,7 @@ def test_loading_after_the_first_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GradvitalsError, match="before the first"):
         loop.monitor.load_state_dict(state)
     loop.run(1)
-    loop.monitor.close()
-    with gv.open_run(loop.monitor.run_path) as run:
+    with finished(loop.monitor) as run:
         assert run.last_step == 2
 
 
@@ -225,9 +222,7 @@ def test_state_of_another_model_is_left_aside(tmp_path: Path) -> None:
     second = Loop(tmp_path / "run", config=other)
     second.monitor.load_state_dict(state)
     second.run(3)
-    second.monitor.close()
-    assert_no_errors(second.monitor)
-    with gv.open_run(second.monitor.run_path) as run:
+    with finished(second.monitor) as run:
         assert run.series("grad/norm")[0].tolist() == list(range(8))
 
 

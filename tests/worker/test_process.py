@@ -16,7 +16,8 @@ import pytest
 import gradvitals as gv
 
 SCRIPT = """
-import os, sys, time
+import json, os, sys, time
+from pathlib import Path
 import torch
 import gradvitals as gv
 
@@ -41,7 +42,7 @@ for step in range(10**9):
     if step == 60 and how == "ends":
         break
     if step == 60 and how == "worker killed":
-        os.kill(monitor._worker.pid, 9)
+        os.kill(json.loads((Path(run) / "journal.json").read_text())["worker"]["pid"], 9)
     if step == 200 and how == "worker killed":
         break
 """

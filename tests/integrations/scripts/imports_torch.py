@@ -1,6 +1,6 @@
 """Trains a small model with torch imported in one of the ways that libraries import it."""
 
-import importlib
+import importlib.machinery
 import importlib.util
 import sys
 
@@ -9,8 +9,6 @@ if way == "find_spec":  # as transformers does
     assert importlib.util.find_spec("torch") is not None
     assert importlib.util.find_spec("torch") is not None
     import torch
-elif way == "import_module":
-    torch = importlib.import_module("torch")
 elif way == "submodule":
     import torch.nn.functional
 elif way == "lazy":
