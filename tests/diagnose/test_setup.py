@@ -101,7 +101,7 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns scores of shape (texts, classes, tokens)."""
-        scores = self.out(torch.tanh(self.embed(tokens)))
+        scores: Tensor = self.out(torch.tanh(self.embed(tokens)))
         return scores.transpose(1, 2) if self.transposed else scores.view(len(tokens), 6, -1)
 
 
