@@ -52,12 +52,12 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(*labels: str, post: str = "") -> Callable[[Train], Train]:
-    """Register a case. Halves alternate in the order of the file."""
+def case(*labels: str, post: str = "", half: str = "") -> Callable[[Train], Train]:
+    """Register a case. Halves alternate in the order of the file, unless the case says its own."""
 
     def add(train: Train) -> Train:
         name = train.__name__
-        CASES[name] = Case(name, labels, train, post, "held" if len(CASES) % 2 else "tune")
+        CASES[name] = Case(name, labels, train, post, half or ("held" if len(CASES) % 2 else "tune"))
         return train
 
     return add
@@ -793,3 +793,102 @@ def left_in_eval_mode(bug: bool, k: Knobs) -> float:
         model.eval()
     fit(model, sgd(model, k, 0.02), cross_entropy, (10 * train[0], train[1]), k, steps=300)
     return wrong(model, (10 * test[0], test[1]))
+
+
+# -- mistakes that the graph of the loss shows ------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Scores for every token of a sequence."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 24)
+        self.rnn = nn.GRU(24, 32, batch_first=True)
+        self.out = nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(self.embedding(x))[0])  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def wrong_tags(model: nn.Module, x: Tensor, y: Tensor, counted: Tensor | None = None) -> float:
+    """Returns the share of the counted tags that are wrong."""
+    missed = model.eval()(x).argmax(-1) != y
+    return float((missed if counted is None else missed[counted]).float().mean())
+
+
+@case("no_graph", "no_gradient", half="tune")
+def loss_of_the_argmax(bug: bool, k: Knobs) -> float:
+    train, test = tabular(4)
+    model = mlp(8, 32, 4)
+
+    def loss_fn(p: Tensor, y: Tensor) -> Tensor:
+        return mse(p.argmax(1).float(), y.float()).requires_grad_() if bug else cross_entropy(p, y)
+
+    fit(model, adam(model, k, 3e-3), loss_fn, train, k, steps=300)
+    return wrong(model, test)
+
+
+@case("reshaped", half="tune")
+def view_instead_of_transpose(bug: bool, k: Knobs) -> float:
+    tokens, model = text(), Tagger(5)
+    tags = tokens % 5
+
+    def loss_fn(p: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(p.view(len(p), 5, -1) if bug else p.transpose(1, 2), y)
+
+    fit(model, adam(model, k, 5e-3), loss_fn, (tokens[:500], tags[:500]), k, steps=300)
+    return wrong_tags(model, tokens[500:], tags[500:])
+
+
+@case("padding", half="tune")
+def padding_counts_as_a_class(bug: bool, k: Knobs) -> float:
+    tokens, model = text(23, 60), Tagger(6)
+    real = torch.arange(61) < torch.randint(3, 9, (len(tokens), 1))
+    tokens = (tokens + 1) * real
+    tags = (1 + (tokens + tokens.roll(1, 1)) % 5) * real
+
+    def loss_fn(p: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(p.flatten(0, 1), y.flatten(), ignore_index=-100 if bug else 0)
+
+    fit(model, adam(model, k, 5e-3), loss_fn, (tokens[:500], tags[:500]), k, steps=150)
+    return wrong_tags(model, tokens[500:], tags[500:], real[500:])
+
+
+@case("copied_targets", half="tune")
+def targets_are_not_shifted(bug: bool, k: Knobs) -> float:
+    tokens, model = text(), Tagger(24)
+    data = (tokens[:500, :-1], tokens[:500, :-1] if bug else tokens[:500, 1:])
+    fit(model, adam(model, k, 5e-3), language_loss, data, k, steps=300)
+    return wrong_tags(model, tokens[500:, :-1], tokens[500:, 1:])
+
+
+@case("wrong_sign", half="tune")
+def minus_before_the_error(bug: bool, k: Knobs) -> float:
+    train, test = regression()
+    model = mlp(8, 32, 1)
+    fit(model, adam(model, k, 3e-3), lambda p, y: -mse(p, y) if bug else mse(p, y), train, k, steps=300)
+    return unexplained(model, test)
+
+
+class Distance(nn.Module):
+    """The distance of two samples after a shared encoder."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.encoder, self.epsilon = mlp(8, 32, 8), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.encoder(x[:, :8]), self.encoder(x[:, 8:])
+        return ((a - b).square().sum(1, keepdim=True) + self.epsilon).sqrt()  # type: ignore[no-any-return]
+
+
+@case("root_of_zero", half="tune")
+def root_of_zero_in_a_distance(bug: bool, k: Knobs) -> float:
+    (x, y), (test_x, test_y) = regression()
+    pairs, far = torch.cat([x, x.roll(1, 0)], 1), (y - y.roll(1, 0)).abs()
+    pairs[700, 8:], far[700] = x[700], 0.0  # a sample that is paired with itself
+    model = Distance(0.0 if bug else 1e-6)
+    fit(model, adam(model, k, 3e-3), mse, (pairs, far), k, steps=300)
+    return unexplained(model, (torch.cat([test_x, test_x.roll(1, 0)], 1), (test_y - test_y.roll(1, 0)).abs()))

@@ -68,6 +68,12 @@ CAUSES = {
     "double_sigmoid": r"sigmoid",
     "sigmoid_for_regression": r"sigmoid",
     "eval_mode": r"eval",
+    "no_graph": r"no graph|argmax",
+    "reshaped": r"reshape|view|transpose",
+    "padding": r"padding",
+    "copied_targets": r"targets? (is|are) the inputs?|one place ahead",
+    "wrong_sign": r"minus|wrong sign|sign is wrong",
+    "root_of_zero": r"root|norm of zero",
     "memorizing": r"memori[sz]|overfit|validation",
 }
 """What the title and the first cause of the leading finding say if they name the right cause."""

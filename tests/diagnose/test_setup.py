@@ -102,6 +102,92 @@ def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> 
             if step == 220:
                 with torch.no_grad():
                     model[0].bias.zero_()
+
+
+class Tagger(nn.Module):
+    """Scores for every token of a text."""
+
+    def __init__(self, transposed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out, self.transposed = nn.Embedding(6, 8), nn.Linear(8, 6), transposed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns scores of shape (texts, classes, tokens)."""
+        scores: Tensor = self.out(torch.tanh(self.embed(tokens)))
+        return scores.transpose(1, 2) if self.transposed else scores.view(len(tokens), 6, -1)
+
+
+TOKENS = torch.randint(1, 6, (8, 12), generator=torch.Generator().manual_seed(2))
+PADDED = TOKENS * (torch.arange(12) < 5)
+TAGS = TOKENS % 3
+
+
+def negative(p: Tensor, y: Tensor) -> Tensor:
+    return -functional.mse_loss(p, y)
+
+
+def cut(p: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(p.argmax(1).float(), y.float()).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "x", "y", "finding", "said"),
+    [
+        (net(4), functional.binary_cross_entropy_with_logits, X, 255 * torch.rand(32, 4), "loss_mismatch", "0 to 1"),
+        (Tagger(transposed=False), functional.cross_entropy, TOKENS, TAGS, "loss_mismatch", "reshape"),
+        (
+            Tagger(),
+            functional.cross_entropy,
+            PADDED,
+            3 * (PADDED > 0) + TAGS * (PADDED > 0),
+            "loss_mismatch",
+            "padding",
+        ),
+        (net(1), negative, X, NUMBERS, "loss_mismatch", "minus"),
+        (
+            net(1),
+            lambda p, y: functional.l1_loss(torch.tanh(p).squeeze(1), 50 * y[:, 0]),
+            X,
+            NUMBERS,
+            "loss_mismatch",
+            "Tanh",
+        ),
+        (net(2), cut, X, LABELS, "loss_unreached", "no graph"),
+    ],
+)
+def test_the_verdict_names_a_loss_that_cannot_teach(
+    tmp_path: Path, model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, finding: str, said: str
+) -> None:
+    verdict = verdict_of(tmp_path / "run", model, loss_fn, x, y)
+    assert verdict.worst is not None
+    assert verdict.worst.finding.id == finding
+    assert said in (verdict.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "x", "y"),
+    [
+        (Tagger(), functional.cross_entropy, TOKENS, TAGS),
+        (Tagger(), lambda p, y: functional.cross_entropy(p, y, ignore_index=0), PADDED, 3 * (PADDED > 0)),
+        (net(1), lambda p, y: -(-0.5 * (p - y).square()).mean(), X, NUMBERS),  # a log-likelihood
+        (net(1), lambda p, y: -functional.logsigmoid(p * y).mean(), X, NUMBERS),
+    ],
+)
+def test_what_only_resembles_such_a_loss_is_healthy(
+    tmp_path: Path, model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor
+) -> None:
+    assert verdict_of(tmp_path / "run", model, loss_fn, x, y).level == "healthy"
+
+
+def test_a_model_left_in_evaluation_mode_after_the_first_epoch_is_found(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = Config(worker="thread", quiet=True, tensor_every=10, detail_every=10)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        for number in range(90):
+            if number == 20:
+                model.eval()
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(X), LABELS)
             loss.backward()
@@ -114,3 +200,9 @@ def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> 
     assert before.worst is not None
     assert before.worst.finding.id == "dead_units"
     assert found.last_step is not None
+
+    with gv.open_run(monitor.run_path) as run:
+        worst = run.verdict.worst
+    assert worst is not None
+    assert worst.finding.id == "layer_modes"
+    assert worst.finding.first_step >= 20

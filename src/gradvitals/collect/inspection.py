@@ -57,6 +57,16 @@ SQUASHES = {
     "LogSoftmaxBackward": "log_softmax",
     "LogSigmoidBackward": "log_sigmoid",
 }
+VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward")
+"""Operations that change the shape and keep the order of elements."""
+REDUCED = ("MeanBackward", "SumBackward", *VIEWS)
+ERRORS = (
+    *("MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "BinaryCrossEntropy", "AbsBackward", "ReluBackward"),
+    *("SoftplusBackward", "ClampMinBackward"),
+)
+"""Operations whose results are not negative, as errors are."""
+MAX_TERMS = 12
+"""Operations in a row that are looked through for errors."""
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
 SUM = 2
@@ -284,9 +294,13 @@ class Inspection:
     def _look(self, tensors: Any) -> None:
         root = tensors if isinstance(tensors, Tensor) else None
         try:
-            if root is not None and root.grad_fn is not None and root.numel() == 1 and not self._has_hooks:
+            if root is None or root.numel() != 1 or self._has_hooks:
+                return
+            if root.grad_fn is not None:
                 with torch.no_grad():
                     self._inspect(root)
+            elif self._first and root.requires_grad and not isinstance(root, nn.Parameter):
+                self._write({"head/reached": -1.0})  # nothing computed it: backward ends where it starts
         except Exception:  # an unusual graph: not inspected, and the backward pass continues
             self._failed = True
             self.disarm()
@@ -306,9 +320,13 @@ class Inspection:
         self._read_activations(graph)
         head = Head(graph)
         found |= self._target_numbers(head)
+        modes = _mode_numbers(table.model, graph)
         if self._first:
             found |= head.numbers()
-            found |= _mode_numbers(table.model, graph)
+            found |= _text_numbers(entry, head)
+        else:  # evaluation may have left the model in its mode since
+            modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
+        found |= modes
         self._write(found)
 
     def _is_entry(self, layer: Any) -> bool:
@@ -346,7 +364,7 @@ class Inspection:
         found: dict[str, Tensor | float] = {}
         if labels is not None and head.classes > 0:
             one = torch.zeros(head.classes, device=labels.device)
-            counted = (labels >= 0) & (labels < head.classes)  # not what ignore_index pads with
+            counted = (labels >= 0) & (labels < head.classes) & (labels != head.ignored)
             one.scatter_add_(0, labels.clamp(0, head.classes - 1), counted.to(one.dtype))
             self._counts = one if self._counts is None or len(self._counts) != len(one) else self._counts + one
             share = self._counts / self._counts.sum()
@@ -403,12 +421,16 @@ class Head:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         nodes = graph.head
-        self._nodes = nodes
+        self._nodes, self._members = nodes, set(nodes)
         self.labels: Tensor | None = None
         """Classes as integers."""
         self.targets: Tensor | None = None
         """Targets of any other kind."""
         self.classes = 0
+        self.ignored = -100
+        """The label that the loss leaves out."""
+        self.targets_seen = 0
+        """How many labels there are."""
         self.loss = ""
         self.is_mean = True
         """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
@@ -441,6 +463,8 @@ class Head:
                 own = _saved(node, "self")
                 if kind == "nll" and target is not None:
                     self.labels = target.reshape(-1)[:MAX_SAMPLES]
+                    self.targets_seen = target.numel()
+                    self.ignored = getattr(node, "_saved_ignore_index", -100)
                     self.classes = own.shape[1 if own.dim() > 1 else 0] if own is not None else 0
                 else:
                     self.targets = target
@@ -500,7 +524,10 @@ class Head:
             found["head/softmax_units"] = float(self.classes)
         found["head/broadcast"] = float(any(self._broadcasts(node) for node in self._nodes))
         logs = [node for node in self._nodes if _is(node, ("LogBackward",))]
+        found["head/scrambled"] = float(self.loss == "cross_entropy" and self._is_scrambled())
         found["head/log"] = float(any(self._is_bare_log(node) for node in logs))
+        found["head/negated"] = self._negated()
+        found["head/root"] = float(any(self._is_root(node) for node in self._nodes))
         found["head/raw_log"] = float(self.loss == "log" and any(self._is_raw_log(node) for node in logs))
         found["head/logs"] = float(len(logs))
         foreign = [layer for layer in last if graph.weight_row(layer) < 0]
@@ -534,6 +561,22 @@ class Head:
         square = len(shape) == 2 and shape[0] == shape[1] > 1
         return square and math.prod(before) == shape[0] and before != shape
 
+    def _is_scrambled(self) -> bool:
+        """Whether a reshape put the last layer's units elsewhere: (n, length, units) read as (n, units, length)."""
+        node = next((node for node in self._nodes if _is(node, ("LogSoftmaxBackward",))), None)
+        shape = _shape(node) if node is not None else []
+        while node is not None and not _is(node, LAYERS):
+            operands = [one for one in _inputs(node) if one is not None]
+            if len(operands) != 1:
+                return False
+            before, own = _shape(operands[0]), _shape(node)
+            if _is(node, VIEWS[:3]) and len(own) == len(before) == 3 and own == shape:
+                return own != before and own == [before[0], before[2], before[1]]
+            if own != before and not _is(node, VIEWS):
+                return False
+            node = operands[0]
+        return False
+
     def _is_bare_log(self, node: Any) -> bool:
         """Whether the log of a probability is taken that nothing keeps from being 0."""
         for _ in range(3):
@@ -546,6 +589,39 @@ class Head:
             if not _is(node, ("RsubBackward", "SubBackward", *PASS_THROUGH)):
                 return False
         return False
+
+    def _negated(self) -> Tensor | float:
+        """Whether the loss is an error with a minus before it: a loss function of torch, or squares and the like."""
+        negated, node = False, self._nodes[0] if self._nodes else None
+        while node is not None and _is(node, ("NegBackward", *REDUCED)):
+            negated ^= _is(node, ("NegBackward",))
+            node = next(iter(_inputs(node)), None)
+        weights: list[Tensor] = []
+        if not (negated and self._is_error(node, weights)):
+            return 0.0
+        positive = [(weight >= 0).all() for weight in weights]
+        if not all(one for one in positive if one.device.type == "cpu"):
+            return 0.0
+        positive = [one for one in positive if one.device.type != "cpu"]  # not to be waited for
+        return torch.stack(positive).all().float() if positive else 1.0
+
+    def _is_error(self, node: Any, weights: list[Tensor], depth: int = 0) -> bool:
+        """Whether a node is a sum of what cannot be negative, if the weights that it adds are not."""
+        if node is None or depth > MAX_TERMS or node not in self._members:
+            return False
+        if _is(node, ERRORS) or (_is(node, ("PowBackward",)) and getattr(node, "_saved_exponent", 1) == 2):
+            return True
+        operands = [one for one in _inputs(node) if one is not None]
+        weight = self._constant(node) if _is(node, ("MulBackward", "DivBackward")) else None
+        if weight is not None:
+            weights.append(weight)
+        if not (weight is not None or _is(node, (*REDUCED, "AddBackward"))):
+            return False
+        return bool(operands) and all(self._is_error(one, weights, depth + 1) for one in operands)
+
+    def _is_root(self, node: Any) -> bool:
+        exponent = getattr(node, "_saved_exponent", 1) if _is(node, ("PowBackward",)) else 1
+        return 0 < exponent < 1 if isinstance(exponent, float) else _is(node, ("SqrtBackward",))
 
     def _is_raw_log(self, node: Any) -> bool:
         """Whether the log of what a layer puts out is taken, clamped or not."""
@@ -573,6 +649,9 @@ def _output_of(node: Any) -> Tensor | None:
     """Returns what an operation put out, if what it saved tells: a linear layer or an activation."""
     if node is None:
         return None
+    if _is(node, VIEWS):
+        output = _output_of(_inputs(node)[0])
+        return None if output is None or output.numel() != math.prod(_shape(node)) else output.reshape(_shape(node))
     if _is(node, tuple(SQUASHES)):
         return _saved(node, "result")
     first, second = _saved(node, "mat1", "self"), _saved(node, "mat2")
@@ -633,6 +712,19 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         "input/normalized": float(_is(layer, NORMS)),
     }
     return found
+
+
+def _text_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
+    """Returns how the labels of tokens compare with the tokens at the same places."""
+    ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
+    labels = head.labels
+    if ids is None or labels is None or ids.dim() < 2 or ids.numel() != head.targets_seen:
+        return {}
+    ids = ids.reshape(-1)[:MAX_SAMPLES]
+    pad_id, pad_label = ids.mode().values, labels.mode().values
+    pads, padded = ids == pad_id, labels == pad_label
+    is_padding = (pads == padded).all() & (pad_label != head.ignored)
+    return {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
 
 
 def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:

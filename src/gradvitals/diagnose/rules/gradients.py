@@ -43,6 +43,10 @@ class Nonfinite(Rule):
                 "norm of zero, or a sum too large for its type"
             ),
             "float16": "The weights are in float16, which ends at 65,504 and rounds Adam's eps of {eps} to zero",
+            "root": (
+                "The loss takes a square root: at 0, as for two outputs that are equal, its gradient is infinite, "
+                "though the loss itself is {loss}"
+            ),
             "earlier": "{unread} not read and may have left weights that are not finite",
             "batch": (
                 "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
@@ -64,9 +68,12 @@ class Nonfinite(Rule):
                 "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
             ),
             "float16": "From step {at} on, keep weights and optimizer state in float32 and compute under autocast",
+            "root": "Add a small number under the root, and restore a checkpoint from before step {at}",
             "batch": "Check the batch of step {at} with torch.isfinite, and the loss for a log or a root of zero",
             "skip": "Skip steps whose gradient is not finite: clip_grad_norm_(error_if_nonfinite=True) raises",
         },
+        snippets={"root": "d = torch.sqrt(((a - b) ** 2).sum(1) + 1e-8)"},
+        only_if_chosen=("root",),
         passed="every gradient was finite",
     )
 
@@ -134,6 +141,8 @@ class Nonfinite(Rule):
             self.cause = "float16"
         elif first and loss is not None and math.isfinite(loss) and loss > self.DIVERGED * abs(first[0]):
             self.cause = "diverged"
+        elif self.cause == "batch" and loss is not None and step.fact("head/root") == 1:
+            self.cause = "root"
         on_ranks = np.flatnonzero(step.general.ranks.get("ranks/nonfinite", ()))
         self.rank = int(on_ranks[0]) if len(on_ranks) == 1 else None
         self.since, self.bad_for = step.number, 0

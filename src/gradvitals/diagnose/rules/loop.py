@@ -24,6 +24,7 @@ class StaleGradients(Rule):
     family = "training loop"
     needs = ("tensors:grad/norm",)
     closes_after = 20
+    follows = ("unchanged_weights",)  # zero_grad() of an optimizer skips what it does not hold
     masks = ("explosion", "oscillation")
     taints_steps = True
     message = Message(

@@ -534,6 +534,57 @@ class LossPlateau(Rule):
 
 @register
 @dataclass
+class LossUnbounded(Rule):
+    """The loss falls below zero, ever faster: it has no lower end."""
+
+    id = "loss_unbounded"
+    family = "loss"
+    is_symptom = True
+    needs = ("loss", "grad/norm")
+    expects_fall = True
+    judges_after = 80
+    closes_after = 100
+    follows = ("stale_gradients",)
+    masks = ("explosion", "still_falling", "loss_spike")
+    message = Message(
+        name="Loss without a lower end",
+        pattern="The loss is negative, 20 times as far from zero as at the start, and falls ever faster.",
+        title="The loss falls without end: {loss} after {steps} steps, ever faster, from {first_loss}",
+        causes={
+            "sign": (
+                "The loss has no lower end: its sign is wrong, so that an error is made larger, or one of its terms "
+                "grows without limit"
+            )
+        },
+        fixes={"sign": "Check the sign of every term of the loss; what pushes apart needs a limit, such as a margin"},
+        passed="the loss has a lower end",
+    )
+
+    EVERY = 20  # steps between checks
+    FEWEST = 80  # losses
+    FAR = 20.0  # how far below zero, in units of the first losses
+    FASTER = 1.5  # fall of the last half of the losses over that of the half before
+    STEEPER = 3.0  # gradient norm over that of the first steps; on the way to a minimum it falls
+
+    def check(self, step: Step) -> Observation | None:
+        """Compares the halves of the run, every 20 steps."""
+        losses, norms = step.history["loss"], step.history["grad/norm"]
+        if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
+            return None
+        start, now = float(np.mean(step.first_losses)), float(np.median(losses.last(20)))
+        if not now < -self.FAR * max(abs(start), 1e-6):
+            return None
+        last = losses.last(200)
+        begin, middle, end = (float(np.median(part)) for part in np.array_split(last, 3))
+        steeper = float(np.median(norms.last(20))) > self.STEEPER * float(np.median(norms.values[:10]))
+        if not (steeper and middle - end > self.FASTER * (begin - middle)):
+            return None
+        seen = {"loss": now, "first_loss": start, "steps": step.number}
+        return Observation(severity="critical", seen=seen, since=0)
+
+
+@register
+@dataclass
 class StillFalling(Rule):
     """The run ended while its loss was still falling."""
 

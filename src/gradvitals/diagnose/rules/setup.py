@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import Step
@@ -144,6 +146,23 @@ class LossMismatch(Rule):
                 "is compared with the targets of all samples, so the model learns their mean"
             ),
             "mse_classes": "Mean squared error on {classes} one-hot classes: cross-entropy is made for classes",
+            "range": (
+                "{loss} expects targets from 0 to 1, and these lie between {target_min} and {target_max}: the loss has "
+                "no lower end and falls for ever"
+            ),
+            "scrambled": (
+                "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length): "
+                "the scores of a place are mixed with those of others"
+            ),
+            "negated": "The loss is an error with a minus before it ({loss}): every step makes the error larger",
+            "padding": (
+                "{padding:%} of the labels are one class that stands only where the input is padding: the loss and its "
+                "gradients are mostly about padding"
+            ),
+            "copied": (
+                "Each target is the input at the same place, so the model only has to copy it: to predict the next "
+                "one, targets must be one place ahead of inputs"
+            ),
         },
         fixes={
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
@@ -157,6 +176,11 @@ class LossMismatch(Rule):
             "raw_log": "Remove the log and use binary_cross_entropy_with_logits on the raw output",
             "broadcast": "Give targets the shape of the outputs: y.unsqueeze(1), or outputs.squeeze(1)",
             "mse_classes": "Use cross_entropy on the outputs of the last layer, with class indices as targets",
+            "range": "Divide the targets by {target_max}, so that they lie between 0 and 1",
+            "scrambled": "Swap the dimensions with transpose, or flatten both: logits.flatten(0, 1) and y.flatten()",
+            "negated": "Remove the minus before the loss",
+            "padding": "Leave padding out of the loss with ignore_index={pad_label}",
+            "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
         changes={
             "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
@@ -170,6 +194,11 @@ class LossMismatch(Rule):
             "raw_log": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
             "broadcast": {"targets": "unsqueeze"},
             "mse_classes": {"loss": "cross_entropy", "output": "none"},
+            "range": {"targets": "scale"},
+            "scrambled": {"outputs": "transpose"},
+            "negated": {"loss": "minus"},
+            "padding": {"ignore_index": "padding"},
+            "copied": {"targets": "shift"},
         },
         snippets={
             "one_unit": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any softmax",
@@ -181,28 +210,39 @@ class LossMismatch(Rule):
             "raw_log": "loss = F.binary_cross_entropy_with_logits(logits, y)",
             "broadcast": "loss = F.mse_loss(outputs, y.unsqueeze(1))",
             "mse_classes": "loss = F.cross_entropy(logits, labels)",
+            "range": "y = y / {target_max}",
+            "scrambled": "loss = F.cross_entropy(logits.transpose(1, 2), y)",
+            "padding": "loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index={pad_label})",
+            "copied": "loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())",
         },
         passed="output, loss and targets fit together",
     )
 
     ENOUGH = 3  # inspected batches with targets before their range counts
     MARGIN = 0.02  # how far targets must lie outside what an output can reach
+    PADDING = 0.4  # share of labels that may be padding
+    COPIED = 0.1  # share of the first loss under which a model has learned to copy
 
     low: float = field(default=math.inf, init=False)
     high: float = field(default=-math.inf, init=False)
     """The range of the targets inspected so far."""
     seen_batches: int = field(default=0, init=False)
+    copied: int = field(default=0, init=False)
+    """Batches whose labels were their inputs, if all were."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
+        """Fires at an inspected batch, or when the model has learned to copy."""
         values = step.values
         self.low = min(self.low, values.get("target/min", math.inf))
         self.high = max(self.high, values.get("target/max", -math.inf))
-        if "head/loss" not in values:
-            return None
-        self.seen_batches += 1
-        activation, loss = ACTIVATIONS[int(values["head/activation"])], step.loss_function
-        cause = self._cause(step, activation, loss)
+        place, loss = step.fact("head/activation"), step.loss_function
+        activation = ACTIVATIONS[int(place)] if place >= 0 else ""
+        if "head/loss" in values:
+            self.seen_batches += 1
+            self.copied += values.get("target/copied") == 1
+            cause = self._cause(step, activation, loss)
+        else:
+            cause = "copied" if step.is_full and self._copies(step) else ""
         if not cause or step.is_reinforced or values.get("head/foreign") == 1:
             return None
         low, high = {"sigmoid": (0, 1), "tanh": (-1, 1), "softmax": (0, 1), "relu": (0, math.inf)}.get(
@@ -212,8 +252,9 @@ class LossMismatch(Rule):
         seen: dict[str, Any] = {"units": int(values.get("head/units", 0)), "classes": classes}
         seen |= {"target_min": self.low, "target_max": self.high, "row_sum": values.get("target/row_sum", math.nan)}
         seen |= {"samples": int(values.get("head/samples", 0)), "low": low, "high": high}
+        seen |= {"padding": values.get("target/padding", 0.0), "pad_label": int(values.get("target/dominant", 0.0))}
         name = LAYER_NAMES.get(activation, activation)
-        severity: Severity = "critical" if cause in ("one_unit", "no_log") else "warning"
+        severity: Severity = "critical" if cause in ("one_unit", "no_log", "range", "negated") else "warning"
         text = {
             "what": self._title(cause, name, loss),
             "loss": LOSS_NAMES.get(loss, "the loss"),
@@ -230,6 +271,13 @@ class LossMismatch(Rule):
             fixes=(cause,),
         )
 
+    def _copies(self, step: Step) -> bool:
+        """Whether the targets are the inputs, and nothing keeps the model from copying them, as a bottleneck does."""
+        if not self.copied >= max(self.seen_batches, self.ENOUGH):
+            return False
+        recent, first = step.history["loss"].last(20), step.first_losses
+        return len(recent) == 20 and float(np.median(recent)) < self.COPIED * float(np.mean(first))
+
     def _cause(self, step: Step, activation: str, loss: str) -> str:
         values = step.values
         likelihood = loss in ("bce", "bce_logits", "log")
@@ -237,6 +285,10 @@ class LossMismatch(Rule):
         span = max(self.high - self.low, 1e-6)
         if values.get("head/broadcast") == 1:
             return "broadcast"
+        if values.get("head/negated") == 1 and not step.alternating:
+            return "negated"
+        if values.get("head/scrambled") == 1:
+            return "scrambled"
         if values.get("head/softmax_units") == 1:
             return "one_unit"
         if loss == "cross_entropy" and activation == "softmax":
@@ -249,12 +301,15 @@ class LossMismatch(Rule):
             return "relu_output"
         if values.get("head/raw_log") == 1:
             return "raw_log"
-        if known and likelihood and self.high > 1 + self.MARGIN and values.get("target/integer", 0) > 0.99:
-            return "classes" if values.get("head/units") == 1 else ""
+        if known and likelihood and self.high > 1 + self.MARGIN:
+            few = values.get("target/integer", 0) > 0.99 and values.get("target/columns") == 1
+            return "classes" if few and values.get("head/units") == 1 else "range" if loss != "log" else ""
         if known and loss in REGRESSION and activation in ("sigmoid", "tanh", "softmax"):
             bottom = -1.0 if activation == "tanh" else 0.0
             if self.high > 1 + self.MARGIN * span or self.low < bottom - self.MARGIN * span:
                 return "bounded"
+        if self.seen_batches >= self.ENOUGH and values.get("target/padding", 0.0) > self.PADDING:
+            return "padding"
         whole = values.get("target/integer", 0) > 0.99
         several = values.get("target/columns", 0) >= 3 and values.get("target/one_hot", 1) < 0.7
         if known and likelihood and whole and several and activation in ("softmax", "log_softmax"):
@@ -276,6 +331,11 @@ class LossMismatch(Rule):
             "raw_log": "The loss takes the log of raw outputs",
             "broadcast": "Outputs and targets of different shapes broadcast",
             "mse_classes": "Classes are trained with a mean squared error",
+            "range": "The targets are outside 0 to 1",
+            "scrambled": "A reshape mixes the outputs of different places",
+            "negated": "The loss has the wrong sign",
+            "padding": "Padding counts as a class in the loss",
+            "copied": "The targets are the inputs",
         }[cause]
 
 
@@ -427,6 +487,7 @@ class BadStart(Rule):
     )
 
     FAR = 4.0
+    EVEN = 2.0  # the loss over that of equal scores for all classes
 
     batches: int = field(default=0, init=False)
 
@@ -442,7 +503,9 @@ class BadStart(Rule):
         if self.batches != 3 or not likelihood or not len(losses) or losses.steps[0] > 0 or not trivial > 0.1:
             return None
         ratio = losses.values[0] / trivial
-        if not ratio > self.FAR:
+        # With rare classes, equal scores are already far above the frequencies, and no sign of large weights.
+        even = math.log(2 if binary else max(step.fact("head/softmax_units"), 2))
+        if not (ratio > self.FAR and losses.values[0] > self.EVEN * even):
             return None
         seen = {"loss": losses.values[0], "ratio": ratio, "trivial": trivial, "too_large": ratio}
         return Observation(severity="warning", seen=seen, expected={"loss": trivial}, since=0)
@@ -602,6 +665,8 @@ class LayerModes(Rule):
     BATCHES = 3  # inspected batches in a row
 
     seen_for: int = field(default=0, init=False)
+    since: int = field(default=0, init=False)
+    """The first inspected step of those."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at an inspected batch."""
@@ -616,6 +681,7 @@ class LayerModes(Rule):
         }
         cause = next((name for name, holds in tests.items() if holds), "")
         self.seen_for = self.seen_for + 1 if cause else 0
+        self.since = step.number if self.seen_for == 1 else self.since
         if self.seen_for < self.BATCHES:
             return None
         titles = {
@@ -625,7 +691,12 @@ class LayerModes(Rule):
         }
         seen = {"dropout": dropout, "dropout_proposed": 0.2, "batch_proposed": 32, "norm_samples": samples}
         return Observation(
-            severity="warning", seen=seen, text={"what": titles[cause]}, since=0, causes=(cause,), fixes=(cause,)
+            severity="warning",
+            seen=seen,
+            text={"what": titles[cause]},
+            since=self.since,
+            causes=(cause,),
+            fixes=(cause,),
         )
 
 
@@ -648,9 +719,17 @@ class LossUnreached(Rule):
             "copy": (
                 "The optimizer steps another model than the one in the loss: a copy, an average, or one that was "
                 "replaced after the optimizer was made"
-            )
+            ),
+            "detached": (
+                "The loss has no graph: it was computed from detached values, such as argmax, round, .detach(), "
+                ".item() or NumPy, and requires_grad was set on the result, which brings no gradient back"
+            ),
         },
-        fixes={"make": "Make the optimizer from the parameters of the model that computes the loss"},
+        fixes={
+            "make": "Make the optimizer from the parameters of the model that computes the loss",
+            "detached": "Compute the loss from the model's raw outputs, by differentiable operations only",
+        },
+        only_if_chosen=("detached",),
         snippets={"make": "optimizer = type(optimizer)(model.parameters(), lr={lr})"},
         passed="the loss reaches the parameters that the optimizer steps",
     )
@@ -664,7 +743,10 @@ class LossUnreached(Rule):
         """Fires after several inspected steps that reached nothing."""
         value = step.values.get("head/reached")
         self.reached |= value == 1
-        self.missed += value == 0
-        if value != 0 or self.reached or self.missed < self.PATIENCE:
+        missed = value in (0, -1)
+        self.missed += missed
+        if not missed or self.reached or self.missed < self.PATIENCE:
             return None
-        return Observation(severity="critical", seen={"steps": self.missed, "lr": step.value("lr")}, since=0)
+        seen = {"steps": self.missed, "lr": step.value("lr")}
+        cause, fix = ("detached", "detached") if value == -1 else ("copy", "make")
+        return Observation(severity="critical", seen=seen, since=0, causes=(cause,), fixes=(fix,))

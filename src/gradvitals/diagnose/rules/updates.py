@@ -51,6 +51,10 @@ class DeadTensor(Rule):
             "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
             "rounded": "The gradient of {first} is too small for float16 and becomes zero: see precision_underflow",
             "cut_off": "{first} had gradients until step {at}: it was frozen or detached, or is no longer used",
+            "cancels": (
+                "The gradients of {first} cancel, while its layer's weight learns: the loss does not depend on it, as "
+                "on a bias before a difference or a normalization"
+            ),
         },
         fixes={
             "unused": "Look for where the forward pass skips {first}: .detach(), no_grad(), a branch never taken",
@@ -58,9 +62,10 @@ class DeadTensor(Rule):
             "zero": "Look at what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
             "rounded": "Use bfloat16, or a loss scale, so that {first} receives a gradient",
             "cut_off": "Look for what happened at step {at}: requires_grad_(False), a callback, a branch that ended",
+            "cancels": "Nothing: it does no harm; the layer may also be made with bias=False",
             "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
         },
-        only_if_chosen=("rounded",),
+        only_if_chosen=("rounded", "cancels"),
         passed="every tensor has a gradient",
     )
 
@@ -73,6 +78,8 @@ class DeadTensor(Rule):
     zero_for: Floats = field(default_factory=empty, init=False)
     alive: Floats = field(default_factory=empty, init=False)
     """Steps at which it had a gradient."""
+    absent: Floats = field(default_factory=empty, init=False)
+    """Whether it had none at all when last looked at, rather than zero."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires while a tensor has no gradient."""
@@ -84,6 +91,7 @@ class DeadTensor(Rule):
         missing = np.isnan(norms if counts is None else counts)
         zero = missing | (norms == 0)
         zero[step.frozen] = False
+        self.absent = missing.astype(float)
         self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
         self.alive += ~zero
         if not zero.any():
@@ -97,15 +105,16 @@ class DeadTensor(Rule):
     def conclude(self, step: Step) -> Observation | None:
         """Fires if a tensor never had a gradient: when the run ends, it is nobody's turn any more."""
         never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
-        return self._observe(step, never, True, certain=True) if len(never) else None
+        return self._observe(step, never, bool(self.absent[never].all()), certain=True) if len(never) else None
 
     def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
         since = step.ago(int(self.zero_for[dead[0]]) - 1)
         steps = step.number - since + 1
         causes = self._causes(step, dead, missing)
+        certain_or_zero = certain or not missing or steps >= self.CERTAIN
         return Observation(
-            severity="warning" if certain or not missing or steps >= self.CERTAIN else "info",
+            severity="warning" if causes != ("cancels",) and certain_or_zero else "info",
             seen={"steps": steps, "tensors": len(dead), "at": since},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
@@ -121,6 +130,9 @@ class DeadTensor(Rule):
             return ("cut_off",) if missing else ("died",)
         if missing:
             return ("unused",)
+        learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero_for[info.index]}
+        if all(len(infos[int(index)].shape) == 1 and infos[int(index)].layer in learning for index in dead):
+            return ("cancels",)
         # A mask or a gate silences one layer; units that are off silence all layers in front of them.
         return ("died", "zero") if len({infos[int(index)].layer for index in dead}) > 1 else ("zero",)
 
@@ -220,17 +232,25 @@ class UnchangedWeights(Rule):
         pattern="Weights have a gradient but stay exactly the same over many steps.",
         title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
         causes={
-            "left_out": "{first} was not given to the optimizer, or is in a group whose learning rate is 0",
+            "left_out": (
+                "{first} was not given to the optimizer: the layer was made or replaced after the optimizer, or left "
+                "out of it; or its group has a learning rate of 0"
+            ),
             "zeroed": (
                 "zero_grad() runs between backward and step, so that the optimizer steps without a gradient; or the "
                 "optimizer holds the parameters of another model"
             ),
             "zero_lr": "The learning rate is 0",
+            "decayed": (
+                "The learning rate has decayed from {peak_lr} to {lr} by step {at}: the schedule is over long before "
+                "the run, most often because scheduler.step() is called for every batch and not once per epoch"
+            ),
             "stopped": "{first} moved until step {at}: the lr of its group is 0 now, or its gradient too small",
             "resolution": "Updates of {first} are lost: they are under half the distance between two {dtype} numbers",
         },
         fixes={
-            "left_out": "Check that {first} is in one of optimizer.param_groups, and that the lr of its group is not 0",
+            "left_out": "Make the optimizer after the last change to the model, and give it {first}",
+            "decayed": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run",
             "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
             "zero_lr": "Check the schedule: its learning rate is 0 since step {at}",
             "stopped": "Look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
@@ -238,11 +258,12 @@ class UnchangedWeights(Rule):
         },
         changes={"zeroed": {"zero_grad": "after_step"}},
         snippets={"zeroed": "loss.backward()\noptimizer.step()\noptimizer.zero_grad()"},
-        only_if_chosen=("zeroed", "zero_lr", "resolution"),
+        only_if_chosen=("zeroed", "zero_lr", "resolution", "decayed"),
         passed="no tensor stood still",
     )
 
     PATIENCE_MOVED = 5  # steps in a row, for weights that moved at nearly every step before
+    DECAYED = 1e-3  # share of the highest learning rate under which a schedule is over
     LOST = 0.25  # weights in half precision that stand still at this share of steps lose updates to rounding
 
     patience: int = 20
@@ -293,6 +314,8 @@ class UnchangedWeights(Rule):
         if everything and not self.moved.any() and cause == "left_out" and lr > 0:
             cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
+        if cause == "stopped" and 0 < lr < self.DECAYED * max(step.history["lr"].values, default=0.0):
+            cause = "decayed"
         seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
         return Observation(
@@ -527,8 +550,11 @@ class StrongDecay(Rule):
     is_setup = True
     message = Message(
         name="Weight decay too strong",
-        pattern="Weight decay takes over 1% of the weights per step, and has left less than half of their norm.",
-        title="Weight decay of {weight_decay} takes {taken:%} of the weights per step: {left:%} of their norm is left",
+        pattern=(
+            "Weight decay takes over 1% of the weights per step, or outweighs the first gradients where the two are "
+            "added, and has left less than half of their norm."
+        ),
+        title="Weight decay of {weight_decay} is too strong: {left:%} of the norm of the weights is left",
         causes={"decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives"},
         fixes={"lower": "Start again and lower the weight decay from {weight_decay} to about {decay_proposed}"},
         passed="weight decay takes a small part of the weights per step",
@@ -538,19 +564,25 @@ class StrongDecay(Rule):
     ORDINARY = 1e-4  # share of the weights per step that is common
 
     first: float = field(default=math.nan, init=False)
+    pull: float = field(default=math.nan, init=False)
+    """What decay adds to the first gradient, over that gradient; NaN if it is not added to gradients."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at readings of the weights."""
         weight, decay, lr = step.value("weight/norm"), step.info.weight_decay or 0.0, step.value("lr")
         if math.isnan(self.first):
             self.first = weight
+            if not step.info.optimizer.endswith("AdamW"):
+                self.pull = decay * weight / max(step.value("grad/norm"), 1e-30)
         taken, left = lr * decay, weight / self.first if self.first > 0 else math.nan
-        if not (taken > self.TAKEN and left < self.LEFT):
+        if not ((taken > self.TAKEN or self.pull > 1) and left < self.LEFT):
             return None
-        proposed = float(f"{self.ORDINARY / lr:.1g}")
+        # Decay that is added to gradients may be a hundredth of them.
+        proposed = decay / 100 / self.pull if self.pull > 1 else self.ORDINARY / lr
+        proposed = float(f"{proposed:.1g}")
         return Observation(
             severity="warning",
-            seen={"taken": taken, "left": left, "weight_decay": decay, "decay_proposed": proposed},
+            seen={"taken": taken, "left": left, "pull": self.pull, "weight_decay": decay, "decay_proposed": proposed},
             expected={"taken": f"under {self.TAKEN:g}"},
             since=0,
         )
