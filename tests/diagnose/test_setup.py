@@ -91,19 +91,6 @@ def test_a_setup_that_fits_is_healthy(tmp_path: Path, model: nn.Module, loss_fn:
     assert verdict_of(tmp_path / "run", model, loss_fn, X, y).level == "healthy"
 
 
-def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> None:
-    """Activations are read at few steps; between them, and when the run ends, what was found still holds."""
-    model = net(2)
-    with torch.no_grad():
-        model[0].bias.fill_(-50)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
-        for step in range(410):
-            if step == 220:
-                with torch.no_grad():
-                    model[0].bias.zero_()
-
-
 class Tagger(nn.Module):
     """Scores for every token of a text."""
 
@@ -193,6 +180,29 @@ def test_a_model_left_in_evaluation_mode_after_the_first_epoch_is_found(tmp_path
             loss.backward()
             monitor.observe(loss)
             optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        worst = run.verdict.worst
+    assert worst is not None
+    assert worst.finding.id == "layer_modes"
+    assert worst.finding.first_step >= 20
+
+
+def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> None:
+    """Activations are read at few steps; between them, and when the run ends, what was found still holds."""
+    model = net(2)
+    with torch.no_grad():
+        model[0].bias.fill_(-50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for step in range(410):
+            if step == 220:
+                with torch.no_grad():
+                    model[0].bias.zero_()
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(X), LABELS)
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
             if step == 199:
                 before = monitor.verdict
     with gv.open_run(monitor.run_path) as run:
@@ -200,9 +210,3 @@ def test_a_model_left_in_evaluation_mode_after_the_first_epoch_is_found(tmp_path
     assert before.worst is not None
     assert before.worst.finding.id == "dead_units"
     assert found.last_step is not None
-
-    with gv.open_run(monitor.run_path) as run:
-        worst = run.verdict.worst
-    assert worst is not None
-    assert worst.finding.id == "layer_modes"
-    assert worst.finding.first_step >= 20

@@ -38,6 +38,7 @@ class DeadTensor(Rule):
     family = "updates"
     needs = ("tensors:grad/norm",)
     reads = "tensors"
+    holds = True
     follows = ("stale_gradients", "strong_decay", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
@@ -227,6 +228,7 @@ class UnchangedWeights(Rule):
     family = "updates"
     needs = ("grad/norm", "update/rms")
     reads = "tensors"
+    holds = True
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
