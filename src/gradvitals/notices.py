@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradvitals.errors import ClippedTwiceError, NoStepError, ObserveError, RunError
 from gradvitals.format import number
-from gradvitals.types import Finding
+from gradvitals.types import Finding, Fix
 
 ABOUT_MONITORING = (
     "source_unavailable",
@@ -103,6 +103,24 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
             f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, decides now; "
             "`gradvitals advise` reports which one suits the run",
         ),
+    )
+
+
+def optimizer_remade(kind: str, step: int) -> Finding:
+    """The script makes a new optimizer for the same weights at every step.
+
+    Args:
+        kind: The class of the optimizer.
+        step: The present step.
+    """
+    return Finding(
+        id="optimizer_remade",
+        severity="critical",
+        title=f"A new {kind} is made for the same weights at nearly every step",
+        first_step=0,
+        found_step=step,
+        causes=(f"{kind}(...) is called inside the training loop: momentum and moments start from zero at every step",),
+        fixes=(Fix("Make the optimizer once, before the training loop"),),
     )
 
 

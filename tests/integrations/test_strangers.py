@@ -273,3 +273,19 @@ def test_a_sequence_that_is_fed_step_by_step_is_no_small_part_of_the_data(zero_c
         h.square().mean().backward()
         optimizer.step()
     assert "data_order" not in {finding.id for finding in only(watcher).findings}
+
+
+@pytest.mark.parametrize("lasts", [1, 20])
+def test_an_optimizer_made_anew_at_every_step_is_the_finding(zero_code: Install, lasts: int) -> None:
+    """One that lasts for some steps, as where layers are thawed by and by, is none."""
+    watcher, model = zero_code(), network()
+    for step in range(80):
+        if step % lasts == 0:
+            optimizer = torch.optim.Adam(model.parameters())
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    with only(watcher) as run:
+        ids, last = {finding.id for finding in run.findings}, run.last_step
+    assert ("optimizer_remade" in ids) == (lasts == 1)
+    assert last == (2 if lasts == 1 else 79)

@@ -163,6 +163,16 @@ _NOTICES = (
         severities=("critical",),
     ),
     Entry(
+        id="optimizer_remade",
+        family=NOTICE,
+        name="Optimizer made at every step",
+        pattern="The script makes a new optimizer for the same weights at nearly every step. `gradvitals run` stops "
+        "watching them then.",
+        causes=("the optimizer is made inside the training loop, so momentum and moments start from zero every time",),
+        fixes=("make the optimizer once, before the training loop",),
+        severities=("critical",),
+    ),
+    Entry(
         id="clipped_twice",
         family=NOTICE,
         name="Clipped twice",

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
 
+from gradvitals import notices
 from gradvitals.collect import hooks as torch_hooks
 from gradvitals.collect.backward import STEPS
 from gradvitals.collect.recorder import StepRecorder
@@ -47,6 +48,8 @@ LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_CO
 """Environment variables that a launcher gives to each rank. It starts all of them the same way: with gradvitals."""
 IDLE_BACKWARDS = 200
 """Stop watching a model after this many backward passes that did not reach it, so that it does not fill the memory."""
+REMADE, FEW_STEPS = 3, 2
+"""So many optimizers in a row that made so few steps with the same weights show that a script makes one per step."""
 ANNOUNCE_SECONDS = 5.0
 """How long to wait for the batch size before printing what is watched."""
 
@@ -72,6 +75,9 @@ class Watched:
     ) -> None:
         self.found = found
         self.monitor = watch(found, resume)
+        self.first_step = self.monitor.step
+        self.remade = 0
+        """Optimizers before this one that made hardly a step with the same weights."""
         self.parameters = list(self.monitor.recorder.table.parameters)
         self.thread = thread
         """The thread that trains it. No other may read its gradients: backward writes them without holding the GIL."""
@@ -268,6 +274,8 @@ class Watcher:
         """The thread that made each optimizer."""
         self._ignored: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that are not watched: replaced by others, or too many."""
+        self._remade: set[int] = set()
+        """The ids of parameters that get a new optimizer at every step."""
         self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, Path] = weakref.WeakKeyDictionary()
         """Optimizers of models that are watched no more, and the run to continue if they step again."""
         self._updates: UpdateFinder | None = UpdateFinder()
@@ -421,7 +429,7 @@ class Watcher:
 
     def _meet(self, optimizer: torch.optim.Optimizer, trains: threading.Thread) -> Watched | None:
         """Watch the model of an optimizer that steps for the first time."""
-        if optimizer in self._ignored:
+        if optimizer in self._ignored or not self._remade.isdisjoint(map(id, parameters_of(optimizer))):
             return None
         self._looked = True
         found = None
@@ -436,12 +444,22 @@ class Watcher:
         watched = {id(parameter) for one in self.watched for parameter in one.parameters}
         if watched.isdisjoint(stepped) and not watched.isdisjoint(map(id, found.model.parameters())):
             found = found.narrowed()  # other parts of the model are trained by others
+        remade = 0
         for before in list(self.watched):
             if not stepped.isdisjoint(map(id, before.parameters)):  # this one replaces other optimizers
                 resume = before.run_path if before.monitor.step else None
                 self._ignored.update(old for old in before.found.optimizers if old not in found.optimizers)
+                remade = before.remade + 1 if before.monitor.step - before.first_step <= FEW_STEPS else 0
+                if remade == REMADE:
+                    self._remade |= stepped
+                    before.monitor.report(notices.optimizer_remade(optimizer_name(optimizer), before.monitor.step))
                 self._stop_watching(before)
-        return self._start(found, resume, trains)
+        if remade == REMADE:
+            return None
+        started = self._start(found, resume, trains)
+        if started is not None:
+            started.remade = remade
+        return started
 
     def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
         made = self._alive()
