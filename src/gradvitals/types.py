@@ -142,6 +142,8 @@ _INSPECTED = {
     "head/terms": "layers that the loss reaches first",
     "body/layers": "matrices and convolutions that the loss goes through",
     "body/nonlinear": "nonlinear operations between them",
+    "body/hidden": "trainable tensors of layers that a module keeps in a plain list or dict, and that nothing changes",
+    "body/equal_units": "matrices whose rows were all the same at the first step, and not zero",
     "mode/eval": "batch norms and dropouts in evaluation mode while the model trains",
     "mode/dropout": "largest dropout probability",
     "mode/frozen_random": "frozen matrices that still hold torch's random initialization",

@@ -210,3 +210,60 @@ def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> 
     assert before.worst is not None
     assert before.worst.finding.id == "dead_units"
     assert found.last_step is not None
+
+
+class Stack(nn.Module):
+    """Two layers in a row, kept in a list of the given kind."""
+
+    def __init__(self, kind: Callable[[list[nn.Module]], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(4, 8), kind([nn.Linear(8, 8), nn.Linear(8, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns two scores."""
+        x = torch.relu(self.first(x))
+        for layer in self.layers:  # type: ignore[attr-defined]
+            x = torch.tanh(layer(x))
+        return 3 * x
+
+
+def alike(model: nn.Sequential, value: float) -> nn.Sequential:
+    nn.init.constant_(model[0].weight, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "finding"),
+    [
+        (Stack(list), "hidden_layers"),
+        (Stack(nn.ModuleList), None),
+        (Stack(lambda layers: [layer.requires_grad_(False) for layer in layers]), None),
+        (alike(net(2), 0.1), "equal_units"),
+        (alike(net(2), 0.0), None),
+    ],
+)
+def test_layers_outside_the_model_and_units_alike_are_found(
+    tmp_path: Path, model: nn.Module, finding: str | None
+) -> None:
+    verdict = verdict_of(tmp_path / "run", model, functional.cross_entropy, X, LABELS)
+    ids = {item.finding.id for item in verdict.ranked}
+    assert ids & {"hidden_layers", "equal_units"} == ({finding} if finding else set())
+
+
+def test_a_hidden_model_that_another_optimizer_trains_is_no_finding(tmp_path: Path) -> None:
+    """As in a GAN whose generator keeps its critic in a tuple, so as not to own it."""
+    model, critic = net(2), nn.Linear(2, 1)
+    model.critic = (critic,)  # type: ignore[assignment]
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, critic))
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for _ in range(20):
+            loss = critic(model(X)).square().mean()
+            for each in (optimizer, other):
+                each.zero_grad()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+            other.step()
+    with gv.open_run(monitor.run_path) as run:
+        assert "hidden_layers" not in {finding.id for finding in run.findings}

@@ -113,8 +113,10 @@ class Graph:
         self.layers: list[Any] = []
         self.others: list[Any] = []
         """Every other node of the body."""
+        self.leaves: dict[int, Tensor] = {}
+        """The tensors that backward reaches, by id."""
         self.is_ours = False
-        """Whether it reaches a watched parameter."""
+        """Whether one of them is a watched parameter."""
         waiting, seen = deque([(root, True)]), {root}
         while waiting and len(seen) < MAX_NODES:
             node, in_head = waiting.popleft()
@@ -127,8 +129,9 @@ class Graph:
                 self.head.append(node)
             else:
                 self.others.append(node)
-            variable = getattr(node, "variable", None)
-            self.is_ours |= variable is not None and id(variable) in rows
+            if (variable := getattr(node, "variable", None)) is not None:
+                self.leaves[id(variable)] = variable
+                self.is_ours |= id(variable) in rows
             for before in _inputs(node):
                 if before is not None and before not in seen:
                     seen.add(before)
@@ -138,6 +141,10 @@ class Graph:
         """Returns the row of a layer's weight; -1 if it belongs to another model."""
         found = [self._rows.get(id(leaf), -1) for leaf in _leaves(layer) if leaf.dim() > 1 or _is(layer, NORMS)]
         return max(found, default=-1)
+
+    def weight_row_of(self, weight: Tensor) -> int:
+        """Returns the row of a watched parameter; -1 for other tensors."""
+        return self._rows.get(id(weight), -1)
 
     def _has_weight(self, node: Any) -> bool:
         return any(True for _ in _leaves(node))
@@ -243,6 +250,8 @@ class Inspection:
         self._first = False
         self._counts: Tensor | None = None
         self._sums: tuple[Tensor, Tensor, int] | None = None
+        self._hidden: dict[int, int] | None = None
+        """How often each tensor was changed that no optimizer is known to hold."""
         self._failed = False
 
     def arm(self, *, first: bool) -> None:
@@ -324,10 +333,33 @@ class Inspection:
         if self._first:
             found |= head.numbers()
             found |= _text_numbers(entry, head)
+            found |= self._layer_numbers(graph)
         else:  # evaluation may have left the model in its mode since
             modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
         found |= modes
         self._write(found)
+
+    def _layer_numbers(self, graph: Graph) -> dict[str, Tensor | float]:
+        """Returns how many tensors no optimizer sees, and how many matrices start with equal rows."""
+        hidden = {
+            id(weight): weight._version
+            for module in self._table.model.modules()
+            for kept in vars(module).values()
+            if isinstance(kept, (list, tuple, dict)) and kept is not module._modules
+            for layer in (kept.values() if isinstance(kept, dict) else kept)
+            if isinstance(layer, nn.Module)
+            for weight in layer.parameters()
+            if id(weight) in graph.leaves and graph.weight_row_of(weight) < 0
+        }
+        before, self._hidden = self._hidden, hidden
+        found: dict[str, Tensor | float] = {}
+        if before is None:
+            matrices = [weight.detach() for weight in graph.leaves.values() if weight.dim() > 1 and len(weight) > 1]
+            if equal := [(weight == weight[:1]).all() & (weight[0] != 0).any() for weight in matrices]:
+                found["body/equal_units"] = torch.stack(equal).sum()
+        else:  # what another optimizer holds has changed since
+            found["body/hidden"] = float(sum(before.get(weight) == version for weight, version in hidden.items()))
+        return found
 
     def _is_entry(self, layer: Any) -> bool:
         """Whether a layer acts on data rather than on another layer's output."""

@@ -548,6 +548,80 @@ class NoNonlinearity(Rule):
 
 @register
 @dataclass
+class HiddenLayers(Rule):
+    """Layers that the loss uses are not parameters of the model, so that no optimizer holds them."""
+
+    id = "hidden_layers"
+    family = "setup"
+    needs = ("body/hidden",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Layers missing from the model",
+        pattern="Backward reaches layers that a module keeps in a plain list or dict, and nothing changes them.",
+        title="{tensors} tensors that the loss depends on are not parameters of the model, and never change",
+        causes={
+            "list": (
+                "Layers are kept in a plain Python list or dict: nn.Module does not look into it, so "
+                "model.parameters() and the optimizer do not have them"
+            )
+        },
+        fixes={"list": "Keep layers in nn.ModuleList or nn.ModuleDict, and set requires_grad to False for frozen ones"},
+        changes={"list": {"layers": "ModuleList"}},
+        snippets={"list": "self.layers = nn.ModuleList(layers)"},
+        passed="the model has every layer that the loss uses",
+    )
+
+    BATCHES = 3  # inspected batches in a row
+
+    lasted: int = field(default=0, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        hidden = step.values.get("body/hidden")
+        if hidden is None:
+            return None
+        self.lasted = self.lasted + 1 if hidden else 0
+        if self.lasted < self.BATCHES:
+            return None
+        return Observation(severity="warning", seen={"tensors": int(hidden)}, since=0)
+
+
+@register
+@dataclass
+class EqualUnits(Rule):
+    """All units of a layer start with the same weights."""
+
+    id = "equal_units"
+    family = "setup"
+    needs = ("body/equal_units",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Units that start alike",
+        pattern="At the first step all rows of a weight matrix are the same, and not zero.",
+        title="In {layers} of the model's weight matrices all units start with the same weights",
+        causes={
+            "constant": (
+                "Weights are set to a constant: units with the same weights get the same gradients and stay one unit"
+            )
+        },
+        fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
+        changes={"constant": {"initialization": "default"}},
+        snippets={"constant": "nn.init.kaiming_normal_(layer.weight)"},
+        passed="the units of every layer start with weights of their own",
+    )
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at the first inspected batch."""
+        layers = step.values.get("body/equal_units", 0.0)
+        return Observation(severity="warning", seen={"layers": int(layers)}, since=0) if layers else None
+
+
+@register
+@dataclass
 class DataOrder(Rule):
     """Every step gets the same batch, or batches come sorted by class."""
 
