@@ -22,7 +22,7 @@ from experiments.advice.arms import (
     untried,
 )
 from experiments.advice.faults import FAULTS, bad_start
-from experiments.advice.score import Line, format_summary, summarize
+from experiments.advice.score import Line, draw_figure, format_summary, summarize
 from experiments.advice.tasks import NEEDS_DATA, TASKS, Job, Settings
 from experiments.parallel import Workers
 
@@ -36,6 +36,7 @@ QUICK_TASKS, QUICK_STARTS, QUICK_SCALE = ("mlp", "regression"), 4, 0.15
 @click.option("--starts", type=click.IntRange(1, len(FAULTS)), default=len(FAULTS), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default="runs/advice.jsonl", show_default=True)
 @click.option("--report", type=click.Path(path_type=Path, exists=True), help="Print the tables of this file only.")
+@click.option("--figure", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result into this SVG file.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop then; the same command goes on later.")
 @click.option("--quick", is_flag=True, help="Two small tasks, a few starts, short trainings; keeps nothing.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
@@ -46,6 +47,7 @@ def main(
     starts: int,
     out: Path,
     report: Path | None,
+    figure: Path | None,
     time_limit: float | None,
     quick: bool,
     workers: int,
@@ -56,7 +58,7 @@ def main(
     Beside it, on the same starts with the same number of trainings: random search, and a learning-rate finder.
     """
     if report is not None:
-        print_result(summarize(read_lines(report, dict, COMMAND)), as_json, format_summary)
+        _print(read_lines(report, dict, COMMAND), figure, as_json)
         return
     tasks = [name for name in TASKS if re.search(only or "", name) and (data or name not in NEEDS_DATA)]
     scale = 1.0
@@ -64,7 +66,14 @@ def main(
         tasks, starts, scale = [name for name in tasks if name in QUICK_TASKS], min(starts, QUICK_STARTS), QUICK_SCALE
     with progress_bar() as progress, Workers(workers, time_limit) as pool:
         lines = Experiment(tasks, starts, data, scale, None if quick else out, pool, progress).run()
-    print_result(summarize(lines), as_json, format_summary)
+    _print(lines, figure, as_json)
+
+
+def _print(lines: Sequence[Line], figure: Path | None, as_json: bool) -> None:
+    summary = summarize(lines)
+    if figure is not None:
+        draw_figure(summary, figure)
+    print_result(summary, as_json, format_summary)
 
 
 COMMAND = "python -m experiments.advice"

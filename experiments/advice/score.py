@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from experiments.scale_adaptation.figures import Panel, Trace, draw
 from gradvitals.bench import markdown_table
 
 Line = Mapping[str, Any]
@@ -68,6 +70,7 @@ def summarize(lines: Iterable[Line]) -> dict[str, Any]:
         "worse": len(harm),
         "harm": harm,
         "arms": {arm: _scores(row for row in rows if row["arm"] == arm) for arm in ARMS},
+        "closed": {arm: sorted(row["closed"][-1] for row in rows if row["arm"] == arm) for arm in ARMS},
         "tasks": _grouped(rows, lambda row: row["task"]),
         "faults": _grouped(rows, lambda row: row["fault"]),
         "by": _by_word(courses),
@@ -138,6 +141,21 @@ def _references(lines: Sequence[Line]) -> list[dict[str, Any]]:
         | {name: some[0]["settings"][name] for name in names}
         for task, some in found.items()
     ]
+
+
+# -- the figure ------------------------------------------------------------------------------------------------------
+
+
+def draw_figure(summary: Mapping[str, Any], path: Path) -> None:
+    """Draw what each arm closes of the gap: after each training, and of every start in the end."""
+    after = Panel(title="median start", x_name="trainings", y_name="gap closed (%)", y_marks=(100 * CLOSED,))
+    starts = Panel(title="all starts, after 3 trainings", x_name="starts (%)", y_name="gap closed (%)")
+    for color, (arm, shares) in enumerate(summary["closed"].items()):
+        medians = [0.0, *(100 * share for share in summary["arms"][arm]["median"])]
+        ranks = [100 * (rank + 0.5) / len(shares) for rank in range(len(shares))]
+        after.traces.append(Trace(name=arm, x=range(len(medians)), y=medians, line=True, color=color))
+        starts.traces.append(Trace(name=arm, x=ranks, y=[100 * share for share in shares], line=True, color=color))
+    draw([after, starts], "Share of the gap to the tuned reference that runs close", path)
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
