@@ -38,10 +38,13 @@ def test_a_limit_far_below_every_norm_is_why_the_loss_is_flat() -> None:
     assert found["clip_saturated"].severity == "warning"  # as serious as what it does
 
 
-def test_a_limit_a_thousand_times_too_low_is_told_at_once() -> None:
-    finding = only(clipped(1e-5).findings(*ALL))
+@pytest.mark.parametrize(("scale", "cause"), [(1.0, "The limit of"), (1e4, "summed instead of averaged")])
+def test_a_limit_a_thousand_times_too_low_is_reported_at_once(scale: float, cause: str) -> None:
+    run = clipped(1e-5 * scale)
+    run.values["grad/norm"] *= scale
+    finding = only(run.findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "warning", 20)
-    assert "summed instead of averaged" in finding.causes[0]
+    assert cause in finding.causes[0]
 
 
 def test_a_limit_that_is_never_reached() -> None:

@@ -99,7 +99,7 @@ RELATIVE = ("lr_proposed", "lr_lower", "lr_tenth")
 
 SNIPPETS = {
     "lr": 'for group in optimizer.param_groups:\n    group["lr"] = {}',
-    "max_norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm={})  # between backward and step",
+    "max_norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), {})",
     "weight_decay": 'for group in optimizer.param_groups:\n    group["weight_decay"] = {}',
     "momentum": 'for group in optimizer.param_groups:\n    group["momentum"] = {}',
 }

@@ -101,6 +101,7 @@ class ClipSaturated(_Clipping):
     WINDOW = 300  # steps looked back on; two thirds of them must exist
     SHORT, FEWEST = 10.0, 40  # a limit this many times below each of so many norms makes every step too short
     FAR = 1000.0  # 20 norms of this many times the limit are a mistake, reported at once
+    HIGH = 100.0  # which is the gradient's if its norm is over this, else the limit's
 
     share: float = 0.95
     """Share of steps that must be clipped."""
@@ -117,13 +118,14 @@ class ClipSaturated(_Clipping):
             return None  # Adam makes steps as long whatever the size of the gradient
         usual, proposed = np.quantile(norms, (0.5, self.QUANTILE))
         seen = {"percent": 100 * clipped, "limit": limit, "norm": float(usual), "steps": len(norms)}
+        cause = "scale" if far and usual > self.HIGH else "low"
         return Observation(
             severity="warning" if far else "info",
             seen=seen | {"max_norm": _two_digits(float(proposed))},
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
-            causes=("scale",) if far else ("low",),
-            fixes=("scale",) if far else ("low",),
+            causes=(cause,),
+            fixes=(cause,),
         )
 
 
