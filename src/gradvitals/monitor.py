@@ -108,8 +108,8 @@ def watch(
     on_reading: Callable[[Reading], object] | None = None,
     guard: Any = None,
     group: Any = None,
-    sinks: Sequence[Sink | str] | Sink | str = (),
-    alerts: Sequence[Alert | str] | Alert | str = (),
+    sinks: Sequence[Sink | str] | Sink | str | None = (),
+    alerts: Sequence[Alert | str] | Alert | str | None = (),
 ) -> Monitor:
     """Watch a training run.
 
@@ -212,8 +212,8 @@ class Monitor:
         resume: bool = False,
         on_reading: Callable[[Reading], object] | None = None,
         group: Any = None,
-        sinks: Sequence[Sink | str] | Sink | str = (),
-        alerts: Sequence[Alert | str] | Alert | str = (),
+        sinks: Sequence[Sink | str] | Sink | str | None = (),
+        alerts: Sequence[Alert | str] | Alert | str | None = (),
     ) -> None:
         self._closed = True  # nothing to close before all of this has worked
         self._failed = False
@@ -631,6 +631,7 @@ class Monitor:
         """Start the worker. Everything it needs is known with the first step."""
         start, config = self._start, self.config
         self._path = self._path if self._resume or not start.leads else free_run_path(self._path)
+        _kept_in[start.asked.absolute()] = self._path
         if self._path != start.asked and start.leads and not self._resume:
             print_line(f"{start.asked} holds a run already; this one is kept in {self._path}", config.quiet)
         self._run_id = run_id(self._path) if self._resume else None
@@ -852,6 +853,17 @@ class Monitor:
 
 
 _open_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+_kept_in: dict[Path, Path] = {}
+"""Where the last run of this process is that was to be kept in a folder: beside it, if that held a run already."""
+
+
+def settled_run(path: Path) -> Path:
+    """Return where the run is that this process was asked to keep in a folder, with all its steps so far written."""
+    place = _kept_in.get(path.absolute(), path)
+    for monitor in list(_open_monitors):
+        if monitor.run_path == place and not monitor._closed:
+            monitor.flush()
+    return place
 
 
 def _close_earlier(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quiet: bool) -> None:
@@ -894,7 +906,7 @@ def _a(value: object) -> str:
 
 
 def _listed(given: Any) -> Iterable[Any]:
-    return [given] if isinstance(given, (str, Sink, Alert)) else given
+    return [given] if isinstance(given, (str, Sink, Alert)) else given or ()
 
 
 def run_info(optimizers: Sequence[torch.optim.Optimizer]) -> RunInfo:

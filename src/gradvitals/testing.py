@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradvitals.report.verdict import Verdict
@@ -22,6 +24,9 @@ def assert_healthy(
     ignore: tuple[str, ...] = (),
 ) -> Verdict:
     """Fail if a training run is not healthy, with the cause and the fix in the message.
+
+    A folder stands for the run that this process was asked to keep there, even if a run that was there already sent it
+    to another one; its Monitor need not be closed.
 
     Args:
         run: A run, its folder, a Monitor or a Verdict.
@@ -61,5 +66,6 @@ def _verdict(run: Any) -> tuple[str, Verdict]:
         return "the run", run
     with ExitStack() as stack:
         if isinstance(run, (str, os.PathLike)):
-            run = stack.enter_context(open_run(run))
+            recording = sys.modules.get("gradvitals.monitor")  # loads torch, and only a test that trains has it
+            run = stack.enter_context(open_run(recording.settled_run(Path(run)) if recording else run))
         return str(run.path if isinstance(run, Run) else run.run_path), run.verdict

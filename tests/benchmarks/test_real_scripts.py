@@ -108,5 +108,13 @@ def test_a_script_that_is_not_watched_needs_the_declared_reason() -> None:
     assert (told.bare_ms, told.ratio) == (pytest.approx(1000), pytest.approx(1.1))
     results = [{"rows": [vars(row)]} for row in (silent, told, other)]
     assert [passes(result) for result in results] == [False, True, False]
-    everything = {"machine": "one", "torch": "2", "date": "now", "pairs": 1, "packages": {}, "left_out": {}}
+    everything = {
+        "machine": "one",
+        "torch": "2",
+        "date": "now",
+        "pairs": 1,
+        "longer": 1,
+        "packages": {},
+        "left_out": {},
+    }
     assert "1 of 1 watched, or not watched with a precise reason" in format_gate({**everything, **results[1]})

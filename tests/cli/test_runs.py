@@ -121,9 +121,9 @@ def test_the_help_fits_80_columns() -> None:
 
 def test_runs_of_other_tools_stay_apart(here: Path) -> None:
     write(Path("runs/first"))
-    assert "runs/first" in gradvitals("ls").output  # where examples keep theirs, if there are no others
+    assert "runs/first" in gradvitals("ls").output  # where examples keep theirs
     write(Path("gradvitals_runs/ours"))
     Path("runs/CartPole__dqn__1").mkdir()
     Path("runs/CartPole__dqn__1/events.out.tfevents.1").write_bytes(b"x")
-    assert [run["name"] for run in json.loads(gradvitals("ls", "--json").output)["runs"]] == ["ours"]
+    assert [run["name"] for run in json.loads(gradvitals("ls", "--json").output)["runs"]] == ["ours", "first"]
     assert gradvitals("doctor").output.splitlines()[-1].startswith("gradvitals_runs/ours: ")

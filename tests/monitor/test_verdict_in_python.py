@@ -82,6 +82,24 @@ def test_assert_healthy_passes_and_fails_with_the_cause_and_the_fix(tmp_path: Pa
         gv.testing.assert_healthy(good, fail_on="bad")  # type: ignore[arg-type]
 
 
+def test_a_folder_stands_for_the_run_that_was_to_be_kept_there(tmp_path: Path) -> None:
+    """Neither closed nor in that folder, which holds an earlier run."""
+    train(tmp_path / "run", steps=40)
+    bad = train(tmp_path / "run", steps=40, zero=False, close=False)
+    assert bad.run_path == tmp_path / "run-2"
+    with pytest.raises(AssertionError, match="run-2 is not healthy"):
+        gv.testing.assert_healthy(tmp_path / "run", min_steps=40)
+    bad.close()
+    with pytest.raises(AssertionError, match="run-2 is not healthy"):
+        gv.testing.assert_healthy(tmp_path / "run")
+
+
+def test_no_alerts_and_no_sinks_may_be_none(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gv.watch(model, optimizer, run=tmp_path / "run", sinks=None, alerts=None).close()
+
+
 def test_a_notebook_card_follows_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradvitals.report.notebook import show_live
 

@@ -97,7 +97,7 @@ def _judge(path: Path, form: str, fail_on: Severity, *, again: bool, verbose: bo
         else:
             from gradvitals.report.terminal import render_doctor
 
-            console().print(render_doctor(report, verbose=verbose, all_checks=all_checks))
+            console().print(render_doctor(report, verbose=verbose, all_checks=all_checks), crop=False)
     return int(failed)
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import console, json_option, print_json
-from gradvitals.places import default_folder
+from gradvitals.places import searched_folders
 
 SHOWN = 20
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), default=default_folder)
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option(
     "-n", "--limit", type=click.IntRange(min=0), default=SHOWN, show_default=True, help="Runs to show; 0: all."
 )
 @json_option
-def ls(folder: Path, limit: int, as_json: bool) -> None:
-    """List the runs in FOLDER (gradvitals_runs/ by default), the newest first.
+def ls(folder: Path | None, limit: int, as_json: bool) -> None:
+    """List the runs in FOLDER (by default gradvitals_runs/ and runs/), the newest first.
 
     Each has a light, the number of steps, the last loss, its age, and what is wrong.
 
@@ -31,16 +31,19 @@ def ls(folder: Path, limit: int, as_json: bool) -> None:
     from gradvitals.errors import RunNotFoundError
     from gradvitals.report.listing import find_runs, list_runs
 
-    if not folder.exists() and folder != default_folder():
+    if folder is not None and not folder.exists():
         raise RunNotFoundError(f"there is no folder {folder}")
-    found = sorted(find_runs(folder), key=lambda file: -file.modified)
-    lines = list_runs(found[: limit or None], folder)
+    folders = searched_folders() if folder is None else [folder]
+    found = sorted(((file, one) for one in folders for file in find_runs(one)), key=lambda pair: -pair[0].modified)
+    lines = [line for file, one in found[: limit or None] for line in list_runs([file], one)]
     if as_json:
-        print_json({"folder": str(folder), "num_runs": len(found), "runs": [line.to_json() for line in lines]})
+        runs = [line.to_json() for line in lines]
+        print_json({"folders": [str(one) for one in folders], "num_runs": len(found), "runs": runs})
         return
     if not found:
+        places = " or ".join(map(str, folders))
         click.echo(
-            f"There are no runs in {folder}. Record one with `gradvitals run train.py`, or try `gradvitals demo`."
+            f"There are no runs in {places}. Record one with `gradvitals run train.py`, or try `gradvitals demo`."
         )
         return
     from gradvitals.report.terminal import render_list

@@ -40,7 +40,7 @@ def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) 
         chosen = chosen.parent
     listening = bind(host, port)
     url, tunnel = addresses(listening)
-    click.echo(f"{url}  shows the runs in {chosen}. Ctrl-C stops it.")
+    click.echo(f"{url} shows the runs in {chosen}; Ctrl-C stops it")
     click.echo(f"From another machine:  {tunnel}")
     if open_browser:
         import webbrowser

@@ -339,6 +339,8 @@ def _change(a: float, b: float) -> str:
         return ""
     if b > 2 * a:
         return f" ({number(b / a)} times as high)"
+    if a > 10 * b:
+        return f" ({number(a / b)} times lower)" if b > 0 else ""
     return f" ({percent(abs(b - a) / a, 2)} {'lower' if b < a else 'higher'})"
 
 

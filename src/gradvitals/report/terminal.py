@@ -215,7 +215,7 @@ def _labeled(label: str, text: str) -> Paragraph:
 def _snippet(fix: Any) -> Iterator[RenderableType]:
     """Yields the lines to paste, if the fix has any."""
     for line in fix_snippet(fix).splitlines():
-        yield Text(" " * (LABEL_WIDTH + 2) + clean(line), style="green", overflow="fold")
+        yield Text(f"    {clean(line)}", style="green", no_wrap=True, overflow="ignore")
 
 
 def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:

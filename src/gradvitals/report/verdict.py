@@ -320,8 +320,13 @@ def _names(findings: Sequence[Finding]) -> str:
 
 
 def in_sentence(name: str) -> str:
-    """Returns a name within a sentence: lowercase, except for abbreviations such as GSNR."""
-    return name if name[1:2].isupper() else name[:1].lower() + name[1:]
+    """Returns a name within a sentence: lowercase, except for words such as GSNR and NaN.
+
+    >>> in_sentence("NaN in the data"), in_sentence("Loss spike")
+    ('NaN in the data', 'loss spike')
+    """
+    first = name.partition(" ")[0]
+    return name if first != first.capitalize() else name[:1].lower() + name[1:]
 
 
 def _worst(item: RankedFinding, *, live: bool) -> str:

@@ -45,7 +45,7 @@ class DeadTensor(Rule):
     message = Message(
         name="No gradient",
         pattern="A tensor's gradient is missing or exactly zero for many steps, while other tensors have one.",
-        title="{where} had no gradient for {steps} steps, since step {at}",
+        title="{where} had no gradient for {steps} steps",
         causes={
             "unused": "{first} has no gradient from step {at} on: not used in the forward pass, or detached on the way",
             "died": "All units behind {first} are off: a ReLU that is negative for every input passes nothing back",
@@ -363,7 +363,8 @@ class UpdateRatio(Rule):
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
-                "Raise the learning rate from {lr} to about {lr_proposed}: ~0.1% of the weight norm per step is typical"
+                "Raise the learning rate from {lr} to about {lr_proposed}, and further if updates stay this small: ~0.1% "
+                "of the weight norm per step is typical"
             ),
             "cut_lr": "Set the learning rate back from {lr} to {lr_before}, unless the cut is intended",
             "small_gradient": "Find out why the gradient of {first} is so small, or give it its own learning rate",
