@@ -65,6 +65,8 @@ class Message:
     """By key of a fix: lines to paste, filled in like every text."""
     only_if_chosen: tuple[str, ...] = ()
     """Keys of causes and fixes that are offered only if the rule chose them: the others may follow by themselves."""
+    is_certain: bool = False
+    """Whether the rule chooses by what it saw, so that no other cause or fix is offered."""
     passed: str = ""
     """What is reported if the check passed."""
     reference: str = ""
@@ -160,7 +162,7 @@ def _filled(
     A rule that chose has looked: a text that it did not choose and that names numbers of this run may be false.
     """
     for key in dict.fromkeys((*chosen, *texts)):
-        if key in message.only_if_chosen and key not in chosen:
+        if key not in chosen and (key in message.only_if_chosen or (message.is_certain and chosen)):
             continue
         text = RESTORE.sub(lambda found: found[0] if blanks.get(found[1], 1) > 0 else "", texts[key])
         is_code = "(" in text.split(" ", 1)[0]

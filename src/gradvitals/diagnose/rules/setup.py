@@ -215,6 +215,7 @@ class LossMismatch(Rule):
             "padding": "loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index={pad_label})",
             "copied": "loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())",
         },
+        is_certain=True,
         passed="output, loss and targets fit together",
     )
 
@@ -403,6 +404,7 @@ class UnscaledData(Rule):
             ),
             "targets": "y = (y - {target_mean}) / {target_std}",
         },
+        is_certain=True,
         passed="inputs and targets have an ordinary scale",
     )
 
@@ -648,6 +650,7 @@ class DataOrder(Rule):
             "same": "for x, y in loader:  # not next(iter(loader))",
             "sorted": "loader = DataLoader(dataset, batch_size={samples}, shuffle=True)",
         },
+        is_certain=True,
         passed="batches differ, and hold several classes",
     )
 

@@ -363,8 +363,8 @@ class UpdateRatio(Rule):
             "small_weights": "Start with larger weights in {first}, or lower the learning rate from {lr}",
             "momentum": "Restore a checkpoint from before step {at} and reset the optimizer state",
             "low_lr": (
-                "Raise the learning rate from {lr} to about {lr_proposed}, and further if updates stay this small: ~0.1% "
-                "of the weight norm per step is typical"
+                "Raise the learning rate from {lr} to about {lr_proposed}, and further if updates stay this small: "
+                "~0.1% of the weight norm per step is typical"
             ),
             "cut_lr": "Set the learning rate back from {lr} to {lr_before}, unless the cut is intended",
             "small_gradient": "Find out why the gradient of {first} is so small, or give it its own learning rate",
