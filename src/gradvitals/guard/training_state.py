@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gradvitals.collect.moments import stepping
 from gradvitals.distributed.shards import local
@@ -55,41 +56,33 @@ class TensorRef:
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A copy of `tree` with a `TensorRef` for each tensor; adds the tensors to `tensors`, named by their path."""
-    if isinstance(tree, Tensor):
-        tensors[name] = tree
-        return TensorRef(name, tree.device.type, is_sharded(tree))
-    if isinstance(tree, dict):
-        return {key: split(value, f"{name}/{key}", tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return _like(tree, [split(value, f"{name}/{index}", tensors) for index, value in enumerate(tree)])
-    return deepcopy(tree)
+
+    def saved(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return deepcopy(leaf)
+        ref = TensorRef("/".join([name, *map(_key, path)]), leaf.device.type, is_sharded(leaf))
+        tensors[ref.name] = leaf
+        return ref
+
+    return pytree.tree_map_with_path(saved, tree)
 
 
 def join(shape: Any, live: Any, renew: Callable[[TensorRef, Any], Any]) -> Any:
     """The inverse of `split`: calls `renew` with each `TensorRef` and what is in its place in `live` now."""
-    if isinstance(shape, TensorRef):
-        return renew(shape, live)
-    if isinstance(shape, dict):
-        there = live if isinstance(live, dict) else {}
-        return {key: join(value, there.get(key), renew) for key, value in shape.items()}
-    if isinstance(shape, (list, tuple)):
-        same = isinstance(live, (list, tuple)) and len(live) == len(shape)
-        items = zip(shape, live if same else [None] * len(shape), strict=True)
-        return _like(shape, [join(value, now, renew) for value, now in items])
-    return deepcopy(shape)
+    there = dict(pytree.tree_leaves_with_path(live))
+    return pytree.tree_map_with_path(
+        lambda path, leaf: renew(leaf, there.get(path)) if isinstance(leaf, TensorRef) else deepcopy(leaf), shape
+    )
 
 
 def refs(shape: Any) -> list[TensorRef]:
     """All `TensorRef` in a structure."""
-    found: list[TensorRef] = []
-    join(shape, None, lambda ref, _: found.append(ref))
-    return found
+    return [leaf for leaf in pytree.tree_leaves(shape) if isinstance(leaf, TensorRef)]
 
 
-def _like(model: Any, items: list[Any]) -> Any:
-    if isinstance(model, tuple):
-        return type(model)(*items) if hasattr(model, "_fields") else tuple(items)
-    return items
+def _key(entry: Any) -> str:
+    """A key or an index on the path to a leaf."""
+    return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
 
 def is_sharded(tensor: Tensor) -> bool:
