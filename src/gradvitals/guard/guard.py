@@ -186,8 +186,7 @@ class Guard:
             return
         self._closed = True
         loop = self._loop
-        if self._active:
-            self._attempt(loop.finish, None)
+        self._attempt(loop.finish)
         self._active = False
         loop.monitor.recorder.on_scaler_skip = None
         loop.buffers.close()
@@ -209,19 +208,16 @@ class Guard:
         if loop.snapshots is not None and loop.snapshots.found and not loop.started:
             text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
             loop.print(f"{text}; this run's own replace them as they become healthy")
-        return bool(self._attempt(lambda: loop.before(wrapper), True))
+        return bool(self._attempt(loop.before, wrapper, otherwise=True))
 
     def _after(self, wrapper: StepWrapper, made: bool) -> None:
-        if self._active:
-            self._attempt(lambda: self._the_loop.after(wrapper, made), None)
+        self._attempt(self._the_loop.after, wrapper, made)
 
     def _failed(self, wrapper: StepWrapper) -> None:
-        if self._active:
-            self._attempt(lambda: self._the_loop.failed(wrapper), None)
+        self._attempt(self._the_loop.failed, wrapper)
 
     def _scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._active:
-            self._attempt(self._the_loop.scaler_skipped, None)
+        self._attempt(self._the_loop.scaler_skipped)
 
     def _step_with_closure(self) -> None:
         if self._active and not self._reported_closure:
@@ -229,13 +225,15 @@ class Guard:
             monitor = self._the_loop.monitor
             monitor.report(notices.guard_absent(monitor.step))
 
-    def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Do the Guard's part of a step. An error in it ends the guarding, not the training.
+    def _attempt(self, work: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+        """Do the Guard's part of a step while it is active. An error in it ends the guarding, not the training.
 
         With several ranks it ends the training too: the others would wait for this one's numbers forever.
         """
+        if not self._active:
+            return otherwise
         try:
-            return work()
+            return work(*args)
         except Exception as error:
             self._active = False
             loop = self._the_loop

@@ -18,55 +18,39 @@ class Ranks:
     """The ranks of one Monitor's run. Uses the process group of the training, between steps."""
 
     def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+        self._table, self._config, self._topology = monitor.recorder.table, monitor.config, monitor.ranks
         self._shares: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
-
-    @property
-    def several(self) -> bool:
+        self.several = self._topology is not None
         """Whether there is more than one rank."""
-        return self._monitor.ranks is not None
-
-    @property
-    def leads(self) -> bool:
+        self.leads = self._topology is None or self._topology.rank == 0
         """Whether this is the first rank, the one that prints."""
-        return self._monitor.ranks is None or self._monitor.ranks.rank == 0
-
-    @property
-    def group(self) -> Any:
+        self.group: Any = None if self._topology is None else self._topology.device_group
         """The process group of the training; None for all processes."""
-        return None if self._monitor.ranks is None else self._monitor.ranks.device_group
-
-    @property
-    def stage(self) -> int | None:
+        self.stage = None if self._topology is None else self._config.pipeline_stage
         """The pipeline stage, if stages use the same names for different tensors."""
-        return None if self._monitor.ranks is None else self._monitor.config.pipeline_stage
+        self.num_rows = 0 if self._topology is None else len(self._topology.layout.tensors)
+        """The rows of all ranks together: pipeline stages hold different ones."""
 
     @property
     def device(self) -> torch.device:
         """The device for numbers that are on none yet."""
-        return self._monitor.recorder.table.parameters[0].device
-
-    @property
-    def num_rows(self) -> int:
-        """The rows of all ranks together: pipeline stages hold different ones."""
-        assert self._monitor.ranks is not None
-        return len(self._monitor.ranks.layout.tensors)
+        return self._table.parameters[0].device
 
     def local_rows(self) -> list[int]:
         """This rank's row for each row of all ranks; -1 if the rank does not hold it."""
-        assert self._monitor.ranks is not None
+        assert self._topology is not None
         found = [-1] * self.num_rows
-        for row, number in enumerate(self._monitor.ranks.rows.tolist()):
+        for row, number in enumerate(self._topology.rows.tolist()):
             found[number] = row
         return found
 
     def shares(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """The weight of each of these rows in a sum over ranks, and its number among the rows of all ranks."""
-        assert self._monitor.ranks is not None
+        assert self._topology is not None
         key = tuple(rows), device
         if key not in self._shares:  # cached: on a GPU every such copy would block the host
-            weights = torch.tensor([self._monitor.recorder.table.weight(row) for row in rows], dtype=torch.float64)
-            numbers = torch.tensor([int(self._monitor.ranks.rows[row]) for row in rows])
+            weights = torch.tensor([self._table.weight(row) for row in rows], dtype=torch.float64)
+            numbers = torch.tensor([int(self._topology.rows[row]) for row in rows])
             self._shares[key] = weights.to(device), numbers.to(device)
         return self._shares[key]
 
@@ -78,7 +62,7 @@ class Ranks:
         """
         if not self.several:
             return
-        meeting = call_meeting(self.group, self._monitor.config.rank_timeout)
+        meeting = call_meeting(self.group, self._config.rank_timeout)
         meeting.tell(f"guard/{meeting.rank}", settings)
         keys = [f"guard/{rank}" for rank in range(len(meeting.ranks))]
         meeting.wait(keys, "set a Guard")

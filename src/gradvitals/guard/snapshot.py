@@ -31,10 +31,10 @@ from torch import distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gradvitals.distributed.shards import local
+from gradvitals.distributed.shards import local, placements
 from gradvitals.distributed.topology import own_group
 from gradvitals.guard.actions import copy_all
-from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, is_sharded, sizes_of
+from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
 MAX_PENDING = 2
 """Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
@@ -125,7 +125,7 @@ class Snapshot:
         """Start copying this state into it."""
         self.plain |= plain
         self.sizes |= sizes_of(tensors)
-        self.specs |= {name: tensor._spec for name, tensor in tensors.items() if is_sharded(tensor)}  # type: ignore[attr-defined]
+        self.specs |= {name: tensor._spec for name, tensor in tensors.items() if placements(tensor)}  # type: ignore[attr-defined]
         self.copies = [*(self.copies or []), HostCopy(tensors, **options)]
 
     def hold_back(self) -> None:
@@ -589,16 +589,6 @@ class SnapshotManager:
             self.found = [one.step for one in self._store.complete]
             self._next_serial = 1 + max((one.serial for one in self._store.complete), default=0)
             weakref.finalize(self, self._store.close, 60.0)
-
-    @property
-    def healthy_step(self) -> int | None:
-        """The step that `restore` would go back to; None if there is no healthy snapshot."""
-        return next((one.step for one in reversed(self._ring) if one.healthy), None)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of all snapshots, pending ones too."""
-        return [one.step for one in self._ring]
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gradvitals.collect.moments import stepping
-from gradvitals.distributed.shards import local
+from gradvitals.distributed.shards import local, placements, unwrapped
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
 
@@ -52,6 +52,7 @@ class TensorRef:
     name: str
     device: str
     sharded: bool
+    """Whether it is a DTensor."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -60,7 +61,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     def saved(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return deepcopy(leaf)
-        ref = TensorRef("/".join([name, *map(_key, path)]), leaf.device.type, is_sharded(leaf))
+        ref = TensorRef("/".join([name, *map(_key, path)]), leaf.device.type, bool(placements(leaf)))
         tensors[ref.name] = leaf
         return ref
 
@@ -85,11 +86,6 @@ def _key(entry: Any) -> str:
     return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "to_local")
-
-
 def dense(tensor: Tensor) -> Tensor:
     """The memory behind a tensor on this rank: its own shard, each element once."""
     part = local(tensor).detach()
@@ -102,7 +98,7 @@ def dense(tensor: Tensor) -> Tensor:
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes by name."""
     return {
-        name: ((tensor if is_sharded(tensor) else dense(tensor)).shape, tensor.dtype)
+        name: ((tensor if placements(tensor) else dense(tensor)).shape, tensor.dtype)
         for name, tensor in tensors.items()
     }
 
@@ -134,7 +130,9 @@ class TrainingState:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        self.model = _unwrapped(model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        self.model = unwrapped(model)
         self.optimizers, self.schedulers, self.scaler = _as_list(optimizers), _as_list(schedulers), scaler
         for one in self.optimizers:
             if not isinstance(one, torch.optim.Optimizer):
@@ -178,7 +176,7 @@ class TrainingState:
         names = {parameter: name for name, parameter in parameters.items()}
         tensors = {f"parameter/{name}": parameter for name, parameter in parameters.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers().items()}
-        own = [name for name, tensor in tensors.items() if name.startswith("buffer/") and not is_sharded(tensor)]
+        own = [name for name, tensor in tensors.items() if name.startswith("buffer/") and not placements(tensor)]
         states: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
             state: dict[str, Any] = {}
@@ -190,7 +188,7 @@ class TrainingState:
                     own += [ref.name for ref in refs(part) if not ref.sharded]
                 elif key in names:
                     part = state[names[key]] = split(value, f"state/{index}/{names[key]}", tensors)
-                    if is_sharded(key):  # a plain tensor of a sharded parameter: each rank may have its own
+                    if placements(key):  # a plain tensor of a sharded parameter: each rank may have its own
                         own += [ref.name for ref in refs(part) if not ref.sharded and tensors[ref.name].dim()]
             states.append(state)
         plain = {
@@ -263,11 +261,11 @@ class TrainingState:
         parameters = self.parameters()
         live: dict[str, Tensor] = {f"parameter/{name}": tensor for name, tensor in parameters.items()}
         live |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
-        found = {name: tensor for name, tensor in live.items() if is_sharded(tensor)}
+        found = {name: tensor for name, tensor in live.items() if placements(tensor)}
         for state in plain["state"]:
             for name, shape in state.items():
                 owner = parameters.get(name)
-                if owner is not None and is_sharded(owner):  # moments are sharded as their parameter is
+                if owner is not None and placements(owner):  # moments are sharded as their parameter is
                     found |= {
                         ref.name: owner
                         for ref in refs(shape)
@@ -295,7 +293,7 @@ class TrainingState:
             if not fits or live.device.type != ref.device:
                 on_host = ref.device == "cpu"
                 like_owner = owner is not None and dense(owner).shape == copied.shape and (copied.dim() or ref.sharded)
-                if owner is not None and like_owner and (is_sharded(owner) or not on_host):
+                if owner is not None and like_owner and (placements(owner) or not on_host):
                     target = torch.empty_like(owner, dtype=copied.dtype, requires_grad=False)
                 else:
                     where = torch.device("cpu") if on_host else owner.device if owner is not None else device
@@ -396,19 +394,6 @@ def _as_list(things: Any) -> list[Any]:
     things = list(things) if isinstance(things, (list, tuple)) else [] if things is None else [things]
     # Accelerate's wrapper is an Optimizer in name only: the real one is inside.
     return [getattr(one, "optimizer", one) if type(one).__name__ == "AcceleratedOptimizer" else one for one in things]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that only add a prefix to its names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _clean(name: str) -> str:
