@@ -374,7 +374,7 @@ class GuardLoop:
         """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
         self._rollbacks: list[int] = []
         """Steps of the rollbacks within the budget's window."""
-        self._trial: tuple[Trial, StepWrapper, RunningTrial] | None = None
+        self._trial: RunningTrial | None = None
         self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
         """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
         self._losses: dict[int, float] = {}
@@ -713,8 +713,7 @@ class GuardLoop:
                 self._next_look = step + self._patience
                 return
             self.snapshots.spoil()
-            running = RunningTrial(self.snapshots.state, snapshot, jumped, words)
-            self._trial = Trial(), wrapper, running
+            self._trial = RunningTrial(wrapper, self.snapshots.state, snapshot, jumped, words)
             self._dropped = True
 
     def _moved_far(self) -> str:
@@ -734,7 +733,7 @@ class GuardLoop:
 
     def _continue_trial(self, wrapper: StepWrapper, numbers: StepNumbers) -> bool:
         assert self._trial is not None
-        trial, owner, running = self._trial
+        running, trial, owner = self._trial, self._trial.trial, self._trial.owner
         self._dropped = True
         if wrapper is not owner:
             return False
@@ -758,7 +757,7 @@ class GuardLoop:
     def end_trial(self) -> None:
         """Put the run's own weights back."""
         if self._trial is not None:
-            self._trial[2].install("current")
+            self._trial.install("current")
             self._trial = None
 
     # -- acting -------------------------------------------------------------------------------------------------------
@@ -912,10 +911,12 @@ class GuardLoop:
 
 
 class RunningTrial:
-    """The two sets of weights of a `Trial`, and why it is made."""
+    """A `Trial` in progress: the two sets of weights, whose losses count, and why it is made."""
 
-    def __init__(self, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str) -> None:
-        self.jumped, self.words = jumped, words
+    def __init__(
+        self, owner: StepWrapper, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str
+    ) -> None:
+        self.trial, self.owner, self.jumped, self.words = Trial(), owner, jumped, words
         self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
         ours = HostCopy(self._live)
         ours.hold_back()

@@ -360,7 +360,7 @@ class SnapshotStore:
                 f"snapshots cannot be written to {self.folder} ({_reason(error)}); expected a writable folder"
             ) from error
         found = []
-        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+        for path in sorted(self.folder.glob(PREFIX + 8 * "[0-9]")):
             if not (path / "meta.json").exists():
                 shutil.rmtree(path, ignore_errors=True)
                 continue

@@ -166,16 +166,15 @@ class TrainingState:
                     named[f"(of optimizer {index}) {number}"] = parameter
         return named
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Every buffer of the model by name, also those that are not persistent."""
-        return {_clean(name): buffer for name, buffer in self.model.named_buffers()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, and all buffers of the model, by the names that they have in a snapshot."""
+        named = {f"parameter/{name}": parameter for name, parameter in self.parameters().items()}
+        return named | {f"buffer/{_clean(name)}": buffer for name, buffer in self.model.named_buffers()}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All but the settings: plain values, and the run's own tensors by name, which change as it continues."""
-        parameters = self.parameters()
-        names = {parameter: name for name, parameter in parameters.items()}
-        tensors = {f"parameter/{name}": parameter for name, parameter in parameters.items()}
-        tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers().items()}
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        tensors = self.tensors()
         own = [name for name, tensor in tensors.items() if name.startswith("buffer/") and not placements(tensor)]
         states: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
@@ -239,9 +238,7 @@ class TrainingState:
             for part, live in self.parts().items()
             if plain["parts"][part] != live
         ]
-        now: dict[str, Tensor] = {f"parameter/{name}": tensor for name, tensor in self.parameters().items()}
-        now |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
-        here = sizes_of(now)
+        here = sizes_of(self.tensors())
         there = {name: size for name, size in sizes.items() if name.startswith(("parameter/", "buffer/"))}
         if missing := [name for name in here if name not in there]:
             problems.append(f"not in the snapshot: {_shown(missing)}")
@@ -259,9 +256,7 @@ class TrainingState:
     def sharded_like(self, plain: Mapping[str, Any], sizes: Sizes) -> dict[str, Tensor]:
         """For each tensor of a snapshot that is sharded here, a live tensor that is sharded in the same way."""
         parameters = self.parameters()
-        live: dict[str, Tensor] = {f"parameter/{name}": tensor for name, tensor in parameters.items()}
-        live |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
-        found = {name: tensor for name, tensor in live.items() if placements(tensor)}
+        found = {name: tensor for name, tensor in self.tensors().items() if placements(tensor)}
         for state in plain["state"]:
             for name, shape in state.items():
                 owner = parameters.get(name)
@@ -281,9 +276,8 @@ class TrainingState:
             copies: The tensors of both, as `dense` shows them.
             position: Whether to restore random generators and the data position too.
         """
-        parameters, buffers = self.parameters(), self.buffers()
-        pairs = [(dense(tensor), copies[f"parameter/{name}"]) for name, tensor in parameters.items()]
-        pairs += [(dense(tensor), copies[f"buffer/{name}"]) for name, tensor in buffers.items()]
+        parameters = self.parameters()
+        pairs = [(dense(tensor), copies[name]) for name, tensor in self.tensors().items()]
         device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
 
         def renew(ref: TensorRef, live: Any, owner: Tensor | None = None) -> Tensor:
