@@ -10,6 +10,7 @@ measured on its own. The calculation uses the message layouts of the code itself
 from __future__ import annotations
 
 import json
+import pickle
 import statistics
 import tempfile
 import time
@@ -201,7 +202,7 @@ def _rank_info_bytes() -> int:
         idle=(),
         stage=None,
     )
-    return len(zlib.compress(info.to_json().encode()))
+    return len(zlib.compress(pickle.dumps(info)))
 
 
 def _holdings_bytes(topology: Topology) -> int:
@@ -216,7 +217,7 @@ def _holdings_bytes(topology: Topology) -> int:
         worker_shards=(1,) * count,
         kinds=(0,) * count,
     )
-    return len(zlib.compress(stock.to_json().encode()))
+    return len(zlib.compress(pickle.dumps(stock)))
 
 
 DEFAULT_RANKS = 4

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+import gradvitals
 from gradvitals import notices
 from gradvitals.alerts import Alert, as_alert
 from gradvitals.collect.parameters import ParameterTable
@@ -40,7 +41,6 @@ from gradvitals.distributed.topology import (
     data_ranks,
     fingerprint,
     meet,
-    own_version,
     settings_of,
     take_stock,
 )
@@ -947,10 +947,10 @@ def _start_run(
     if meeting.rank == 0:
         resume = resume or _is_restarted(path)
         kept_at = path if resume else free_run_path(path)
-        meeting.tell("run", json.dumps([str(kept_at), resume, next_step(path) if resume else 0]))
+        meeting.tell("run", (kept_at, resume, next_step(path) if resume else 0))
     meeting.wait(["run"], "tell where the run is kept")
-    where, continues, first_step = json.loads(meeting.told(["run"])[0])
-    return RunSetup(Path(where), continues, first_step, topology, meeting.rank == 0, path)
+    where, continues, first_step = meeting.told(["run"])[0]
+    return RunSetup(where, continues, first_step, topology, meeting.rank == 0, path)
 
 
 def _join(meeting: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None) -> Topology:
@@ -959,9 +959,9 @@ def _join(meeting: Rendezvous, table: ParameterTable, config: Config, group: Any
     stock, shards, empty = take_stock(table.layout, table.slots, list(table.windows), table.parameters, dims)
     stepped = {id(p) for optimizer in table.optimizers for g in optimizer.param_groups for p in g["params"]}
     card = RankInfo(
-        version=own_version(),
+        version=gradvitals.__version__,
         settings=settings_of(config, batch_size is not None),
-        stock=fingerprint(stock.to_json()),
+        stock=fingerprint(repr(stock)),
         shards=shards,
         empty=empty,
         data_ranks=tuple(sorted(data_ranks(table.parameters, dims))),

@@ -219,14 +219,14 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
     assert run.snapshots.restore() is None
     run.train(8, snapshots=True)  # at 4 and 8, both pending
     assert run.snapshots.restore() is None
-    assert run.snapshots.steps == []
+    assert run.snapshots.newest() is None
     run.train(4, snapshots=True)
     assert run.snapshots.settle(17) == []
     assert run.snapshots.settle(18) == [12]
-    assert run.snapshots.healthy_step == 12
+    assert run.snapshots.newest().step == 12
     run.train(5, snapshots=True)
     assert run.snapshots.spoil() == [16]
-    assert run.snapshots.healthy_step == 12
+    assert run.snapshots.newest().step == 12
     assert run.snapshots.restore() == kept_at(12)
     assert not run.snapshots.due(15)
     assert run.snapshots.due(16)

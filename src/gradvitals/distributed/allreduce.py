@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,8 @@ OF_WEIGHTS = frozenset({"weight", "update", "change"})
 AVERAGED = frozenset({"adam_step", "beta1", "beta2"})
 """Rows that are the same on all who hold a shard, so that they are averaged rather than added up."""
 
-LARGEST = ("max",)
-"""Rows of which the largest is wanted: in a second vector, of detail steps only."""
+LARGEST = "max"
+"""The row of which the largest is wanted: in a second vector, of detail steps only."""
 
 SLOTS = ("heads", "parts")
 
@@ -95,6 +94,11 @@ class Kind:
     full: bool
     detail: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row sums that such a step may have."""
+        return EVERY_STEP + (FULL_STEP if self.full else ()) + (DETAIL_STEP if self.detail else ())
+
 
 class StepPacker:
     """Packs the steps of this rank, and unpacks what all ranks together have sent."""
@@ -107,13 +111,9 @@ class StepPacker:
 
     # -- the layout ---------------------------------------------------------------------------------------------
 
-    def names(self, kind: Kind) -> tuple[str, ...]:
-        """The row sums that such a step may have."""
-        return _names(kind)
-
     def length(self, kind: Kind) -> int:
         """Numbers in the vector of such a step."""
-        rows = 2 * self.num_rows * len(self.names(kind))
+        rows = 2 * self.num_rows * len(kind.names)
         slots = self.num_slots * len(SLOTS) if kind.full else 0
         ranks = self.topology.world * (len(RANK_FLAGS) + (len(RANK_NUMBERS) if kind.full else 0))
         return len(SCALARS) + rows + slots + ranks + WINDOW_NUMBERS * len(self.topology.windows)
@@ -126,7 +126,7 @@ class StepPacker:
         cursor = _Cursor(vector)
         cursor.put([self._scalars(step)[name] for name in SCALARS])
         topology = self.topology
-        for name in self.names(kind):
+        for name in kind.names:
             values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
             sums = step.rows.get(name)
             if sums is not None:
@@ -202,12 +202,11 @@ class StepPacker:
 
     def pack_largest(self, step: StepSums) -> Floats:
         """This rank's share of what is not added up: the largest is taken, nan counting as infinite."""
-        vector = np.full(self.num_rows * len(LARGEST), -math.inf)
-        for place, name in enumerate(LARGEST):
-            sums = step.rows.get(name)
-            if sums is not None:
-                values = np.where(np.isnan(sums.values), math.inf, sums.values)
-                vector[place * self.num_rows + self.topology.rows] = np.where(sums.present, values, -math.inf)
+        vector = np.full(self.num_rows, -math.inf)
+        sums = step.rows.get(LARGEST)
+        if sums is not None:
+            values = np.where(np.isnan(sums.values), math.inf, sums.values)
+            vector[self.topology.rows] = np.where(sums.present, values, -math.inf)
         return vector
 
     # -- unpacking ----------------------------------------------------------------------------------------------
@@ -237,7 +236,7 @@ class StepPacker:
         step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0
         step.single_part, step.num_sources = own.single_part, topology.num_sources
         step.weights_unknown = own.weights_unknown
-        for name in self.names(kind):
+        for name in kind.names:
             values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
             read = present > 0
             if read.any():
@@ -286,10 +285,8 @@ class StepPacker:
 
     def unpack_largest(self, vector: Floats, step: StepSums) -> None:
         """Put the largest of all ranks into a step."""
-        for place, name in enumerate(LARGEST):
-            values = vector[place * self.num_rows : (place + 1) * self.num_rows]
-            if (values > -math.inf).any():
-                step.rows[name] = RowSums(values.copy(), values > -math.inf)
+        if (vector > -math.inf).any():
+            step.rows[LARGEST] = RowSums(vector.copy(), vector > -math.inf)
 
 
 class OutOfStepError(RuntimeError):
@@ -309,19 +306,6 @@ class _Cursor:
 
     def put(self, numbers: Sequence[float]) -> None:
         self.take(len(numbers))[:] = numbers
-
-
-@lru_cache
-def _names(kind: Kind) -> tuple[str, ...]:
-    return tuple(_all_names(kind))
-
-
-def _all_names(kind: Kind) -> Iterator[str]:
-    yield from EVERY_STEP
-    if kind.full:
-        yield from FULL_STEP
-    if kind.detail:
-        yield from DETAIL_STEP
 
 
 STEPS_TOGETHER = 8

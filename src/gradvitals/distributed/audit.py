@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils import _pytree as pytree
 
 from gradvitals.collect import reductions
 from gradvitals.collect.moments import stepping
@@ -368,20 +369,13 @@ def _parts(value: Any) -> Iterator[Any]:
             yield getattr(value, field.name)
 
 
-def _state_tensors(state: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def _state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors and numbers of an optimizer's state, by where they are in it."""
-    if isinstance(state, Tensor):
-        tensor = local(state)
-        if is_readable(tensor):
-            yield name, tensor
-    elif isinstance(state, (bool, int, float)):
-        yield name, torch.tensor(float(state), dtype=torch.float64)
-    elif isinstance(state, Mapping) and depth < MAX_DEPTH:
-        for key, value in state.items():
-            yield from _state_tensors(value, f"{name}/{key}", depth + 1)
-    elif isinstance(state, (list, tuple)) and depth < MAX_DEPTH:
-        for place, value in enumerate(state):
-            yield from _state_tensors(value, f"{name}/{place}", depth + 1)
+    for path, leaf in pytree.tree_leaves_with_path(state):
+        if isinstance(leaf, (bool, int, float)):
+            yield pytree.keystr(path), torch.tensor(float(leaf), dtype=torch.float64)
+        elif isinstance(leaf, Tensor) and is_readable(local(leaf)):
+            yield pytree.keystr(path), local(leaf)
 
 
 def _add(buffer: ReadingBuffer, name: str, items: Sequence[Item]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 PLAIN = (Tensor, nn.Parameter)
 """Types that are never spread over ranks: to look for attributes they do not have would take longer."""
@@ -94,6 +95,17 @@ def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
     if type(leaf) not in PLAIN and placements(leaf) and placements(grad) != placements(leaf):
         grad = grad.detach().redistribute(placements=placements(leaf))  # type: ignore[attr-defined]
     return local(grad)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that only add a prefix to its names: DDP, DataParallel and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (DataParallel, DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import collections
 import hashlib
 import itertools
 import json
+import pickle
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import gradvitals
 from gradvitals.config import Config
 from gradvitals.distributed.fsdp import groups_of
 from gradvitals.distributed.shards import is_sharded, local, mesh_ranks, num_shards, placements, shard_index
@@ -72,20 +72,6 @@ class Holdings:
     kinds: tuple[int, ...]
     """Rows of one kind are cut alike: their replicas are on the same ranks."""
 
-    def to_json(self) -> str:
-        """As text, the same for equal stocks."""
-        tensors = [info.to_json() for info in self.tensors]
-        rest = {name: value for name, value in asdict(self).items() if name != "tensors"}
-        return json.dumps({"tensors": tensors, **rest}, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Holdings:
-        """The inverse of `to_json`."""
-        data = json.loads(text)
-        tensors = tuple(TensorInfo.from_json(info) for info in data.pop("tensors"))
-        slots = tuple((row, head) for row, head in data.pop("slots"))
-        return cls(tensors=tensors, slots=slots, **{name: tuple(value) for name, value in data.items()})
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -105,19 +91,6 @@ class RankInfo:
     idle: tuple[int, ...]
     """Rows that none of its optimizers steps."""
     stage: int | None
-
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankInfo:
-        """The inverse of `to_json`."""
-        data: dict[str, Any] = json.loads(text)
-        as_tuples: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return cls(**as_tuples)
 
 
 def take_stock(
@@ -293,20 +266,20 @@ class Rendezvous:
     rank: int
     timeout: float
 
-    def tell(self, key: str, text: str) -> None:
+    def tell(self, key: str, value: object) -> None:
         """Leave a note for all."""
         is_new = not self._is_there(key)  # it may be from a meeting that others did not come to
-        self.store.set(key, zlib.compress(text.encode()))
+        self.store.set(key, zlib.compress(pickle.dumps(value)))
         if is_new:
             self.store.add(f"{key.rsplit('/', 1)[0]}/count", 1)
 
-    def told(self, keys: Sequence[str]) -> list[str]:
+    def told(self, keys: Sequence[str]) -> list[Any]:
         """Read notes that are there."""
         try:
             found = self.store.multi_get(list(keys))
         except RuntimeError:  # not every store can
             found = [self.store.get(key) for key in keys]
-        return [zlib.decompress(bytes(value)).decode() for value in found]
+        return [pickle.loads(zlib.decompress(bytes(value))) for value in found]
 
     def wait(self, keys: Sequence[str], what: str) -> None:
         """Wait until all notes are there.
@@ -338,8 +311,6 @@ class Rendezvous:
 
 def call_meeting(group: Any, timeout: float) -> Rendezvous:
     """The meeting of a process group, or of all ranks where it is None."""
-    from torch.distributed import distributed_c10d as c10d
-
     ranks = dist.get_process_group_ranks(group if group is not None else c10d._get_default_group())
     name = f"gradvitals/{_meetings[tuple(ranks)]}/{fingerprint(json.dumps(ranks))[:8]}"
     store = c10d.PrefixStore(name, c10d._get_default_store())
@@ -359,21 +330,21 @@ def meet(meeting: Rendezvous, card: RankInfo, stock: Holdings, group: Any) -> To
         RunError: On all ranks alike, where one is missing or they do not fit together.
     """
     world = len(meeting.ranks)
-    meeting.tell(f"card/{meeting.rank}", card.to_json())
+    meeting.tell(f"card/{meeting.rank}", card)
     keys = [f"card/{rank}" for rank in range(world)]
     meeting.wait(keys, "begin to watch")
     # One that has waited too long is gone when another comes: only those who are ready go on, or none.
-    meeting.tell(f"ready/{meeting.rank}", "")
+    meeting.tell(f"ready/{meeting.rank}", None)
     meeting.wait([f"ready/{rank}" for rank in range(world)], "stay until all had come")
     _meetings[meeting.ranks] += 1  # all are here: whatever comes of it, the next meeting is another one
-    cards = [RankInfo.from_json(text) for text in meeting.told(keys)]
+    cards: list[RankInfo] = meeting.told(keys)
     check_settings(cards)
     kinds_of_stock = list(dict.fromkeys(other.stock for other in cards))
     if meeting.rank == next(rank for rank, other in enumerate(cards) if other.stock == card.stock):
-        meeting.tell(f"stock/{card.stock}", stock.to_json())
+        meeting.tell(f"stock/{card.stock}", stock)
     stock_keys = [f"stock/{name}" for name in kinds_of_stock]
     meeting.wait(stock_keys, "tell what it holds")
-    stocks = dict(zip(kinds_of_stock, map(Holdings.from_json, meeting.told(stock_keys)), strict=True))
+    stocks: dict[str, Holdings] = dict(zip(kinds_of_stock, meeting.told(stock_keys), strict=True))
     check_stocks(cards, stocks)
     topology = combine(meeting, cards, stocks, group)
     ours, checks = (own_group(group, EXCHANGE_SECONDS) for _ in range(2))
@@ -520,8 +491,3 @@ def _data_index(cards: Sequence[RankInfo], ranks: Sequence[int]) -> tuple[NDArra
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
-
-
-def own_version() -> str:
-    """What all ranks must have alike."""
-    return gradvitals.__version__

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from gradvitals.collect.recorder import StepInputs
 from gradvitals.distributed.shards import local
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
-from gradvitals.guard.monitor_link import Ranks
 from gradvitals.guard.policy import LARGEST_NORM, Clip, Peak, Skip, StepBaseline
+from gradvitals.guard.ranks import Ranks
 from gradvitals.schedules import lr_factors
 
 LAG = 8

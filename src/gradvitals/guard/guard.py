@@ -30,7 +30,6 @@ from gradvitals.guard.actions import (
     step_numbers,
     supports_found_inf,
 )
-from gradvitals.guard.monitor_link import MonitorLink
 from gradvitals.guard.policy import (
     BUDGET_WINDOW,
     LARGEST_NORM,
@@ -47,6 +46,7 @@ from gradvitals.guard.policy import (
     Trial,
     response_from,
 )
+from gradvitals.guard.ranks import Ranks
 from gradvitals.guard.snapshot import HostCopy, Snapshot, SnapshotManager, resolve
 from gradvitals.guard.training_state import TrainingState, dense
 from gradvitals.monitor import Monitor
@@ -54,6 +54,7 @@ from gradvitals.report.describe import GUARD_KINDS, summarize_actions
 from gradvitals.schedules import lr_factors
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action
+from gradvitals.worker.worker import print_line
 
 STATE_VERSION = 3
 
@@ -137,15 +138,24 @@ class Guard:
 
     def attach(self, monitor: Monitor) -> None:
         """Guard the run of this Monitor. `gradvitals.watch` calls it for a Guard that it is given."""
-        link = MonitorLink(monitor)
+        if not isinstance(monitor, Monitor):
+            raise TypeError(f"Guard got a {type(monitor).__name__} as monitor; expected what gradvitals.watch returns")
+        if monitor._closed:
+            raise GradvitalsError("this Monitor is closed; make a new one with gradvitals.watch")
         if self._loop is not None:
             raise GradvitalsError("this Guard guards a run already; make another one for another run")
-        if any(map(is_guarded, link.optimizers)):
+        table, ranks = monitor.recorder.table, Ranks(monitor)
+        if any(map(is_guarded, table.optimizers)):
             raise GradvitalsError("this optimizer has a Guard already; close its Monitor first")
-        on_device = self._decides_on_device(link)
-        link.ranks.require_same(repr(list(self.responses.values())))
+        supported = all(map(supports_found_inf, table.optimizers))
+        if self._decide == "device" and not supported:
+            names = ", ".join(sorted({type(one).__name__ for one in table.optimizers}))
+            raise ConfigError(f"decide is 'device' with {names}; expected torch's own optimizers, with fused=True")
+        on_gpu = all(parameter.is_cuda for parameter in table.parameters)
+        on_device = self._decide == "device" or (self._decide == "auto" and supported and on_gpu)
+        ranks.require_same(repr(list(self.responses.values())))
         state = TrainingState(
-            link.model, link.optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data
+            table.model, table.optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data
         )
         rollback, snapshots = self.responses["rollback"], None
         assert isinstance(rollback, RollBack)
@@ -156,37 +166,19 @@ class Guard:
                 settle=rollback.settle,
                 keep=rollback.keep,
                 folder=self._folder,
-                on_problem=self._note_problem,
-                group=link.ranks.group,
-                stage=link.ranks.stage,
+                group=ranks.group,
+                stage=ranks.stage,
             )
-            if self._folder is not None and state.cannot_restore:
-                link.print("snapshots cannot restore " + "; ".join(state.cannot_restore))
-        self._loop = GuardLoop(
-            link,
-            self.responses,
-            snapshots,
-            SkippedTicks(self._schedulers, self._scaler),
-            on_device=on_device,
-            to_disk=self._folder is not None,
-        )
+        ticks = SkippedTicks(self._schedulers, self._scaler)
+        to_disk = self._folder is not None
+        self._loop = GuardLoop(monitor, ranks, self.responses, snapshots, ticks, on_device=on_device, to_disk=to_disk)
+        if to_disk and state.cannot_restore:
+            self._loop.print("snapshots cannot restore " + "; ".join(state.cannot_restore))
         self._active = True
         for wrapper in self._loop.wrappers:
             wrapper.wrap(self._before, self._after, self._failed, self._step_with_closure)
-        link.on_scaler_skip(self._scaler_skipped)
-        link.on_close(self.close)
-
-    def _note_problem(self, text: str) -> None:
-        if self._loop is not None:
-            self._loop.link.report(notices.snapshot_error(text, self._loop.link.step))
-
-    def _decides_on_device(self, link: MonitorLink) -> bool:
-        supported = all(map(supports_found_inf, link.optimizers))
-        if self._decide == "device" and not supported:
-            names = ", ".join(sorted({type(one).__name__ for one in link.optimizers}))
-            raise ConfigError(f"decide is 'device' with {names}; expected torch's own optimizers, with fused=True")
-        on_gpu = all(parameter.is_cuda for parameter in link.parameters)
-        return self._decide == "device" or (self._decide == "auto" and supported and on_gpu)
+        monitor.recorder.on_scaler_skip = self._scaler_skipped
+        monitor.at_close(self.close)
 
     def close(self) -> None:
         """Stop guarding: optimizers step alone again, snapshots are on disk, and a summary is printed."""
@@ -194,18 +186,18 @@ class Guard:
             return
         self._closed = True
         loop = self._loop
-        if self._active:
-            self._attempt(loop.finish, None)
+        self._attempt(loop.finish)
         self._active = False
-        loop.link.on_scaler_skip(None)
+        loop.monitor.recorder.on_scaler_skip = None
         loop.buffers.close()
         for wrapper in loop.wrappers:
             wrapper.unwrap()
             wrapper.hold.release(wrapper.optimizer)
         if loop.snapshots is not None:
             loop.snapshots.close()
+            loop.report_problems(loop.snapshots)
         if self.actions:
-            loop.link.print(self.summary())
+            loop.print(self.summary())
 
     # -- at every step ----------------------------------------------------------------------------------------------
 
@@ -215,42 +207,42 @@ class Guard:
         loop = self._the_loop
         if loop.snapshots is not None and loop.snapshots.found and not loop.started:
             text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
-            loop.link.print(f"{text}; this run's own replace them as they become healthy")
-        return bool(self._attempt(lambda: loop.before(wrapper), True))
+            loop.print(f"{text}; this run's own replace them as they become healthy")
+        return bool(self._attempt(loop.before, wrapper, otherwise=True))
 
     def _after(self, wrapper: StepWrapper, made: bool) -> None:
-        if self._active:
-            self._attempt(lambda: self._the_loop.after(wrapper, made), None)
+        self._attempt(self._the_loop.after, wrapper, made)
 
     def _failed(self, wrapper: StepWrapper) -> None:
-        if self._active:
-            self._attempt(lambda: self._the_loop.failed(wrapper), None)
+        self._attempt(self._the_loop.failed, wrapper)
 
     def _scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._active:
-            self._attempt(self._the_loop.scaler_skipped, None)
+        self._attempt(self._the_loop.scaler_skipped)
 
     def _step_with_closure(self) -> None:
         if self._active and not self._reported_closure:
             self._reported_closure = True
-            self._the_loop.link.report(notices.guard_absent(self._the_loop.link.step))
+            monitor = self._the_loop.monitor
+            monitor.report(notices.guard_absent(monitor.step))
 
-    def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Do the Guard's part of a step. An error in it ends the guarding, not the training.
+    def _attempt(self, work: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+        """Do the Guard's part of a step while it is active. An error in it ends the guarding, not the training.
 
         With several ranks it ends the training too: the others would wait for this one's numbers forever.
         """
+        if not self._active:
+            return otherwise
         try:
-            return work()
+            return work(*args)
         except Exception as error:
             self._active = False
             loop = self._the_loop
             loop.end_trial()
-            if loop.link.ranks.several:
+            if loop.ranks.several:
                 raise
             for wrapper in loop.wrappers:
                 wrapper.hold.release(wrapper.optimizer)
-            loop.link.report(notices.guard_error(error, loop.link.step))
+            loop.monitor.report(notices.guard_error(error, loop.monitor.step))
             return otherwise
 
     # -- for the user -----------------------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ class Guard:
     @property
     def actions(self) -> list[Action]:
         """What was done so far, would have been in a dry run, or was withheld; after `resume`, also from before it."""
-        done = self._loop.link.actions if self._loop is not None else ()
+        done = self._loop.monitor.actions if self._loop is not None else ()
         return [*self._earlier, *(action for action in done if action.kind in GUARD_KINDS)]
 
     def summary(self) -> str:
@@ -300,14 +292,14 @@ class Guard:
         restored = loop.snapshots.resume()
         if restored is None:
             return 0
-        loop.link.load_state(restored.extra["monitor"])
+        loop.monitor.load_state_dict(restored.extra["monitor"])
         loop.load_state_dict(restored.extra["guard"])
         loop.started = True
-        loop.link.print(f"the Guard continues from step {loop.step}, from {self._folder}")
+        loop.print(f"the Guard continues from step {loop.step}, from {self._folder}")
         if restored.changed:
-            loop.link.print(restored.changed)
-        with contextlib.suppress(RunError), open_run(loop.link.run_path) as run:
-            before = [action for action in run.actions if action.step < loop.link.step]
+            loop.print(restored.changed)
+        with contextlib.suppress(RunError), open_run(loop.monitor.run_path) as run:
+            before = [action for action in run.actions if action.step < loop.monitor.step]
             self._earlier = [action for action in before if action.kind in GUARD_KINDS]
         return loop.step
 
@@ -330,7 +322,8 @@ class GuardLoop:
     that explains it, and a `Trial` shows that the snapshot is better.
 
     Args:
-        link: The Monitor.
+        monitor: The Monitor.
+        ranks: Its ranks.
         responses: The settings, by the name of the Guard's argument.
         snapshots: Takes snapshots; None for none.
         ticks: Takes back the ticks of schedulers for skipped steps.
@@ -340,7 +333,8 @@ class GuardLoop:
 
     def __init__(
         self,
-        link: MonitorLink,
+        monitor: Monitor,
+        ranks: Ranks,
         responses: Mapping[str, Response],
         snapshots: SnapshotManager | None,
         ticks: SkippedTicks,
@@ -353,14 +347,16 @@ class GuardLoop:
         assert isinstance(skip, Skip)
         assert isinstance(rollback, RollBack)
         self.clip, self.skip, self.rollback = clip, skip, rollback
-        self.link, self.snapshots, self.ticks, self.to_disk = link, snapshots, ticks, to_disk
+        self.monitor, self.recorder, self.ranks = monitor, monitor.recorder, ranks
+        self.snapshots, self.ticks, self.to_disk = snapshots, ticks, to_disk
         self.on_device = on_device
-        self.wrappers = [StepWrapper(one, on_device=on_device, clip=clip, skip=skip) for one in link.optimizers]
-        self.buffers = BufferBackup(link.model)
-        self.weights = WeightCheck(link.parameters)
+        table = monitor.recorder.table
+        self.wrappers = [StepWrapper(one, on_device=on_device, clip=clip, skip=skip) for one in table.optimizers]
+        self.buffers = BufferBackup(table.model)
+        self.weights = WeightCheck(table.parameters)
         self.step = 0
         """Steps of training that count."""
-        self.num_snapshots = 0
+        self.num_snapshots = self._num_problems = 0
         self.started = self.stopped = False
         """Whether the first step has started, and whether the Guard has given up."""
         self._start_fine = False
@@ -378,7 +374,7 @@ class GuardLoop:
         """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
         self._rollbacks: list[int] = []
         """Steps of the rollbacks within the budget's window."""
-        self._trial: tuple[Trial, StepWrapper, RunningTrial] | None = None
+        self._trial: RunningTrial | None = None
         self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
         """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
         self._losses: dict[int, float] = {}
@@ -389,17 +385,19 @@ class GuardLoop:
         self._last_of_kind: dict[str, int] = {}
         """The last step of each kind of action."""
         if snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
-            self.num_snapshots += snapshots.take(link.step, self._extra(), to_disk=False, healthy=True)
+            self.num_snapshots += snapshots.take(monitor.step, self._extra(), to_disk=False, healthy=True)
 
     # -- before and after an optimizer's step -------------------------------------------------------------------------
 
     def before(self, wrapper: StepWrapper) -> bool:
         """Whether this optimizer is to make its step."""
         if self.stopped:
-            self._now = self.link.step
+            self._now = self.monitor.step
             return True
-        inputs = self.link.before_step(wrapper.optimizer)
-        self._start_step(self.link.step)
+        inputs = self.recorder.arrive(wrapper.optimizer)
+        if inputs is None and self.ranks.several:  # all ranks take part in the reduction
+            inputs = StepInputs([], self.recorder.table.parameters)
+        self._start_step(self.monitor.step)
         self.ticks.step_starts(wrapper.optimizer)
         make = not self._dropped and (inputs is None or self._may_step(wrapper, inputs))
         if make:
@@ -412,7 +410,7 @@ class GuardLoop:
     def after(self, wrapper: StepWrapper, made: bool) -> None:
         """The optimizer has made its step, or the Guard has skipped it."""
         if self.stopped and made:
-            self.step += self.link.step != self._now
+            self.step += self.monitor.step != self._now
             return
         if made:
             wrapper.is_new = False
@@ -426,24 +424,24 @@ class GuardLoop:
             self._skipped = True
             self.ticks.step_skipped(None if self._dropped else wrapper.optimizer)
             self.buffers.restore()
-            self.link.step_skipped(wrapper.optimizer)
+            self.recorder.skip_step(wrapper.optimizer)
             wrapper.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of the order
-        if self.link.step != self._now:
+        if self.monitor.step != self._now:
             self._end_step()
 
     def failed(self, wrapper: StepWrapper) -> None:
         """The optimizer's step raised: whoever catches that may step again."""
-        self.link.step_failed(wrapper.optimizer)
+        self.recorder.abandon(wrapper.optimizer)
         lr_factors(wrapper.optimizer).restore()
 
     def scaler_skipped(self) -> None:
         """A GradScaler has found Inf and skips a step without calling the optimizer."""
         if self.stopped:
             return
-        self._start_step(self.link.step)
-        if self.link.ranks.several:  # other ranks may be about to step: they must know
+        self._start_step(self.monitor.step)
+        if self.ranks.several:  # other ranks may be about to step: they must know
             per_tensor = self.wrappers[0].clipper.per_tensor
-            step_numbers(None, per_tensor=per_tensor, ranks=self.link.ranks, scaler_skips=1.0)
+            step_numbers(None, per_tensor=per_tensor, ranks=self.ranks, scaler_skips=1.0)
         self._scaler_skipped = self._skipped = True
         if self.skip.mode == "on":
             self.buffers.restore()
@@ -460,6 +458,7 @@ class GuardLoop:
         self._losses.clear()
         if self.snapshots is not None:
             self.snapshots.complete()
+            self.report_problems(self.snapshots)
             # Results from the device are known some steps later, and so is whether there was trouble.
             self.snapshots.settle(now - LAG if self.on_device else now)
         self.started = True
@@ -473,8 +472,8 @@ class GuardLoop:
             return
         self.step += 1
         troubled = self._spiked or late or any(one.baseline.loss.episode is not None for one in self.wrappers)
-        if self.snapshots is not None and self.snapshots.due(self.link.step) and not troubled:
-            self.num_snapshots += self.snapshots.take(self.link.step, self._extra())
+        if self.snapshots is not None and self.snapshots.due(self.monitor.step) and not troubled:
+            self.num_snapshots += self.snapshots.take(self.monitor.step, self._extra())
 
     def finish(self) -> None:
         """Training has ended: record what the device decided in the last steps, and end a trial."""
@@ -490,7 +489,7 @@ class GuardLoop:
         numbers = step_numbers(
             inputs,
             per_tensor=wrapper.clipper.per_tensor,
-            ranks=self.link.ranks,
+            ranks=self.ranks,
             surprise=self.buffers.surprise(self.skip.ratio) if wrapper is self.wrappers[0] else None,
             scaler_skips=getattr(wrapper.optimizer, "found_inf", 0.0),
         )
@@ -659,7 +658,7 @@ class GuardLoop:
             self._tried = True
         elif rounds and (rounds > 1 or not self._tried) and self.skip.mode == "on":
             self.stopped = True
-            self.link.report(notices.guard_gave_up(self._nonfinite, step))
+            self.monitor.report(notices.guard_gave_up(self._nonfinite, step))
 
     def _check_weights(self, step: int, *, wait: bool = False) -> bool:
         """Roll back if a parameter has grown as no training makes it grow; returns whether it was done."""
@@ -678,10 +677,9 @@ class GuardLoop:
 
     def _anywhere(self, here: bool) -> bool:
         """Whether this holds on any rank."""
-        ranks = self.link.ranks
-        if not ranks.several:
+        if not self.ranks.several:
             return here
-        return float(ranks.sum(torch.full((1,), float(here), dtype=torch.float64, device=ranks.device))) > 0
+        return float(self.ranks.sum(torch.full((1,), float(here), dtype=torch.float64, device=self.ranks.device))) > 0
 
     # -- has the model become worse? ----------------------------------------------------------------------------------
 
@@ -715,8 +713,7 @@ class GuardLoop:
                 self._next_look = step + self._patience
                 return
             self.snapshots.spoil()
-            running = RunningTrial(self.snapshots.state, snapshot, jumped, words)
-            self._trial = Trial(), wrapper, running
+            self._trial = RunningTrial(wrapper, self.snapshots.state, snapshot, jumped, words)
             self._dropped = True
 
     def _moved_far(self) -> str:
@@ -736,7 +733,7 @@ class GuardLoop:
 
     def _continue_trial(self, wrapper: StepWrapper, numbers: StepNumbers) -> bool:
         assert self._trial is not None
-        trial, owner, running = self._trial
+        running, trial, owner = self._trial, self._trial.trial, self._trial.owner
         self._dropped = True
         if wrapper is not owner:
             return False
@@ -760,7 +757,7 @@ class GuardLoop:
     def end_trial(self) -> None:
         """Put the run's own weights back."""
         if self._trial is not None:
-            self._trial[2].install("current")
+            self._trial.install("current")
             self._trial = None
 
     # -- acting -------------------------------------------------------------------------------------------------------
@@ -802,7 +799,7 @@ class GuardLoop:
         before_step, self.step, self._dropped = self.step, int(state["step"]) - len(uncounted), True
         cost = {"steps": before_step - self.step + lost, "seconds": time.perf_counter() - started}
         self._record("roll_back", step, finding, True, words, {"step": before_step}, {"step": self.step}, cost)
-        self.link.restart_baselines()
+        self.monitor.start_diagnosis_over()
         return True
 
     def _hold_lr(self, wrapper: StepWrapper, peak: float) -> None:
@@ -854,25 +851,37 @@ class GuardLoop:
     ) -> None:
         details = {"before": before or {}, "after": after or {}, "cost": cost or {}}
         action = Action(kind=kind, step=step, finding=finding, taken=taken, reason=reason, **details)
-        self.link.record(action)
+        self.monitor.record(action)
         # Clips, skips and dry runs may come often: only the first in a while is printed.
         news = step - self._last_of_kind.get(kind, -QUIET_STEPS) >= QUIET_STEPS
         self._last_of_kind[kind] = step
         if news or (taken and kind not in ("clip", "skip")):
-            self.link.print(f"Guard, {action}")
+            self.print(f"Guard, {action}")
+
+    def print(self, text: str) -> None:
+        """Print a line to stderr, on the first rank, unless the config is quiet."""
+        if self.ranks.leads:
+            print_line(text, self.monitor.config.quiet)
+
+    def report_problems(self, snapshots: SnapshotManager) -> None:
+        """Report what kept snapshots from being written or restored since the last call."""
+        new = snapshots.problems[self._num_problems :]
+        self._num_problems += len(new)
+        for text in new:
+            self.monitor.report(notices.snapshot_error(text, self.monitor.step))
 
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def _extra(self) -> dict[str, Any]:
         """What a snapshot holds beside the training state."""
-        monitor = {"monitor": self.link.state_later()} if self.to_disk else {}
+        monitor = {"monitor": self.monitor.state_soon()} if self.to_disk else {}
         return {"guard": self.state_dict(), **monitor}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decisions depend on: plain values, or functions that wait for them."""
         return {
             "step": self.step,
-            "now": self.link.step,
+            "now": self.monitor.step,
             "spikes": self._spikes.state_dict(),
             "nonfinite": [self._nonfinite, self._last_nonfinite, self._tried],
             "rollbacks": list(self._rollbacks),
@@ -886,7 +895,7 @@ class GuardLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the Monitor counts its steps anew, remembered steps are shifted."""
-        shift = self.link.step - int(state["now"])
+        shift = self.monitor.step - int(state["now"])
         self.step, self._lr_sum, self._start_fine = int(state["step"]), float(state["lr_sum"]), True
         self._spikes.load_state_dict(state["spikes"], shift)
         count, last, tried = state["nonfinite"]
@@ -902,10 +911,12 @@ class GuardLoop:
 
 
 class RunningTrial:
-    """The two sets of weights of a `Trial`, and why it is made."""
+    """A `Trial` in progress: the two sets of weights, whose losses count, and why it is made."""
 
-    def __init__(self, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str) -> None:
-        self.jumped, self.words = jumped, words
+    def __init__(
+        self, owner: StepWrapper, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str
+    ) -> None:
+        self.trial, self.owner, self.jumped, self.words = Trial(), owner, jumped, words
         self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
         ours = HostCopy(self._live)
         ours.hold_back()

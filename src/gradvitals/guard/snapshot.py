@@ -1,9 +1,8 @@
 """Snapshots of a training run: a ring of them in host memory, their copies on disk, and the way back to one.
 
 On disk a snapshot is a folder ``snapshot-00000012`` with the files of `torch.distributed.checkpoint`, one ``rank0.pt``
-per rank with everything but tensors, and a ``meta.json``. It appears by a rename once all of it is on disk, and
-disappears by a rename before any of it is deleted, so a process killed at any moment leaves the snapshots before it.
-Whatever else is in the folder was left by such a process; the next one removes it.
+per rank with everything but tensors, and a ``meta.json``. That file is written last and removed first: a folder
+without it was left by a process that was killed, and the next process removes it.
 
 Reading a snapshot unpickles, as with any checkpoint of PyTorch: resume only from folders that you trust.
 """
@@ -20,7 +19,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +31,10 @@ from torch import distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gradvitals.distributed.shards import local
+from gradvitals.distributed.shards import local, placements
 from gradvitals.distributed.topology import own_group
-from gradvitals.errors import ConfigError
 from gradvitals.guard.actions import copy_all
-from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, is_sharded, sizes_of
+from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
 MAX_PENDING = 2
 """Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
@@ -44,8 +42,11 @@ MAX_PENDING = 2
 FIRST_STEPS = 10
 """A young run has its first snapshot after so many steps, and each next one when the run is twice as long."""
 
+KEPT_ON_DISK = 2
+"""Healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete."""
+
 FORMAT = 3
-PREFIX, WRITING, REMOVING = "snapshot-", ".writing-", ".removing-"
+PREFIX = "snapshot-"
 
 HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
 """In torch 2.6 only the older functions have the argument, which later versions call deprecated."""
@@ -115,19 +116,16 @@ class Snapshot:
     specs: dict[str, Any] = field(default_factory=dict)
     """How tensors are sharded, by name."""
     copies: list[HostCopy] | None = None
-    """None if it is on disk alone."""
+    """None if it is on disk alone, or was dropped."""
     to_disk: bool = False
     spoiled: bool = False
     """Whether there was trouble before it was known to be healthy."""
-    _writing: bool = False
-    _dropped: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], **options: Any) -> None:
         """Start copying this state into it."""
         self.plain |= plain
         self.sizes |= sizes_of(tensors)
-        self.specs |= {name: tensor._spec for name, tensor in tensors.items() if is_sharded(tensor)}  # type: ignore[attr-defined]
+        self.specs |= {name: tensor._spec for name, tensor in tensors.items() if placements(tensor)}  # type: ignore[attr-defined]
         self.copies = [*(self.copies or []), HostCopy(tensors, **options)]
 
     def hold_back(self) -> None:
@@ -137,27 +135,12 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, once they have arrived in host memory."""
-        return {name: tensor for one in self.copies or () for name, tensor in one.wait().items()}
+        return arrived(self.copies or ())
 
-    def drop(self, *, spoiled: bool = False) -> None:
-        """Free its memory, unless it is being written just now; if it was to be written, it will not be."""
-        with self._lock:
-            self._dropped, self.spoiled = True, spoiled
-            if not self._writing:
-                self.copies = None
 
-    def start_writing(self) -> bool:
-        """Whether it is still wanted; if so, its memory stays until `end_writing`."""
-        with self._lock:
-            self._writing = not self._dropped
-            return self._writing
-
-    def end_writing(self) -> None:
-        """It was written, or failed to be."""
-        with self._lock:
-            self._writing = False
-            if self._dropped:
-                self.copies = None
+def arrived(copies: Iterable[HostCopy]) -> dict[str, Tensor]:
+    """The tensors of several copies, once they are complete."""
+    return {name: tensor for one in copies for name, tensor in one.wait().items()}
 
 
 def resolve(value: Any) -> Any:
@@ -177,37 +160,26 @@ class SnapshotStore:
 
     Args:
         folder: The folder; created if needed. One run per folder.
-        keep: Healthy snapshots to keep. Older ones go once newer healthy ones are complete.
-        on_problem: Called on the store's thread with a sentence if something cannot be written, once per kind of
-            problem. The next snapshot is tried again.
+        problems: Gets a sentence if something cannot be written, once per kind of problem. The next snapshot is tried
+            again.
         group: The processes that train together; None for all.
         several: Whether there are several processes. They write together, through a group of their own.
         stage: The pipeline stage, if stages use the same names for different tensors.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int,
-        on_problem: Callable[[str], None],
-        group: Any = None,
-        several: bool = False,
-        stage: int | None = None,
+        self, folder: Path, *, problems: list[str], group: Any = None, several: bool = False, stage: int | None = None
     ) -> None:
-        self.folder, self._keep, self._on_problem = folder, keep, on_problem
+        self.folder, self._problems = folder, problems
         self._group = own_group(group) if several else None
         self._rank = dist.get_rank(self._group) if several else 0
         self._num_ranks = dist.get_world_size(self._group) if several else 1
         self._common = "" if stage is None else f"stage{stage}/"
         self._lock = threading.Lock()
         self._reported: set[tuple[Any, ...]] = set()
-        self._complete: dict[int, Snapshot] = {}
         found = self._all(self._open if self._rank == 0 else lambda: None)[0]
         self._complete = {serial: Snapshot(serial, step, healthy) for serial, step, healthy in found}
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._waiting = 0
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="gradvitals-snapshots", daemon=True)
         self._thread.start()
@@ -231,9 +203,9 @@ class SnapshotStore:
     def discard(self, serial: int) -> None:
         """Remove a bad snapshot at once: a process that is killed later cannot come back to it."""
         with self._lock:
-            if self._complete.pop(serial, None) is not None and self._rank == 0:
-                self._attempt(lambda: self._set_aside(serial))
-        self._later(self._delete_set_aside)
+            if self._complete.pop(serial, None) is not None:
+                self._attempt(lambda: self._revoke(serial))
+        self._later(lambda: self._delete(serial))
 
     def read(self, serial: int, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
         """Read a snapshot into host memory and check that it fits.
@@ -254,8 +226,8 @@ class SnapshotStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything asked for so far was done or has failed; False if `timeout` seconds were too few."""
-        with self._idle:
-            return self._idle.wait_for(lambda: self._waiting == 0, timeout)
+        with self._queue.all_tasks_done:
+            return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish what was asked for, and end the thread."""
@@ -271,17 +243,14 @@ class SnapshotStore:
 
     def _later(self, job: Callable[[], object]) -> None:
         if not self._closed:
-            with self._idle:
-                self._waiting += 1
             self._queue.put(job)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             self._attempt(job)
             del job  # it may hold a snapshot's memory
-            with self._idle:
-                self._waiting -= 1
-                self._idle.notify_all()
+            self._queue.task_done()
+        self._queue.task_done()
 
     def _attempt(self, job: Callable[[], object]) -> None:
         try:
@@ -291,31 +260,36 @@ class SnapshotStore:
             kind = (type(origin), getattr(origin, "errno", None))
             if kind not in self._reported:
                 self._reported.add(kind)
-                self._on_problem(
+                self._problems.append(
                     f"snapshots cannot be written to {self.folder} ({_reason(origin)}); training continues"
                 )
 
     def _write(self, snapshot: Snapshot) -> None:
-        path = self.folder / f"{WRITING}{snapshot.serial:08d}"
+        copies, path = snapshot.copies, self.path(snapshot.serial)
+        # Processes write together or not at all; each may have dropped the snapshot at another moment.
+        if not all(self._all(lambda: copies is not None)):
+            return
         try:
-            # Processes write together or not at all; each may have dropped the snapshot at another moment.
-            if all(self._all(snapshot.start_writing)):
-                self._all(lambda: self._make_folder(path))
-                self._all(lambda: write_files(path, snapshot, self._rank, self._common))
-                save_tensors(path, snapshot, self._rank, self._common, self._group)
-                done = self._all(lambda: self._finish(path, snapshot))[0]
-                if done and self._rank and not snapshot.spoiled:
-                    self._complete[snapshot.serial] = Snapshot(snapshot.serial, snapshot.step, snapshot.healthy)
+            self._all(lambda: self._write_plain(path, snapshot))
+            save_tensors(path, snapshot, copies or [], self._rank, self._common, self._group)
+            done = self._all(lambda: self._finish(path, snapshot))[0]
+            if done and self._rank and not snapshot.spoiled:
+                self._add(snapshot)
         finally:
-            snapshot.end_writing()
-            if self._rank == 0:
-                shutil.rmtree(path, ignore_errors=True)
+            if snapshot.serial not in self._complete:
+                self._delete(snapshot.serial)
         self._prune()
 
-    def _make_folder(self, path: Path) -> None:
+    def _write_plain(self, path: Path, snapshot: Snapshot) -> None:
+        """Write everything of this rank but the tensors."""
         if not self.folder.is_dir():  # it is not made again: nobody would look for it there
             raise FileNotFoundError("the folder is gone")
         path.mkdir(exist_ok=True)
+        plain = {**snapshot.plain, "extra": resolve(snapshot.plain["extra"]), "sizes": snapshot.sizes}
+        with (path / f"rank{self._rank}.pt").open("wb") as file:
+            torch.save(plain, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _finish(self, path: Path, snapshot: Snapshot) -> bool:
         """All of it is on disk: make it a snapshot, unless it turned out to be bad meanwhile."""
@@ -331,46 +305,46 @@ class SnapshotStore:
             "files": {file.name: file.stat().st_size for file in sorted(path.iterdir())},
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        _write_json(path / "meta.json", meta)
         with self._lock:
-            if snapshot.spoiled:
-                return False
-            path.rename(self.path(snapshot.serial))
-            _sync_folder(self.folder)
-            self._complete[snapshot.serial] = Snapshot(snapshot.serial, snapshot.step, snapshot.healthy)
-        if snapshot.healthy != meta["healthy"]:  # it became healthy while it was being written
-            self._mark(snapshot.serial)
-        return True
+            if not snapshot.spoiled:
+                _write_json(path / "meta.json", meta)
+                _sync_folder(self.folder)
+                self._add(snapshot)
+            return not snapshot.spoiled
+
+    def _add(self, snapshot: Snapshot) -> None:
+        """A snapshot is complete. Without its plain values, which may hold the Monitor, and so the model."""
+        self._complete[snapshot.serial] = Snapshot(snapshot.serial, snapshot.step, snapshot.healthy)
 
     def _mark(self, serial: int) -> None:
         with self._lock:
-            known = self._complete.get(serial)
-        if known is not None:
-            if self._rank == 0 and self.path(serial).is_dir():
-                _write_json(self.path(serial) / "meta.json", _read_json(self.path(serial)) | {"healthy": True})
-            known.healthy = True
+            if serial in self._complete:
+                self._complete[serial].healthy = True
+                file = self.path(serial) / "meta.json"
+                if self._rank == 0 and file.exists():
+                    _write_json(file, _read_json(file) | {"healthy": True})
         self._prune()
 
     def _prune(self) -> None:
         """Remove what is older than the healthy ones to keep."""
         with self._lock:
             healthy = sorted(serial for serial, one in self._complete.items() if one.healthy)
-            oldest = healthy[-self._keep] if len(healthy) >= self._keep else 0
-            for serial in [serial for serial in self._complete if serial < oldest]:
+            oldest = healthy[-KEPT_ON_DISK] if len(healthy) >= KEPT_ON_DISK else 0
+            outdated = [serial for serial in self._complete if serial < oldest]
+            for serial in outdated:
                 del self._complete[serial]
-                if self._rank == 0:
-                    self._set_aside(serial)
-        self._delete_set_aside()
+                self._revoke(serial)
+        for serial in outdated:
+            self._delete(serial)
 
-    def _set_aside(self, serial: int) -> None:
-        """Make a snapshot none any more, by one rename."""
-        if self.path(serial).is_dir():
-            self.path(serial).rename(self.folder / f"{REMOVING}{serial:08d}")
-
-    def _delete_set_aside(self) -> None:
+    def _revoke(self, serial: int) -> None:
+        """Make a folder no snapshot any more, in one operation."""
         if self._rank == 0:
-            for path in self.folder.glob(f"{REMOVING}*"):
-                shutil.rmtree(path, ignore_errors=True)
+            (self.path(serial) / "meta.json").unlink(missing_ok=True)
+
+    def _delete(self, serial: int) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self.path(serial), ignore_errors=True)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -385,12 +359,13 @@ class SnapshotStore:
             raise SnapshotError(
                 f"snapshots cannot be written to {self.folder} ({_reason(error)}); expected a writable folder"
             ) from error
-        for path in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{REMOVING}*")):
-            shutil.rmtree(path, ignore_errors=True)
         found = []
-        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+        for path in sorted(self.folder.glob(PREFIX + 8 * "[0-9]")):
+            if not (path / "meta.json").exists():
+                shutil.rmtree(path, ignore_errors=True)
+                continue
             try:
-                meta = _read_json(path)
+                meta = _read_json(path / "meta.json")
                 version = meta["format"]
                 if version == FORMAT:
                     found.append((int(path.name.removeprefix(PREFIX)), int(meta["step"]), bool(meta["healthy"])))
@@ -402,7 +377,7 @@ class SnapshotStore:
 
     def _read(self, path: Path, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
         try:
-            meta = _read_json(path)
+            meta = _read_json(path / "meta.json")
             for name, size in meta["files"].items():
                 if (path / name).stat().st_size != size:
                     raise ValueError(f"{name} does not have its {size} bytes")
@@ -451,20 +426,13 @@ class SnapshotStore:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def write_files(path: Path, snapshot: Snapshot, rank: int, common: str) -> None:
-    """Write everything of this rank but the tensors."""
-    plain = {**snapshot.plain, "extra": resolve(snapshot.plain["extra"]), "sizes": snapshot.sizes}
-    with (path / f"rank{rank}.pt").open("wb") as file:
-        torch.save(plain, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def save_tensors(path: Path, snapshot: Snapshot, rank: int, common: str, group: Any) -> None:
+def save_tensors(
+    path: Path, snapshot: Snapshot, copies: Iterable[HostCopy], rank: int, common: str, group: Any
+) -> None:
     """Write the tensors, with all ranks of `group` together."""
     tensors = {
         _key(name, snapshot.plain, rank, common): _with_spec(tensor, snapshot.specs.get(name))
-        for name, tensor in snapshot.tensors().items()
+        for name, tensor in arrived(copies).items()
     }
     _silence()
     # Copying ahead would wait for streams of a device that has nothing to do with it.
@@ -514,7 +482,7 @@ def _silence() -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    meta = json.loads((path / "meta.json").read_text("utf-8"))
+    meta = json.loads(path.read_text("utf-8"))
     assert isinstance(meta, dict)
     return meta
 
@@ -581,13 +549,11 @@ class SnapshotManager:
         settle: Steps without trouble after which a snapshot counts as healthy.
         keep: Healthy snapshots in memory.
         folder: Folder for snapshots on disk; None for memory alone.
-        keep_on_disk: Healthy snapshots on disk.
-        on_problem: Called on another thread with a sentence if a snapshot cannot be written, once per kind of problem.
         group: The processes that train together; None for all.
         stage: The pipeline stage, if stages use the same names for different tensors.
 
     Attributes:
-        problems: Those sentences so far.
+        problems: A sentence for each kind of problem so far. A thread adds to it.
         found: Steps of the snapshots that were in the folder at the start, oldest first.
     """
 
@@ -598,17 +564,11 @@ class SnapshotManager:
         every: int,
         settle: int,
         keep: int = 2,
-        folder: Path | str | None = None,
-        keep_on_disk: int = 2,
-        on_problem: Callable[[str], object] | None = None,
+        folder: Path | None = None,
         group: Any = None,
         stage: int | None = None,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("keep", keep, 1), ("keep_on_disk", keep_on_disk, 1),
-                                   ("settle", settle, 0)):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}; expected a whole number, {least} or more")
-        self.state, self.problems, self._on_problem = state, list[str](), on_problem
+        self.state, self.problems = state, list[str]()
         self._every, self._settle, self._keep = every, settle, keep
         self._ring: list[Snapshot] = []
         """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
@@ -624,23 +584,11 @@ class SnapshotManager:
                     "the model is sharded by FullyShardedDataParallel, whose shards cannot be told apart on disk; "
                     "expected torch.distributed.fsdp.fully_shard, or no folder"
                 )
-            note = _weak_call(self._note_problem)  # the store's thread must not keep the model in memory
-            self._store = SnapshotStore(
-                Path(folder), keep=keep_on_disk, on_problem=note, group=group, several=several, stage=stage
-            )
+            # The store's thread knows nothing of this object, so that it does not keep the model in memory.
+            self._store = SnapshotStore(folder, problems=self.problems, group=group, several=several, stage=stage)
             self.found = [one.step for one in self._store.complete]
             self._next_serial = 1 + max((one.serial for one in self._store.complete), default=0)
             weakref.finalize(self, self._store.close, 60.0)
-
-    @property
-    def healthy_step(self) -> int | None:
-        """The step that `restore` would go back to; None if there is no healthy snapshot."""
-        return next((one.step for one in reversed(self._ring) if one.healthy), None)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of all snapshots, pending ones too."""
-        return [one.step for one in self._ring]
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
@@ -767,7 +715,7 @@ class SnapshotManager:
                     assert self._store is not None
                     plain, tensors, _ = self._store.read(one.serial, self.state)
             except SnapshotError as error:  # unreadable, or the model has changed; an older one may do
-                self._note_problem(str(error))
+                self.problems.append(str(error))
                 self._remove(one)
                 continue
             self.state.restore(plain, tensors, position=False)
@@ -790,8 +738,7 @@ class SnapshotManager:
         newest = complete[-1]
         plain, tensors, changed = self._store.read(newest.serial, self.state)
         self.state.restore(plain, tensors, position=not changed)
-        for one in self._ring:
-            one.drop()
+        self.forget()
         healthy = [one for one in complete if one.healthy][-self._keep :]
         self._ring = healthy if newest in healthy else [*healthy, newest]
         self._last_step = newest.step
@@ -817,23 +764,8 @@ class SnapshotManager:
         if snapshot is self._open:
             self._open = None
             snapshot.hold_back()
-        snapshot.drop(spoiled=spoiled)
-
-    def _note_problem(self, problem: str) -> None:
-        self.problems.append(problem)
-        if self._on_problem is not None:
-            self._on_problem(problem)
+        snapshot.spoiled, snapshot.copies = spoiled, None
 
 
 def _is_buffer(name: str) -> bool:
     return name.startswith("buffer/")  # a forward pass may change it before the parameters change
-
-
-def _weak_call(method: Callable[[str], None]) -> Callable[[str], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(problem: str) -> None:
-        if (alive := reference()) is not None:
-            alive(problem)
-
-    return call

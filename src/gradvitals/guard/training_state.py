@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gradvitals.collect.moments import stepping
-from gradvitals.distributed.shards import local
+from gradvitals.distributed.shards import local, placements, unwrapped
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
 
@@ -51,50 +52,38 @@ class TensorRef:
     name: str
     device: str
     sharded: bool
+    """Whether it is a DTensor."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A copy of `tree` with a `TensorRef` for each tensor; adds the tensors to `tensors`, named by their path."""
-    if isinstance(tree, Tensor):
-        tensors[name] = tree
-        return TensorRef(name, tree.device.type, is_sharded(tree))
-    if isinstance(tree, dict):
-        return {key: split(value, f"{name}/{key}", tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return _like(tree, [split(value, f"{name}/{index}", tensors) for index, value in enumerate(tree)])
-    return deepcopy(tree)
+
+    def saved(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return deepcopy(leaf)
+        ref = TensorRef("/".join([name, *map(_key, path)]), leaf.device.type, bool(placements(leaf)))
+        tensors[ref.name] = leaf
+        return ref
+
+    return pytree.tree_map_with_path(saved, tree)
 
 
 def join(shape: Any, live: Any, renew: Callable[[TensorRef, Any], Any]) -> Any:
     """The inverse of `split`: calls `renew` with each `TensorRef` and what is in its place in `live` now."""
-    if isinstance(shape, TensorRef):
-        return renew(shape, live)
-    if isinstance(shape, dict):
-        there = live if isinstance(live, dict) else {}
-        return {key: join(value, there.get(key), renew) for key, value in shape.items()}
-    if isinstance(shape, (list, tuple)):
-        same = isinstance(live, (list, tuple)) and len(live) == len(shape)
-        items = zip(shape, live if same else [None] * len(shape), strict=True)
-        return _like(shape, [join(value, now, renew) for value, now in items])
-    return deepcopy(shape)
+    there = dict(pytree.tree_leaves_with_path(live))
+    return pytree.tree_map_with_path(
+        lambda path, leaf: renew(leaf, there.get(path)) if isinstance(leaf, TensorRef) else deepcopy(leaf), shape
+    )
 
 
 def refs(shape: Any) -> list[TensorRef]:
     """All `TensorRef` in a structure."""
-    found: list[TensorRef] = []
-    join(shape, None, lambda ref, _: found.append(ref))
-    return found
+    return [leaf for leaf in pytree.tree_leaves(shape) if isinstance(leaf, TensorRef)]
 
 
-def _like(model: Any, items: list[Any]) -> Any:
-    if isinstance(model, tuple):
-        return type(model)(*items) if hasattr(model, "_fields") else tuple(items)
-    return items
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "to_local")
+def _key(entry: Any) -> str:
+    """A key or an index on the path to a leaf."""
+    return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -109,7 +98,7 @@ def dense(tensor: Tensor) -> Tensor:
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes by name."""
     return {
-        name: ((tensor if is_sharded(tensor) else dense(tensor)).shape, tensor.dtype)
+        name: ((tensor if placements(tensor) else dense(tensor)).shape, tensor.dtype)
         for name, tensor in tensors.items()
     }
 
@@ -141,7 +130,9 @@ class TrainingState:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        self.model = _unwrapped(model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        self.model = unwrapped(model)
         self.optimizers, self.schedulers, self.scaler = _as_list(optimizers), _as_list(schedulers), scaler
         for one in self.optimizers:
             if not isinstance(one, torch.optim.Optimizer):
@@ -175,17 +166,16 @@ class TrainingState:
                     named[f"(of optimizer {index}) {number}"] = parameter
         return named
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Every buffer of the model by name, also those that are not persistent."""
-        return {_clean(name): buffer for name, buffer in self.model.named_buffers()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, and all buffers of the model, by the names that they have in a snapshot."""
+        named = {f"parameter/{name}": parameter for name, parameter in self.parameters().items()}
+        return named | {f"buffer/{_clean(name)}": buffer for name, buffer in self.model.named_buffers()}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All but the settings: plain values, and the run's own tensors by name, which change as it continues."""
-        parameters = self.parameters()
-        names = {parameter: name for name, parameter in parameters.items()}
-        tensors = {f"parameter/{name}": parameter for name, parameter in parameters.items()}
-        tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers().items()}
-        own = [name for name, tensor in tensors.items() if name.startswith("buffer/") and not is_sharded(tensor)]
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        tensors = self.tensors()
+        own = [name for name, tensor in tensors.items() if name.startswith("buffer/") and not placements(tensor)]
         states: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
             state: dict[str, Any] = {}
@@ -197,7 +187,7 @@ class TrainingState:
                     own += [ref.name for ref in refs(part) if not ref.sharded]
                 elif key in names:
                     part = state[names[key]] = split(value, f"state/{index}/{names[key]}", tensors)
-                    if is_sharded(key):  # a plain tensor of a sharded parameter: each rank may have its own
+                    if placements(key):  # a plain tensor of a sharded parameter: each rank may have its own
                         own += [ref.name for ref in refs(part) if not ref.sharded and tensors[ref.name].dim()]
             states.append(state)
         plain = {
@@ -248,9 +238,7 @@ class TrainingState:
             for part, live in self.parts().items()
             if plain["parts"][part] != live
         ]
-        now: dict[str, Tensor] = {f"parameter/{name}": tensor for name, tensor in self.parameters().items()}
-        now |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
-        here = sizes_of(now)
+        here = sizes_of(self.tensors())
         there = {name: size for name, size in sizes.items() if name.startswith(("parameter/", "buffer/"))}
         if missing := [name for name in here if name not in there]:
             problems.append(f"not in the snapshot: {_shown(missing)}")
@@ -268,13 +256,11 @@ class TrainingState:
     def sharded_like(self, plain: Mapping[str, Any], sizes: Sizes) -> dict[str, Tensor]:
         """For each tensor of a snapshot that is sharded here, a live tensor that is sharded in the same way."""
         parameters = self.parameters()
-        live: dict[str, Tensor] = {f"parameter/{name}": tensor for name, tensor in parameters.items()}
-        live |= {f"buffer/{name}": tensor for name, tensor in self.buffers().items()}
-        found = {name: tensor for name, tensor in live.items() if is_sharded(tensor)}
+        found = {name: tensor for name, tensor in self.tensors().items() if placements(tensor)}
         for state in plain["state"]:
             for name, shape in state.items():
                 owner = parameters.get(name)
-                if owner is not None and is_sharded(owner):  # moments are sharded as their parameter is
+                if owner is not None and placements(owner):  # moments are sharded as their parameter is
                     found |= {
                         ref.name: owner
                         for ref in refs(shape)
@@ -290,9 +276,8 @@ class TrainingState:
             copies: The tensors of both, as `dense` shows them.
             position: Whether to restore random generators and the data position too.
         """
-        parameters, buffers = self.parameters(), self.buffers()
-        pairs = [(dense(tensor), copies[f"parameter/{name}"]) for name, tensor in parameters.items()]
-        pairs += [(dense(tensor), copies[f"buffer/{name}"]) for name, tensor in buffers.items()]
+        parameters = self.parameters()
+        pairs = [(dense(tensor), copies[name]) for name, tensor in self.tensors().items()]
         device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
 
         def renew(ref: TensorRef, live: Any, owner: Tensor | None = None) -> Tensor:
@@ -302,7 +287,7 @@ class TrainingState:
             if not fits or live.device.type != ref.device:
                 on_host = ref.device == "cpu"
                 like_owner = owner is not None and dense(owner).shape == copied.shape and (copied.dim() or ref.sharded)
-                if owner is not None and like_owner and (is_sharded(owner) or not on_host):
+                if owner is not None and like_owner and (placements(owner) or not on_host):
                     target = torch.empty_like(owner, dtype=copied.dtype, requires_grad=False)
                 else:
                     where = torch.device("cpu") if on_host else owner.device if owner is not None else device
@@ -403,19 +388,6 @@ def _as_list(things: Any) -> list[Any]:
     things = list(things) if isinstance(things, (list, tuple)) else [] if things is None else [things]
     # Accelerate's wrapper is an Optimizer in name only: the real one is inside.
     return [getattr(one, "optimizer", one) if type(one).__name__ == "AcceleratedOptimizer" else one for one in things]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that only add a prefix to its names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _clean(name: str) -> str:

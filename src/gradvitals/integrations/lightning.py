@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradvitals.alerts import Alert
-from gradvitals.config import Config
-from gradvitals.guard import Guard
 from gradvitals.integrations.backward import newest, observe_part, show_shards
 from gradvitals.monitor import Monitor, watch
-from gradvitals.sinks import Sink
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,30 +30,23 @@ class GradvitalsCallback(Callback):
 
     Args:
         run: Folder to keep the run in, as for `gradvitals.watch`.
-        config: Settings of the Monitor.
         batch_size: Samples per optimizer step of this process; None counts the samples of each batch.
-        guard: A `Guard` that may act on findings.
-        sinks: Where to send readings besides the run's folder.
-        alerts: Where to report findings.
         log: Whether to add the newest gradient norm, GSNR and noise scale to the Trainer's logs, as ``gradvitals/...``.
+        options: As for `gradvitals.watch`: config, guard, sinks, alerts and so on.
     """
 
     def __init__(
         self,
         run: str | Path | None = None,
         *,
-        config: Config | None = None,
         batch_size: float | None = None,
-        guard: Guard | None = None,
-        sinks: Sequence[Sink | str] = (),
-        alerts: Sequence[Alert | str] = (),
         log: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.monitor: Monitor | None = None
         """The Monitor, once training has started."""
-        self._options: dict[str, Any] = {"run": run, "config": config, "batch_size": batch_size}
-        self._options |= {"guard": guard, "sinks": sinks, "alerts": alerts}
+        self._options = {"run": run, "batch_size": batch_size, **options}
         self._log = log
         self._loss: Tensor | None = None
         self._samples: int | None = None
@@ -74,7 +63,7 @@ class GradvitalsCallback(Callback):
         if self._state is not None:
             self.monitor.load_state_dict(self._state)
             self._state = None
-        if self._options["guard"] is not None:
+        if self._options.get("guard") is not None:
             self._unwrap = [_evaluate_first(optimizer) for optimizer in trainer.optimizers]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

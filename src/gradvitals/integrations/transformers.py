@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from gradvitals.alerts import Alert
-from gradvitals.config import Config
-from gradvitals.guard import Guard
 from gradvitals.integrations.backward import BackwardPasses, newest, observe_part
 from gradvitals.monitor import Monitor, watch
-from gradvitals.sinks import Sink
 from gradvitals.worker.worker import print_line
 
 
@@ -28,28 +23,22 @@ class GradvitalsCallback(TrainerCallback):
 
     Args:
         run: Folder to keep the run in, as for `gradvitals.watch`.
-        config: Settings of the Monitor.
         batch_size: Samples per optimizer step of this process; None takes it from the TrainingArguments.
-        guard: A `Guard` that may act on findings.
-        sinks: Where to send readings besides the run's folder.
-        alerts: Where to report findings.
         log: Whether to add the newest gradient norm, GSNR and noise scale to the Trainer's logs, as ``gradvitals/...``.
+        options: As for `gradvitals.watch`: config, guard, sinks, alerts and so on.
     """
 
     def __init__(
         self,
         run: str | Path | None = None,
         *,
-        config: Config | None = None,
         batch_size: float | None = None,
-        guard: Guard | None = None,
-        sinks: Sequence[Sink | str] = (),
-        alerts: Sequence[Alert | str] = (),
         log: bool = False,
+        **options: Any,
     ) -> None:
         self.monitor: Monitor | None = None
         """The Monitor, once training has started."""
-        self._options: dict[str, Any] = {"run": run, "config": config, "guard": guard, "sinks": sinks, "alerts": alerts}
+        self._options = {"run": run, **options}
         self._batch_size = batch_size
         self._log = log
         self._backwards = BackwardPasses(self._after_backward)

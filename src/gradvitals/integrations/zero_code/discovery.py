@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from gradvitals.distributed.shards import unwrapped
 from gradvitals.integrations.backward import class_name
 
 
@@ -58,7 +59,9 @@ class Found:
         """Returns the smallest part of the model that has everything its optimizers step."""
         stepped = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
         parts = [part for part in self.model.modules() if stepped <= set(map(id, part.parameters()))]
-        return replace(self, model=parts[-1], name=class_name(bare(parts[-1]))) if self.has_modules and parts else self
+        if not self.has_modules or not parts:
+            return self
+        return replace(self, model=parts[-1], name=class_name(unwrapped(parts[-1])))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -144,9 +147,9 @@ def _claim(module: nn.Module) -> tuple[bool, int]:
 def _found(optimizers: list[torch.optim.Optimizer], roots: list[nn.Module]) -> Found:
     if len(roots) == 1:
         root = roots[0].module if isinstance(roots[0], DataParallel) else roots[0]
-        return Found(root, optimizers, class_name(bare(root)), True)
+        return Found(root, optimizers, class_name(unwrapped(root)), True)
     named: dict[str, nn.Module] = {}
-    for root in map(bare, roots):
+    for root in map(unwrapped, roots):
         name, number = class_name(root), 2
         while name in named:
             name, number = f"{class_name(root)}{number}", number + 1
@@ -166,27 +169,16 @@ def distinct_name(found: Found, taken: Collection[str], variables: Mapping[str, 
         taken: Names of other models.
         variables: Global variables of the script. A model made inside a function is in none of them.
     """
-    own = bare(found.model)
+    own = unwrapped(found.model)
     if found.name not in taken and not type(own).__module__.startswith("torch."):
         return found.name
     for variable, value in variables.items():
-        if variable not in taken and issubclass(type(value), nn.Module) and bare(value) is own:  # type: ignore[arg-type]
+        if variable not in taken and issubclass(type(value), nn.Module) and unwrapped(value) is own:  # type: ignore[arg-type]
             return variable
     name, number = found.name, 2
     while name in taken:
         name, number = f"{found.name}-{number}", number + 1
     return name
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """Returns the model inside DDP and torch.compile wrappers."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, (DistributedDataParallel, DataParallel)):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 COUNTED_STEPS = 3

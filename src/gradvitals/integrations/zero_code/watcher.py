@@ -22,7 +22,7 @@ from torch.optim import optimizer as optim
 
 from gradvitals import notices
 from gradvitals.collect import hooks as torch_hooks
-from gradvitals.collect.backward import STEPS
+from gradvitals.collect.backward import STEPS, is_distributed
 from gradvitals.collect.recorder import StepRecorder
 from gradvitals.config import Config
 from gradvitals.integrations.backward import (
@@ -247,9 +247,7 @@ def _versions(parameters: Sequence[nn.Parameter]) -> list[Any]:
 
 def _reduces_by_hand(model: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the script reduces gradients itself: after a backward pass they are still those of this rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return False
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if not is_distributed() or any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return False
     return not any(hasattr(parameter, "placements") for parameter in parameters)  # DTensors reduce in backward
 
@@ -491,7 +489,7 @@ class Watcher:
         self, found: Found, resume: Path | None = None, thread: threading.Thread | None = None
     ) -> Watched | None:
         """Watch a model. Returns None, and prints why, if that is not possible."""
-        if _has_others():
+        if is_distributed():
             self.prints = dist.get_rank() == 0
         too_many = resume is None and self._num_started >= MAX_RUNS
         if resume is None and not too_many:
@@ -499,17 +497,17 @@ class Watcher:
             found = replace(found, name=distinct_name(found, self._names, variables))
         if too_many:
             self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
-        elif _has_others() and not self._launched:
+        elif is_distributed() and not self._launched:
             self.explained = True
             self._print(
                 f"{found.name} is not watched: the script itself started {dist.get_world_size()} ranks. To watch them, "
                 "start them with torchrun --nproc_per_node=N -m gradvitals run SCRIPT"
             )
-        elif self.prints or _has_others():  # of processes without a group, only the first is watched
+        elif self.prints or is_distributed():  # of processes without a group, only the first is watched
             patience = threading.Timer(RANKS_SECONDS, self._print, [f"{found.name}: waiting for the other ranks"])
             patience.daemon = True
             try:
-                if _has_others():
+                if is_distributed():
                     patience.start()  # so that a long wait is not silent
                 home = thread or self._makers.get(found.optimizers[0], threading.current_thread())
                 watched = Watched(found, self._watch, resume, home, None if resume else self._print)
@@ -574,10 +572,6 @@ class Watcher:
 
 def _has_parameters(optimizer: torch.optim.Optimizer) -> bool:
     return any(True for _ in parameters_of(optimizer))
-
-
-def _has_others() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _ThreadState(threading.local):
