@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from gradvitals import bench
-from gradvitals.bench import BARE, RUN, TURN_STEPS, VARIANTS, WATCH, Round, Runner, Task
+from gradvitals.bench import BARE, RUN, TURN_STEPS, VARIANTS, Round, Runner, Task
 from gradvitals.cli import main
 from gradvitals.errors import GradvitalsError
 
@@ -32,7 +32,7 @@ def rounds(*seconds: float) -> list[Round]:
 def test_a_ratio_is_that_of_the_same_round_and_its_median_is_reported() -> None:
     found = bench.summarize(rounds(1.1, 2.4, 3.9), rounds(1.0, 2.0, 3.0))
     assert found["ratios"] == pytest.approx([1.1, 1.2, 1.3])
-    assert found["ratio"] == pytest.approx(1.2)
+    assert [found["ratio_low"], found["ratio"], found["ratio_high"]] == pytest.approx([1.15, 1.2, 1.25])
     assert found["ratio_interval"] is None  # three rounds are too few
     assert found["ms"] == pytest.approx(2400)
 
@@ -41,6 +41,7 @@ def test_full_readings_count_as_often_as_they_come_in_a_long_run() -> None:
     plain, full = [(1.0, False)] * 3, [(2.0, True)]
     one = Round(turns=[*plain, (9.0, False), *full], every=5 * TURN_STEPS)
     assert one.typical == pytest.approx(1.0 + 1.0 / 5)  # what held one turn up for 8 s is not ours
+    assert one.mean == pytest.approx((3 * 1.0 + 9.0 + 2.0) / 5)
     assert replace(one, every=10 * TURN_STEPS).typical == pytest.approx(1.1)
     assert Round(turns=full, every=1).typical == 2.0
 
@@ -48,8 +49,9 @@ def test_full_readings_count_as_often_as_they_come_in_a_long_run() -> None:
 def test_what_recording_costs_is_reported_by_kind_of_step() -> None:
     one = Round()
     costs = [("plain", 10.0), ("plain", 30.0), ("plain", 20.0), ("full", 900.0)]
-    one.add({"seconds": 0.5, "costs": costs, "every": 50})
-    found = bench.summarize([one], rounds(0.5 / TURN_STEPS))
+    one.add({"wall": 0.5, "cpu": 0.25, "costs": costs, "every": 50})
+    found = bench.summarize([one], [replace(rounds(0.5 / TURN_STEPS)[0], cpu_seconds=0.2)])
+    assert found["cpu_ratio"] == pytest.approx(1.25)
     assert found["host_us"] == {"plain": 20.0, "full": 900.0}
     assert found["timed"] == {"plain": 3, "full": 1}
     assert found["ratio"] == pytest.approx(1.0)
@@ -98,7 +100,7 @@ class FakeRunner:
 
     calls: ClassVar[list[tuple[str, str]]] = []
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, keeps_memory: bool) -> None:
         self.task = task
 
     def __getattr__(self, name: str) -> Callable[[], None]:
@@ -106,8 +108,8 @@ class FakeRunner:
 
     def turn(self) -> dict[str, Any]:
         self.calls.append(("turn", self.task.variant))
-        slower = 1.5 if self.task.variant == RUN else 1.0
-        return {"seconds": TURN_STEPS * slower * (1 + 1e-3 * len(self.calls)), "costs": [], "every": 0}
+        slower = 1.5 if self.task.variant == "histograms" else 1.0
+        return {"wall": TURN_STEPS * slower * (1 + 1e-3 * len(self.calls)), "cpu": 1.0, "costs": [], "every": 0}
 
 
 def test_processes_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +117,12 @@ def test_processes_take_turns_in_an_order_that_changes(monkeypatch: pytest.Monke
     orders = []
     for seed in (0, 1):
         monkeypatch.setattr(FakeRunner, "calls", [])
-        tasks = [replace(TASK, variant=one) for one in (BARE, WATCH, RUN)]
+        tasks = [replace(TASK, variant=one) for one in (BARE, "watch", "histograms")]
         found = bench.time_round(tasks, steps=10 * TURN_STEPS - 1, seed=seed)
         turns = [variant for what, variant in FakeRunner.calls if what == "turn"]
         assert all(len(set(turns[at : at + 3])) == 3 for at in range(0, 30, 3))
         assert len({tuple(turns[at : at + 3]) for at in range(0, 30, 3)}) > 2
-        assert found[RUN].typical / found[BARE].typical == pytest.approx(1.5, rel=0.01)
+        assert found["histograms"].mean / found[BARE].mean == pytest.approx(1.5, rel=0.01)
         assert sorted(FakeRunner.calls[-6:]) == sorted((w, t.variant) for t in tasks for w in ("finish", "kill"))
         orders.append(turns)
     assert orders[0] != orders[1]
@@ -137,7 +139,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("variant", [WATCH, RUN])
+@pytest.mark.parametrize("variant", ["watch", RUN])
 def test_a_process_and_its_worker_are_stopped_between_turns(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +186,8 @@ def test_every_variant_is_timed_and_printed() -> None:
     assert tuple(variants) == VARIANTS
     assert all(one["ratio"] > 0 for one in variants.values())
     watched = {name for name, one in variants.items() if one["timed"]}
-    assert watched == {WATCH, RUN}
+    assert watched == {"watch", RUN, "every step", bench.OUR_ADAMW}
+    assert variants["every step"]["timed"] == {"full": TURN_STEPS}
     text = bench.format_markdown(result)
     for words in (torch.__version__, "| bare again ", "gpt: 0.472M parameters", "- watch: a full reading every"):
         assert words in text

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradvitals import optim
 from gradvitals.collect import schedule
 from gradvitals.collect.schedule import ReadSchedule
 from gradvitals.config import Config
@@ -58,6 +59,8 @@ NUM_BATCHES = 8
 
 LOG_EVERY = 10
 """Steps from one `.item()` on the loss to the next."""
+
+NUM_BINS = 64
 
 Observe = Callable[[Tensor], object]
 """Called with the mean loss of a step between its last backward and clipping."""
@@ -251,8 +254,35 @@ DEFAULT_WORKLOADS = {"cpu": ("mlp", "cnn", "gpt"), "cuda": ("mlp", "cnn", "gpt",
 
 # -- variants -------------------------------------------------------------------------------------------------------
 
-BARE, AGAIN, WATCH, RUN = "bare", "bare again", "watch", "run"
-VARIANTS = (BARE, AGAIN, WATCH, RUN)
+
+def norm_loop(training: Training, loss: Tensor) -> None:
+    """What many loops do: ask for the norm of each gradient, one by one."""
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm().item()
+
+
+def histograms(training: Training, loss: Tensor) -> None:
+    """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
+
+
+OUR_ADAMW = "gv.optim.AdamW"
+
+WATCHED = {
+    "watch": Config(quiet=True),
+    "every step": Config(tensor_every=1, overhead_budget=1, quiet=True),
+    OUR_ADAMW: Config(quiet=True),
+}
+"""Variants that call `watch` themselves. In "every step" no budget thins the readings."""
+
+BY_HAND: dict[str, Callable[[Training, Tensor], None]] = {"norm loop": norm_loop, "histograms": histograms}
+"""Variants that people write themselves."""
+
+BARE, AGAIN, RUN = "bare", "bare again", "run"
+VARIANTS = (BARE, AGAIN, "watch", RUN, "every step", OUR_ADAMW, "norm loop", "histograms")
 
 
 # -- in the process of a variant ------------------------------------------------------------------------------------
@@ -317,24 +347,32 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
     log = CostLog()
     first = next(commands)  # processes settle one at a time
     training = WORKLOADS[task.workload](torch.device(task.device))
+    if task.variant == OUR_ADAMW:
+        adamw = optim.AdamW(training.model.parameters(), lr=LEARNING_RATE, max_norm=training.max_norm)
+        training = replace(training, optimizer=adamw, max_norm=None)
     if task.compiled:
         training = replace(training, loss=torch.compile(training.loss))
+    observe: Observe | None = None
     monitor: Monitor | None = None
-    if task.variant == WATCH:  # before the first step, as loops do it: that decides where memory lies
-        config = Config(quiet=True)
+    if task.variant in WATCHED:  # before the first step, as loops do it: that decides where memory lies
+        config = WATCHED[task.variant]
         monitor = watch(training.model, training.optimizer, run=task.run, config=config, batch_size=training.batch_size)
+        observe = monitor.observe
+    elif task.variant in BY_HAND:
+        observe = partial(BY_HAND[task.variant], training)
     number = 0
     for command in chain([first], commands):
         log.costs.clear()
-        started = time.perf_counter()
+        cpu_started, started = time.process_time(), time.perf_counter()
         for _ in range(int(command)):
-            loss = training.step(None if monitor is None else monitor.observe)
+            loss = training.step(observe)
             number += 1
             if number % LOG_EVERY == 0:
                 loss.item()
         if training.device.type == "cuda":
             torch.cuda.synchronize(training.device)
-        yield {"seconds": time.perf_counter() - started, "costs": log.costs, "every": log.every}
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+        yield {"wall": wall, "cpu": cpu, "costs": log.costs, "every": log.every}
         log.frozen = True
     if monitor is not None:
         monitor.close()
@@ -366,26 +404,27 @@ END_SECONDS = 60.0
 class Runner:
     """The process of one variant, and its worker; both are stopped whenever it is not their turn."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, keeps_memory: bool = True) -> None:
         self.task = task
         self._worker: int | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         own = [sys.executable, "-m", "gradvitals"]
         launch = [*own, "run", "--quiet", "--run", task.run, "-m"] if task.variant == RUN else own[:2]
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **(KEEPS_MEMORY if keeps_memory else {})}
         self._process = subprocess.Popen(
             [*launch, "gradvitals.bench", json.dumps(asdict(task))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
 
     @property
     def is_watched(self) -> bool:
         """Whether it has a monitor."""
-        return self.task.variant in (WATCH, RUN)
+        return self.task.variant in WATCHED or self.task.variant == RUN
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported."""
@@ -393,7 +432,8 @@ class Runner:
 
     def settle(self) -> None:
         """Make the first steps, then stop."""
-        self._ask(SETTLE_STEPS if self.is_watched else WARM_UP_STEPS)
+        adapts = self.is_watched and self.task.variant != "every step"
+        self._ask(SETTLE_STEPS if adapts else WARM_UP_STEPS)
         note = Path(self.task.run) / NOTE
         if note.exists():  # none if the worker is a thread
             self._worker = json.loads(note.read_text())["worker"]["pid"]
@@ -464,13 +504,21 @@ class Round:
     """Microseconds of recording, by kind of step."""
     every: int = 0
     """Steps from one full reading to the next; 0 without a monitor."""
+    cpu_seconds: float = 0.0
+    """Of all threads of the training process, its worker not included."""
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add one turn."""
-        self.turns.append((answer["seconds"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
+        self.turns.append((answer["wall"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
         self.every = answer["every"]
+        self.cpu_seconds += answer["cpu"]
         for kind, cost in answer["costs"]:
             self.costs.setdefault(kind, []).append(cost)
+
+    @property
+    def mean(self) -> float:
+        """Seconds per step."""
+        return statistics.fmean(seconds for seconds, _ in self.turns)
 
     @property
     def typical(self) -> float:
@@ -485,14 +533,14 @@ class Round:
         return plain + (full - plain) * min(1.0, TURN_STEPS / self.every)
 
 
-def time_round(tasks: Sequence[Task], steps: int, seed: int = 0) -> dict[str, Round]:
+def time_round(tasks: Sequence[Task], steps: int, seed: int = 0, *, keeps_memory: bool = True) -> dict[str, Round]:
     """Start a process for every variant and let them take turns, in an order that changes with the seed."""
     shuffled = random.Random(seed)
     found = {task.variant: Round() for task in tasks}
     with ExitStack() as stack:
         runners = []
         for task in tasks:
-            runners.append(Runner(task))
+            runners.append(Runner(task, keeps_memory=keeps_memory))
             stack.callback(runners[-1].kill)
         for runner in runners:
             runner.wait_until_ready()
@@ -522,6 +570,7 @@ def run_overhead(
     *,
     compiled: bool = False,
     threads: int | None = None,
+    keeps_memory: bool = True,
 ) -> dict[str, Any]:
     """Time every variant against bare steps of the same loop.
 
@@ -534,10 +583,11 @@ def run_overhead(
         progress: Called with the number of finished rounds, of all rounds, and what was found so far.
         compiled: Time compiled models too.
         threads: Of torch in every process; None leaves it to torch.
+        keeps_memory: Whether the C library keeps freed memory.
 
     Returns:
         Plain values, ready for JSON: the machine, and for every workload its size and its variants, each with the
-        median `ratio` to bare over the rounds, the 95 % interval of the median and what recording cost.
+        median `ratio` to bare over the rounds, its quartiles, the 95 % interval of the median and what recording cost.
     """
     place = _device(device)
     names = workloads or DEFAULT_WORKLOADS[place.type]
@@ -559,7 +609,7 @@ def run_overhead(
             if progress is not None:
                 progress(before + done, len(jobs) * rounds, f"{label}: {text}")
 
-        results.append(_time_workload(name, chosen, common | {"compiled": mode}, steps, rounds, report))
+        results.append(_time_workload(name, chosen, common | {"compiled": mode}, steps, rounds, report, keeps_memory))
     return {
         "device": place.type,
         "machine": machine_name(place),
@@ -569,6 +619,7 @@ def run_overhead(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": math.ceil(steps / TURN_STEPS) * TURN_STEPS,
         "rounds": rounds,
+        "keeps_memory": keeps_memory,
         "workloads": results,
     }
 
@@ -595,15 +646,18 @@ def _time_workload(
     steps: int,
     rounds: int,
     report: Callable[[int, str], None],
+    keeps_memory: bool,
 ) -> dict[str, Any]:
     counted = WORKLOADS[name](torch.device("meta"))
+    if not isinstance(counted.optimizer, torch.optim.AdamW):
+        variants = [one for one in variants if one != OUR_ADAMW]
     found: list[dict[str, Round]] = []
     for number in range(rounds):
         report(number, "starting processes")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             paths = [(one, f"{folder}/{place}") for place, one in enumerate(variants)]
             tasks = [Task(workload=name, variant=one, run=path, **common) for one, path in paths]
-            found.append(time_round(tasks, steps, seed=number))
+            found.append(time_round(tasks, steps, seed=number, keeps_memory=keeps_memory))
         shown = next((one for one in variants[2:] or variants[1:]), BARE)
         so_far = statistics.median(one[shown].typical / one[BARE].typical for one in found)
         report(number + 1, f"{shown} at {percent(so_far)} so far")
@@ -622,11 +676,19 @@ def _time_workload(
 def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
     """What a variant took, beside the bare process of the same round."""
     ratios = [one.typical / base.typical for one, base in zip(rounds, bare, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     costs = {kind: [cost for one in rounds for cost in one.costs.get(kind, ())] for kind in KINDS}
     return {
         "ms": 1000 * statistics.median(one.typical for one in rounds),
-        "ratio": statistics.median(ratios),
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
         "ratio_interval": median_interval(ratios),
+        "mean_ratio": statistics.median(one.mean / base.mean for one, base in zip(rounds, bare, strict=True)),
+        "cpu_ratio": statistics.median(
+            one.cpu_seconds / base.cpu_seconds if base.cpu_seconds else math.nan
+            for one, base in zip(rounds, bare, strict=True)
+        ),
         "host_us": {kind: statistics.median(found) for kind, found in costs.items() if found},
         "timed": {kind: len(found) for kind, found in costs.items() if found},
         "every": [one.every for one in rounds if one.every],
@@ -650,15 +712,27 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
 
 # -- in words -------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("variant", "ms per step", "change", "95 % interval", "plain µs", "norm µs", "full µs")
+COLUMNS = (
+    "variant",
+    "ms per step",
+    "change",
+    "quartiles",
+    "95 % interval",
+    "by means",
+    "CPU time",
+    "plain µs",
+    "norm µs",
+    "full µs",
+)
 
 
 def headline(result: Mapping[str, Any]) -> str:
     """The machine and how it was measured."""
     threads = f", torch with {result['threads']} thread(s)" if result["device"] == "cpu" else ""
+    memory = "" if result["keeps_memory"] else "; freed memory is left to the C library"
     return (
         f"{result['machine']}{threads}, torch {result['torch']}, Python {result['python']}, {result['date']}\n"
-        f"{result['rounds']} rounds of {result['steps']} steps per variant, in turns of {TURN_STEPS}"
+        f"{result['rounds']} rounds of {result['steps']} steps per variant, in turns of {TURN_STEPS}{memory}"
     )
 
 
@@ -676,10 +750,10 @@ def table_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The variants of one workload, the head first."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for variant, one in found["variants"].items():
+        spans = [_span([one["ratio_low"], one["ratio_high"]]), _span(one["ratio_interval"])]
         host = [f"{one['host_us'][kind]:,.0f}" if kind in one["host_us"] else "" for kind in KINDS]
-        ends = one["ratio_interval"]
-        span = "too few rounds" if ends is None else f"[{percent(ends[0])}, {percent(ends[1])}]"
-        changes = [percent(one["ratio"]), span] if variant != BARE else ["", ""]
+        others = [percent(one["mean_ratio"]), percent(one["cpu_ratio"])]
+        changes = [percent(one["ratio"]), *spans, *others] if variant != BARE else [""] * 5
         rows.append((variant, f"{one['ms']:.2f}", *changes, *host))
     return rows
 
@@ -705,6 +779,10 @@ def format_markdown(result: Mapping[str, Any]) -> str:
             "\n".join(f"- {n}" for n in notes(found)),
         ]
     return "\n\n".join(filter(None, parts))
+
+
+def _span(ends: Sequence[float] | None) -> str:
+    return "too few rounds" if ends is None else f"[{percent(ends[0])}, {percent(ends[1])}]"
 
 
 def percent(ratio: float) -> str:

@@ -6,13 +6,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
-from gradvitals.cli.output import json_option, print_json
+from gradvitals.cli.output import console, json_option, print_json
 
 WORKLOADS = ("mlp", "cnn", "gpt", "gpt-124m", "gpt-1.3b")
-VARIANTS = ("bare", "bare again", "watch", "run")
+VARIANTS = ("bare", "bare again", "watch", "run", "every step", "gv.optim.AdamW", "norm loop", "histograms")
 """Both as in `gradvitals.bench`, which imports torch."""
 
 
@@ -60,6 +61,13 @@ def bench() -> None:
     help="Rounds, each with new processes; six are the fewest that give an interval.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch in every process.  [default: torch's]")
+@click.option(
+    "--keep-memory/--no-keep-memory",
+    default=True,
+    show_default=True,
+    help="Have the C library keep freed memory, so that page faults do not blur the times.",
+)
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
 def overhead(
     device: str,
@@ -69,6 +77,8 @@ def overhead(
     steps: int,
     rounds: int,
     threads: int | None,
+    keep_memory: bool,
+    as_markdown: bool,
     as_json: bool,
 ) -> None:
     """Time watched steps against bare steps of the same training loop.
@@ -82,10 +92,12 @@ def overhead(
     Example:
       gradvitals bench overhead
       gradvitals bench overhead --workload gpt --variant "bare again" --variant watch --rounds 20
-      gradvitals bench overhead --device cuda --compile
+      gradvitals bench overhead --device cuda --compile --markdown
     """
     from gradvitals.bench import format_markdown, run_overhead
 
+    if as_json and as_markdown:
+        raise click.UsageError("got --json and --markdown; expected one of them")
     with _clean_end(), _progress() as progress:
         result = run_overhead(
             device=device,
@@ -96,11 +108,34 @@ def overhead(
             progress=progress,
             compiled=compiled,
             threads=threads,
+            keeps_memory=keep_memory,
         )
     if as_json:
         print_json(result)
-    else:
+    elif as_markdown:
         click.echo(format_markdown(result))
+    else:
+        _print_tables(result)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    """Print one table per workload, narrow enough for a terminal: the other two formats have more columns."""
+    from rich import box
+    from rich.table import Table
+
+    from gradvitals.bench import COLUMNS, describe_workload, headline, notes, table_rows
+
+    screen = console()
+    shown = [place for place, name in enumerate(COLUMNS) if name not in ("quartiles", "by means", "CPU time")]
+    screen.print(headline(result))
+    for found in result["workloads"]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for place in shown:
+            table.add_column(COLUMNS[place], justify="right" if place else "left", no_wrap=True)
+        for row in table_rows(found)[1:]:
+            table.add_row(*(row[place] for place in shown))
+        screen.print()
+        screen.print(describe_workload(found), table, *notes(found), sep="\n")
 
 
 @contextmanager
