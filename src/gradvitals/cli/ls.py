@@ -19,9 +19,11 @@ SHOWN = 20
 )
 @json_option
 def ls(folder: Path, limit: int, as_json: bool) -> None:
-    """List the runs in FOLDER (gradvitals_runs/ by default), the newest first.
+    """List the runs in FOLDER, the newest first.
 
-    Each has a light, the number of steps, the last loss, its age, and what is wrong.
+    Without FOLDER, lists those in gradvitals_runs/, or in runs/ if only that is there.
+
+    Each line shows a status light, the number of steps, the last loss, the age of the run, and what is wrong.
 
     \b
     Example:
