@@ -58,7 +58,7 @@ def test_printed_it_tells_the_story_in_order(tmp_path: Path) -> None:
     parts = (
         "its loop never calls optimizer.zero_grad()",
         "60 of 60 steps  loss",
-        "Gradients are not zeroed between steps",
+        "Gradients accumulate because they are not zeroed",
         "Likely cause",
         "Fix ",
         "The same training with zero_grad():",

@@ -47,7 +47,7 @@ def test_first_gradients_far_over_all_that_follow() -> None:
     run = cold(norm=lambda step: 30.0 if step < 2 else 1.0, loss=lambda step: 3.0)
     [finding] = diagnose(run, WarmupNeeded())
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 20)
-    assert finding.title.endswith("× the median, and the loss stays at 2.98")
+    assert finding.title.endswith("× the median of the run, and the loss stays at 2.98")
 
 
 def test_a_run_that_clips_is_told_about_its_limit() -> None:

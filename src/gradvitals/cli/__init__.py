@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "Show all runs on a live page in the browser.",
     "report": "Print the numbers of a run, or write them as one HTML file.",
     "advise": "Suggest settings for the next run.",
-    "diff": "Compare two runs: where they separate, and what differs.",
+    "diff": "Compare two runs: where they diverge, and what differs.",
     "ls": "List the runs in a folder.",
     "export": "Write the readings of a run as CSV or Parquet.",
     "import": "Read a run that W&B, TensorBoard or a CSV file recorded.",
@@ -110,11 +110,12 @@ def _fail(message: str) -> NoReturn:
 def main() -> None:
     """Vital signs for training: what is wrong, why, and how to fix it.
 
-    Commands that read a run take the newest one in gradvitals_runs/ if none is named.
+    Commands that read a run take the newest one in gradvitals_runs/ and runs/ if
+    none is named.
 
     \b
     Start here:
       gradvitals run train.py     record a run, without changing the script
       gradvitals doctor           the verdict, the likely cause, the fix
-      gradvitals demo             no script at hand? a minute on the CPU
+      gradvitals demo             nothing to watch yet? one minute on a CPU
     """

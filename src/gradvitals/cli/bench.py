@@ -58,7 +58,7 @@ def bench() -> None:
     type=click.IntRange(min=1),
     default=6,
     show_default=True,
-    help="Rounds, each with new processes; six are the fewest that give an interval.",
+    help="Rounds, each with new processes; at least six are needed for an interval.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch in every process.  [default: torch's]")
 @click.option(

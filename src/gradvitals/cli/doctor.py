@@ -58,11 +58,11 @@ def doctor(
     """Judge RUN: healthy or not, the likely cause, and the fix.
 
     Works on a finished run and on one that is being written. Needs no torch. Exits with 0 if the run is healthy, with
-    1 if a finding is as serious as --fail-on or more, and with 2 if it could not look.
+    1 if a finding is as serious as --fail-on or more, and with 2 if the run could not be read.
 
     \b
     Example:
-      gradvitals doctor                       the newest run in runs/
+      gradvitals doctor                       the newest run in gradvitals_runs/ and runs/
       gradvitals doctor runs/gpt -v
       gradvitals doctor --format markdown     to paste into an issue
       gradvitals doctor --explain explosion

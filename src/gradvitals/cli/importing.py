@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 @click.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option(
-    "--run", "run", type=click.Path(path_type=Path), help="Folder to make; runs/<source>-imported by default."
+    "--run",
+    "run",
+    type=click.Path(path_type=Path),
+    help="Folder to make; gradvitals_runs/<source>-imported by default.",
 )
 @click.option(
     "--map",

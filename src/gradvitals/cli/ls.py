@@ -21,7 +21,7 @@ SHOWN = 20
 def ls(folder: Path | None, limit: int, as_json: bool) -> None:
     """List the runs in FOLDER (by default gradvitals_runs/ and runs/), the newest first.
 
-    Each has a light, the number of steps, the last loss, its age, and what is wrong.
+    Each line shows a status light, the number of steps, the last loss, the age of the run, and what is wrong.
 
     \b
     Example:

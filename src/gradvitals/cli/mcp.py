@@ -12,10 +12,11 @@ from gradvitals.places import default_folder
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=default_folder)
 def mcp(folder: Path) -> None:
-    """Serve the runs in FOLDER (gradvitals_runs/ by default) to a coding agent, over stdio.
+    """Serve the runs in FOLDER to a coding agent, over stdio.
 
     Speaks the Model Context Protocol. The agent can list runs, get the verdict, read series, explain rules and compare
-    runs. It cannot change anything. Needs the extra: pip install 'gradvitals[mcp]'.
+    runs. It cannot change anything. Without FOLDER, serves gradvitals_runs/, or runs/ if only that is there. Needs the
+    extra: pip install 'gradvitals[mcp]'.
 
     \b
     Example:

@@ -31,7 +31,7 @@ class OptionsFirst(click.Command):
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(
     "--run",
-    "--out",  # torchrun takes --run for an option of its own, wherever it stands
+    "--out",  # torchrun mistakes --run for one of its own options, wherever it stands
     "folder",
     type=click.Path(path_type=Path),
     help="Folder to keep the run in; a number is added if it holds a run.  [default: gradvitals_runs/DATE_TIME]",
@@ -41,7 +41,8 @@ class OptionsFirst(click.Command):
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Steps from one reading of every tensor to the next.",
+    metavar="N",
+    help="Read every tensor once per N steps.",
 )
 @click.option("--sink", "sinks", multiple=True, metavar="SINK", help="Also send readings there, e.g. tensorboard:logs.")
 @click.option(

@@ -21,8 +21,9 @@ from gradvitals.places import default_folder
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
     """Show the runs in FOLDER on a live page in the browser.
 
-    FOLDER holds runs, at any depth, or is one; `gradvitals_runs` by default. New runs appear by themselves. Only this
-    machine can open the page unless --host says otherwise; the page loads nothing from elsewhere. Ctrl-C stops it.
+    FOLDER holds runs, at any depth, or is one; gradvitals_runs/ by default, or runs/ if only that is there. New runs
+    appear by themselves. Only this machine can open the page unless --host says otherwise; the page loads nothing from
+    elsewhere. Ctrl-C stops it.
 
     \b
     Example:

@@ -221,7 +221,7 @@ class EstimatorUnreliable(Rule):
     closes_after = 500
     message = Message(
         name="GSNR not well known",
-        pattern="The interval of the GSNR spans more than a factor of ten, or holds 0, even after many readings.",
+        pattern="The interval of the GSNR spans more than a factor of ten, or includes 0, even after many readings.",
         title=(
             "The GSNR is not well known: between {low} and {high} at a batch of {batch_size}, after {readings} readings"
         ),

@@ -30,7 +30,10 @@ class StaleGradients(Rule):
     message = Message(
         name="Gradients not zeroed",
         pattern="Backward adds to the gradients that the previous step left, step after step.",
-        title="Gradients are not zeroed between steps: each step since {step} uses the sum of all before it",
+        title=(
+            "Gradients accumulate because they are not zeroed: every step since step {step} uses the sum of all "
+            "earlier ones"
+        ),
         causes={
             "forgotten": "optimizer.zero_grad() is not called, or only now and then",
             "elsewhere": "zero_grad() is called on another model or another optimizer than the one that steps",

@@ -19,7 +19,7 @@ from gradvitals.format import number
 @register
 @dataclass
 class WarmupNeeded(Rule):
-    """The learning rate was at its full height from the first step, and the first steps were a shock."""
+    """The learning rate was at its full height from the first step, and the first steps did harm."""
 
     id = "warmup_needed"
     family = "schedule"
@@ -37,11 +37,11 @@ class WarmupNeeded(Rule):
             "The learning rate is at its full height from the first step, and the loss rises in the first steps, or "
             "the first gradients are 20 times all that follow."
         ),
-        title="Training started at the full learning rate of {lr}, and its first steps were a shock: {harm}",
+        title="Training started at the full learning rate of {lr}: {harm}",
         causes={
             "rose": "The first steps were too long for weights that have learned nothing yet",
             "shock": (
-                "The first gradients were far larger than all that follow, and at the full learning rate they throw "
+                "The first gradients were far larger than all that follow, and at the full learning rate they push "
                 "the weights far from where they started"
             ),
             "too_high": "The learning rate of {lr} is too high for this model, with or without a warmup",
@@ -93,7 +93,8 @@ class WarmupNeeded(Rule):
         loss = float(recent.mean())
         if loss < self.LEARNED * losses[0]:
             return None  # it is flat because there is little left to learn
-        harm = f"the first gradients were {first / usual:.0f}× the median, and the loss stays at {number(loss)}"
+        ratio = f"{first / usual:.0f}×"
+        harm = f"the first gradients were {ratio} the median of the run, and the loss stays at {number(loss)}"
         return self._observe(step, "shock", {"loss": loss, "norm": first, "usual_norm": usual}, harm, losses[0])
 
     def _observe(self, step: Step, cause: str, seen: dict[str, Any], harm: str, first_loss: float) -> Observation:

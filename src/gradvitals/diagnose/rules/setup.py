@@ -148,7 +148,7 @@ class LossMismatch(Rule):
             "mse_classes": "Mean squared error on {classes} one-hot classes: cross-entropy is made for classes",
             "range": (
                 "{loss} expects targets from 0 to 1, and these lie between {target_min} and {target_max}: the loss has "
-                "no lower end and falls for ever"
+                "no lower end and keeps falling without bound"
             ),
             "scrambled": (
                 "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length): "

@@ -41,7 +41,7 @@ class NearZeroInitialGsnr(Rule):
     closes_after = 100
     message = Message(
         name="No signal at the start",
-        pattern="The interval of the GSNR holds 0 and little more over the first readings, and the loss does not fall.",
+        pattern="The GSNR is close to 0 over the first readings, and the loss does not fall.",
         title="Gradients hold no signal so far: the GSNR of a step is between {low} and {high}, and the loss is {loss}",
         causes={
             "labels": "Inputs and targets do not match: shuffled, shifted by one, or wrong for many samples",
@@ -79,7 +79,7 @@ class NearZeroInitialGsnr(Rule):
     seen_for: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings whose interval holds 0 and little more, while the loss does not fall."""
+        """Fires at readings whose GSNR is close to 0, while the loss does not fall."""
         average, losses = step.average, step.history["loss"].values
         if step.number > self.WITHIN or average is None or not step.history.averages.same_weights or len(losses) < 10:
             return None

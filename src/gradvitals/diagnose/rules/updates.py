@@ -163,8 +163,8 @@ class DeadUnits(Rule):
                 "negative or weights that are too large"
             ),
             "lr": (
-                "They died in training, from {alive:%} alive at first: a learning rate of {lr} is too high and threw "
-                "the weights where no input reaches them"
+                "They died in training, from {alive:%} alive at first: a learning rate of {lr} is too high and pushed "
+                "the weights to where no input activates the units"
             ),
         },
         fixes={
