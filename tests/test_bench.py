@@ -15,11 +15,17 @@ import torch
 from click.testing import CliRunner
 
 from gradvitals import bench
-from gradvitals.bench import BARE, RUN, TURN_STEPS, VARIANTS, Round, Runner, Task
+from gradvitals.bench import BARE, RUN, VARIANTS, Round, Runner, Task
 from gradvitals.cli import main
 from gradvitals.errors import GradvitalsError
 
+TURN_STEPS = 20
 TASK = Task(workload="mlp", variant=BARE, device="cpu", compiled=False, threads=1, run="")
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "TURN_STEPS", TURN_STEPS)
 
 
 def rounds(*seconds: float) -> list[Round]:

@@ -391,8 +391,8 @@ def _main() -> None:
 KINDS = ("plain", "norm", "full")
 """Of steps: one that reads what costs nothing, one that pays for a norm, and a full reading."""
 
-TURN_STEPS = 50
-"""Long enough that the worker, which looks at the journal four times per second, works as in a run of its own."""
+TURN_STEPS = 200
+"""Long enough that the worker, which looks at the journal once per second, works as in a run of its own."""
 DEFAULT_STEPS = 300
 
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
