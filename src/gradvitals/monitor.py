@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import sys
@@ -84,8 +85,9 @@ REPLY_BYTES = 1 << 20
 RANKS_CLOSE_SECONDS = 10.0
 """How long a rank that closes waits for the others to bring their last steps."""
 CLOSE_SECONDS = 30.0
-EXIT_SECONDS = 5.0
-"""How long the end of the program waits for a worker that hangs."""
+"""How long closing waits for a worker that is busy."""
+HANG_SECONDS = 4.0
+"""How long it waits for one that shows no progress. The journal keeps what that one did not write."""
 SHOW_SECONDS = 2.0
 """How long a notebook waits for the newest steps to be shown too."""
 
@@ -465,12 +467,13 @@ class Monitor:
     def _close_worker(self) -> None:
         if self._worker is None:
             return
-        seconds = EXIT_SECONDS if sys.is_finalizing() else CLOSE_SECONDS
+        hangs, patience = False, HANG_SECONDS if self._latest else CLOSE_SECONDS  # it may not have started yet
         if self._publisher is not None:  # before the run file is closed: what fails now is still kept with the run
-            self._wait(self._request({"do": "finish"}), seconds)
+            hangs = self._wait(self._request({"do": "finish"}), CLOSE_SECONDS, patience) is None
             self._publisher.close()
-        self._wait(self._request({"do": "close"}), seconds)
-        self._worker.stop(EXIT_SECONDS)
+        request = self._request({"do": "close"})
+        hangs = hangs or self._wait(request, CLOSE_SECONDS, patience) is None
+        self._worker.stop(0.0 if hangs else HANG_SECONDS)
         self._receive()
         channel, self._channel = self._channel, ThreadChannel()
         channel.close()
@@ -728,16 +731,26 @@ class Monitor:
             self._worker.wake()
         return self._requests
 
-    def _wait(self, request: int, seconds: float) -> Message | None:
-        """Wait for the answer to a request; None if there is none in time, or nobody to ask."""
-        if self._worker is None or os.getpid() != self._pid:
+    def _wait(self, request: int, seconds: float, hang_seconds: float = math.inf) -> Message | None:
+        """Wait for the answer to a request; None if there is none in time, or nobody to ask.
+
+        Args:
+            request: Its number.
+            seconds: How long to wait.
+            hang_seconds: How long to wait for a worker that empties no more of the journal.
+        """
+        if self._worker is None or self._journal is None or os.getpid() != self._pid:
             return None
-        deadline, pause = time.monotonic() + seconds, 0.0005
+        moved, pause = time.monotonic(), 0.0005
+        deadline, fill = moved + seconds, self._journal.fill
         while request not in self._replies:
             self._receive()
             if request in self._replies:
                 break
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if self._journal.fill != fill:
+                moved, fill = now, self._journal.fill
+            if now > deadline or now - moved > hang_seconds:
                 return None
             if not self._worker.is_alive and not self._channel.has_messages:
                 self._revive_worker()
