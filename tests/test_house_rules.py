@@ -127,7 +127,7 @@ def test_every_command_is_in_the_docs(path: tuple[str, ...]) -> None:
 
 
 def test_every_metric_is_in_the_docs() -> None:
-    from gradvitals.types import METRICS
+    from gradvitals.metrics import METRICS
 
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert [metric for metric in METRICS if f"`{metric}`" not in text] == []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradvitals.collect import reductions
 from gradvitals.collect.parameters import HeadView
-from gradvitals.collect.reductions import INNER, NORM, FusedReducer
+from gradvitals.collect.reductions import FusedReducer
 from gradvitals.collect.schedule import CostTimer
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import Summand, is_summand, local, local_like, set_aside, sums_of_partial
@@ -312,9 +312,9 @@ class MicrobatchSums:
         factors = [self._factor(row) for row in rows]
         if factors.count(1.0) != len(factors):
             grads = [grad * factor for grad, factor in zip(grads, factors, strict=True)]
-        names = {NORM: f"micro{suffix}"}
+        names = {"norm": f"micro{suffix}"}
         if any(weight is not None for weight in weights):
-            names[INNER] = f"micro_radial{suffix}"
+            names["inner"] = f"micro_radial{suffix}"
         name_of_heads = f"micro_heads{suffix}"
         left = self._fused.read(
             buffer,
@@ -330,7 +330,7 @@ class MicrobatchSums:
             return
         rows, grads, weights = [rows[p] for p in left], [grads[p] for p in left], [weights[p] for p in left]
         rest = add_heads(buffer, name_of_heads, self.heads, rows, grads)
-        reductions.add_norms(buffer, f"micro{suffix}", [rows[p] for p in rest], [grads[p] for p in rest])
+        reductions.add(buffer, f"micro{suffix}", reductions.norms, [rows[p] for p in rest], [grads[p] for p in rest])
         known = {p: weight for p, weight in enumerate(weights) if weight is not None}
         if known:
             along, read = [rows[p] for p in known], [grads[p] for p in known]

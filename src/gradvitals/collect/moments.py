@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from gradvitals import kernels
 from gradvitals.collect import reductions
 from gradvitals.collect.parameters import MOMENT_OPTIMIZERS, HeadView
+from gradvitals.collect.schedule import Due
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
 from gradvitals.kernels.tables import upload
+from gradvitals.metrics import SUMS
 
 SHARE_ELEMENTS = 2**10
 """Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""
@@ -78,8 +80,9 @@ class MomentSums:
         left, rest = self._add_by_kernels(buffer, state, sums=True, below_one=below_one, median=median)
         if left:
             first, second = ([column[p] for p in left] for column in (state.first, state.second))
-            reductions.add_norms(buffer, "exp_avg_norm", [state.rows[p] for p in left], first)
-            reductions.add_sums_of_positive(buffer, "exp_avg_sq_sum", [state.rows[p] for p in left], second)
+            rows = [state.rows[p] for p in left]
+            reductions.add(buffer, "first_moment", reductions.norms, rows, first)
+            reductions.add(buffer, "second_moment", reductions.sums_of_positive, rows, second)
         for step_rows, steps in reductions.by_device_and_dtype(state.rows, state.steps):
             if steps[0].device.type == "cpu":  # the optimizer counts in place, and these are read later
                 buffer.add("adam_step", torch.stack(steps), step_rows)
@@ -125,7 +128,7 @@ class MomentSums:
             large = [p for p in readable if state.first[p].numel() > SHARE_ELEMENTS] if median else []
             for some in _alike(state, readable) if sums else ():
                 numbers = self._read("sums", state, some, _limits(state, some, torch.float32))
-                names = ["exp_avg_norm", "exp_avg_sq_sum", *(["alive_count", "below_one_count"] if below_one else [])]
+                names = ["first_moment", "second_moment", *(["alive", "below_one"] if below_one else [])]
                 for name, values in zip(names, () if numbers is None else numbers, strict=False):
                     buffer.add(name, values, [state.rows[p] for p in some])
                     found.update(some)
@@ -199,8 +202,8 @@ class MomentSums:
                 threshold = _limits(state, in_order, mean.dtype)
                 limit = torch.repeat_interleave(threshold, sampler.lengths, output_size=mean.numel())
                 below = (mean.square() < limit * square) & (square > 0)
-                buffer.add("alive_count", alive, sampler.rows)
-                buffer.add("below_one_count", sampler.sums(below.to(mean.dtype)), sampler.rows)
+                buffer.add("alive", alive, sampler.rows)
+                buffer.add("below_one", sampler.sums(below.to(mean.dtype)), sampler.rows)
             if median:
                 medians = _medians(mean.double().square() / square.double(), sampler.lengths, alive)
                 add_median(buffer, medians, state, in_order)
@@ -265,25 +268,18 @@ def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
     return torch.where(number > 0, found, torch.nan)
 
 
-OF_GRADIENTS = {"square": "norm", "nonfinite": "nonfinite"}
-AFTER_STEP = {"weight": "weight", "update": "update_sq"}
-OF_MOMENTS = {"first": "exp_avg_norm", "second": "exp_avg_sq_sum", "step": "adam_step"}
-IN_DETAIL = {"largest": "max", "nonzero": "nonzero", "weight_before": "weight_before"}
-OF_MOMENTS_IN_DETAIL = {"alive": "alive_count", "below_one": "below_one_count"}
-"""Under which name each number of a `Vitals` goes into a buffer."""
-
-METRIC_OF = {"max": "grad/max", "nonzero": "grad/zero_fraction", "weight_before": "radial_gsnr"}
-METRIC_OF |= {"nonfinite": "grad/nonfinite", "update_sq": "update/norm", "below_one_count": "gsnr/below_one_fraction"}
+REPORTED = {"norm": "square", "first_moment": "first", "second_moment": "second", "adam_step": "step"}
+"""What the numbers of a `Vitals` are called there, if not as in `metrics.SUMS`."""
 
 
 class VitalSums:
     """Listens to one optimizer, if it tells what it sees."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, metrics: Sequence[str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, wanted: Collection[str]) -> None:
         self.optimizer: Any = optimizer
         # What a variance-reduced optimizer sees are gradients that it has scaled.
         self.available = hasattr(optimizer, "register_vitals_hook") and not hasattr(optimizer, "register_factors_hook")
-        self.metrics = set(metrics)
+        self._wanted = wanted
         self._handle: Any = None
         self._rows: dict[int, int] = {}
         self._heads: Mapping[int, HeadView] = {}
@@ -322,45 +318,40 @@ class VitalSums:
         self._told.clear()
 
     def take(
-        self, buffer: ReadingBuffer, gradients: ReadingBuffer | None, *, full: bool, detail: bool, moments: bool
+        self, buffer: ReadingBuffer, gradients: ReadingBuffer | None, due: Due
     ) -> tuple[set[int], dict[int, tuple[float, float]]]:
         """Put what the optimizer reported of its step into buffers.
 
         Args:
             buffer: Receives what is read after the step.
             gradients: Receives what was reported of gradients; None if these were read before the step.
-            full: Whether a full reading is due.
-            detail: Whether the costly metrics are due too.
-            moments: Whether the moments are wanted.
+            due: What is due at this step.
 
         Returns:
             The rows it was reported of, and the betas of those whose moments were.
         """
         rows: set[int] = set()
         betas: dict[int, tuple[float, float]] = {}
-        wanted: list[tuple[ReadingBuffer, dict[str, str]]] = []
-        if gradients is not None:
-            wanted.append((gradients, OF_GRADIENTS | (IN_DETAIL if detail else {})))
-        if full:
-            wanted.append((buffer, AFTER_STEP | (OF_MOMENTS if moments else {})))
-        if detail and moments:
-            wanted.append((buffer, OF_MOMENTS_IN_DETAIL))
+        wanted = {
+            name: buffer if kind.after_step else gradients
+            for name, kind in SUMS.items()
+            if name in self._wanted and kind.is_due(full=due.full, detail=due.detail)
+        }
         for vitals in self._told:
             places = [i for i, p in enumerate(vitals.parameters) if id(p) in self._rows]
             mine = [self._rows[id(vitals.parameters[i])] for i in places]
             whole = len(places) == len(vitals.parameters)
             rows.update(mine)
-            for into, names in wanted:
-                for reported, name in names.items():
-                    if name not in METRIC_OF or METRIC_OF[name] in self.metrics:
-                        values = vitals.numbers[reported]
-                        into.add(name, values if whole else values[places], mine)
-            if gradients is not None and full:
+            for name, into in wanted.items():
+                values = vitals.numbers.get(REPORTED.get(name, name))
+                if values is not None and into is not None:
+                    into.add(name, values if whole else values[places], mine)
+            if gradients is not None and due.full:
                 for parameter, norms in vitals.slices.items():
                     row = self._rows.get(id(parameter))
                     if row is not None:
                         gradients.add("heads", norms, self._heads[row].slots)
-            if full and moments:
+            if "first_moment" in wanted:
                 betas |= dict.fromkeys(mine, vitals.betas)
         self._told.clear()
         return rows, betas

@@ -358,6 +358,10 @@ class ParameterTable:
         grad = self.parameters[row].grad
         return None if grad is None else local(grad).detach()
 
+    def gradients(self, rows: Iterable[int]) -> list[tuple[int, Tensor]]:
+        """Those of these rows that have one, each with its row."""
+        return [(row, grad) for row in rows if (grad := self.gradient(row)) is not None]
+
     def lay_out(self, rows: Sequence[int]) -> None:
         """Bring gradients that do not lie like their parameters into that form, where they are to be read.
 

@@ -31,7 +31,7 @@ from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavai
 from gradvitals.collect.observed import Observation, Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
 from gradvitals.collect.plain import PlainStep
-from gradvitals.collect.reductions import LARGEST, NONFINITE, NONZERO, NORM, FusedReducer
+from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
 from gradvitals.collect.transfer import EXACT, DeliverPlain, DeviceRing, HostRing, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
@@ -41,6 +41,7 @@ from gradvitals.distributed.fsdp import Place, parts_of, sharded_units, why_no_p
 from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.errors import ClippedTwiceError, LoopError
+from gradvitals.metrics import METRIC_OF, SUMS, sums_of
 from gradvitals.worker.record import ALTERNATING, CARRIED, CLIPPED, HAS_NORMS, Context, OptimizerStep, Part, StepRecord
 
 
@@ -178,11 +179,15 @@ class OptimizerState:
         self.backward = BackwardCounter(self._discarded)
         self.updates = UpdateNorms()
         self.changes = Changes()
-        self.vitals = VitalSums(optimizer, config.metrics)
+        self.wanted = sums_of(config.metrics)
+        """The sums that its metrics are made of."""
         self.fused = FusedReducer()
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
+        has_moments = self.moments is not None
+        told = [metric for metric in config.metrics if has_moments or not metric.startswith("gsnr")]
+        self.vitals = VitalSums(optimizer, sums_of(told))
         self.micro: MicrobatchSums | None = None
         self.factors: FactorSums | None = None
         self.on_discarded: Callable[[OptimizerState, int, bool], None] = lambda state, passes, surely: None
@@ -401,7 +406,10 @@ class OptimizerState:
         rows = [row for row in self.held if row not in table.aside]
         if self.defers:
             stepped = set(self._members)
-            rows = [row for row in rows if id(table.parameters[row]) not in stepped]
+            told = [row for row in rows if id(table.parameters[row]) in stepped]
+            if names := self._asked(due, False, fused=False):
+                self._reduce(names, table.gradients(told), safe)
+            rows = [row for row in rows if row not in told]
         self.read_rows(rows, table, known.by_row, due, safe, count_nonfinite)
         return reused < len(self.held) and not self.defers
 
@@ -426,38 +434,38 @@ class OptimizerState:
         count_nonfinite: bool,
     ) -> None:
         """Read some rows of a reading that has begun."""
-        buffer, wants = self.reading, self.config.metrics
-        found = [(row, grad) for row in wanted if (grad := table.gradient(row)) is not None]
+        buffer = self.reading
+        found = table.gradients(wanted)
         if not found or buffer is None:
             return
         every = [row for row, _ in found]
         heads = table.heads if due.full and self.micro is not None and self.micro.armed else {}
-        asked = {LARGEST: "max"} if due.detail and "grad/max" in wants else {}
-        asked |= {NONZERO: "nonzero"} if due.detail and "grad/zero_fraction" in wants else {}
-        asked |= {NONFINITE: "nonfinite"} if count_nonfinite and "grad/nonfinite" in wants else {}
+        asked = self._asked(due, count_nonfinite)
         left = safe("kernels", self._read_fused, asked, found, norms, heads)
-        found = found if left is None else left
-        if due.detail and "radial_gsnr" in wants:
+        left = found if left is None else left
+        if due.detail and "weight_before" in self.wanted:
             safe("radial_gsnr", self.add_norms, buffer, "weight_before", every, table)
-        rows, grads = [row for row, _ in found], [grad for _, grad in found]
-        if not rows:
-            return
-        own = [(row, grad) for row, grad in found if row not in norms]
-        if own:
-            add_norms = partial(reductions.add_norms, wide=self.reads_wide)
-            safe("norm", add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
+        own = [(row, grad) for row, grad in left if row not in norms]
+        read = partial(reductions.norms, wide=self.reads_wide)
+        safe("norm", reductions.add, buffer, "norm", read, *_columns(own))
         if heads:
-            safe("heads", add_heads, buffer, "heads", table.heads, rows, grads)
-        if LARGEST in asked:
-            safe("grad/max", reductions.add_largest, buffer, "max", rows, grads)
-        if NONZERO in asked:
-            safe("grad/zero_fraction", reductions.add_nonzero_counts, buffer, "nonzero", rows, grads)
-        if NONFINITE in asked:
-            safe("grad/nonfinite", reductions.add_nonfinite_counts, buffer, "nonfinite", rows, grads)
+            safe("heads", add_heads, buffer, "heads", table.heads, *_columns(left))
+        self._reduce(asked, left, safe)
+        self._reduce(self._asked(due, False, fused=False), found, safe)
+
+    def _asked(self, due: Due, count_nonfinite: bool, *, fused: bool = True) -> list[str]:
+        """What is read of gradients beside their norms: what kernels and optimizers can report, or the rest."""
+        names = (name for name in REDUCTIONS if name in self.wanted and (name in FUSED) == fused)
+        due_now = [name for name in names if SUMS[name].is_due(full=due.full, detail=due.detail)]
+        return due_now if count_nonfinite else [name for name in due_now if name != "nonfinite"]
+
+    def _reduce(self, names: Sequence[str], found: Sequence[tuple[int, Tensor]], safe: SafeCall) -> None:
+        for name in names:
+            safe(METRIC_OF[name], reductions.add, self.reading, name, REDUCTIONS[name], *_columns(found))
 
     def _read_fused(
         self,
-        asked: dict[int, str],
+        asked: Sequence[str],
         found: list[tuple[int, Tensor]],
         norms: Mapping[int, Tensor],
         heads: Mapping[int, HeadView],
@@ -468,7 +476,7 @@ class OptimizerState:
         left = []
         for known in (False, True):  # the norms of some may be known, from clipping
             some = [(row, grad) for row, grad in found if (row in norms) == known]
-            names = asked if known else {NORM: "norm"} | asked
+            names = {name: name for name in (asked if known else {"norm", *asked})}
             if not names:
                 some = [(row, grad) for row, grad in some if row in heads]
             rows, grads = [row for row, _ in some], [grad for _, grad in some]
@@ -479,9 +487,8 @@ class OptimizerState:
     def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int], table: ParameterTable) -> None:
         """Add the norms of weights."""
         weights = [table.tensor(row) for row in rows]
-        left = self.fused.read(buffer, {NORM: name}, rows, weights)
-        if left:
-            reductions.add_norms(buffer, name, [rows[p] for p in left], [weights[p] for p in left])
+        left = self.fused.read(buffer, {"norm": name}, rows, weights)
+        reductions.add(buffer, name, reductions.norms, [rows[p] for p in left], [weights[p] for p in left])
 
     def push_windows(
         self, table: ParameterTable, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None
@@ -522,7 +529,7 @@ class OptimizerState:
             self.vitals.begin()
             if self.vitals.max_norm is not None:  # what the moments get is clipped
                 draft.record.max_norm, self.step.clipped = self._lower_limit(self.vitals.max_norm), True
-        if due.change and "update/norm" in self.config.metrics:
+        if due.change and "update" in self.wanted:
             self.changes.before_step()
             if due.full and not self.vitals.expected:
                 self.updates.before(self.held, [table.tensor(row) for row in self.held])
@@ -539,10 +546,10 @@ class OptimizerState:
 
     def after_update(self, draft: Draft, table: ParameterTable, safe: SafeCall) -> None:
         """Read what there is to read right after the optimizer's step."""
-        due, wants = draft.due, self.config.metrics
+        due = draft.due
         if self.factors is not None:
             safe("vrgd/mean", self.factors.stop)
-        if "update/norm" in wants:
+        if "update" in self.wanted:
             if due.change:
                 safe("changes", self.changes.add, draft.buffer)
             else:
@@ -554,7 +561,7 @@ class OptimizerState:
             return
         if reported:
             safe("weights", self._read_other_weights, draft, table, reported)
-            if self.moments is not None and due.detail and "gsnr/median" in wants:
+            if self.moments is not None and due.detail and "median_sum" in self.wanted:
                 safe("medians", self._read_medians, draft, reported)
             return
         if self.moments is not None:
@@ -564,33 +571,31 @@ class OptimizerState:
     def _take_vitals(self, draft: Draft, table: ParameterTable) -> set[int]:
         gradients = self.reading if self.defers else None
         due = draft.due
-        rows, betas = self.vitals.take(
-            draft.buffer, gradients, full=due.full, detail=due.detail, moments=self.moments is not None
-        )
+        rows, betas = self.vitals.take(draft.buffer, gradients, due)
         if due.full and rows:
-            self.betas, self.fractions = {**self.betas, **betas}, {}
+            self.betas, self.fractions = {**self.betas, **betas}, dict.fromkeys(rows, 1.0)
         missing = [row for row in self.held if row not in rows] if self.defers and not rows else []
-        found = [(row, grad) for row in missing if (grad := table.gradient(row)) is not None]
+        found = table.gradients(missing)
         if found and self.reading is not None:  # the step was made by other means than the one before
-            reductions.add_norms(self.reading, "norm", [row for row, _ in found], [grad for _, grad in found])
+            reductions.add(self.reading, "norm", reductions.norms, *_columns(found))
         return rows
 
     def _read_other_weights(self, draft: Draft, table: ParameterTable, reported: set[int]) -> None:
         others = [row for row in self.held if row not in reported]
-        if others and {"weight/norm", "update/norm"} & set(self.config.metrics):
+        if others and "weight" in self.wanted:
             self.add_norms(draft.buffer, "weight", others, table)
 
     def _read_moments(self, draft: Draft) -> None:
         assert self.moments is not None
         held = set(self.held)
         parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in held]
-        detail, wants = draft.due.detail, self.config.metrics
+        detail, wanted = draft.due.detail, self.wanted
         self.betas = self.moments.add(
             draft.buffer,
             self.held,
             parameters,
-            below_one=detail and "gsnr/below_one_fraction" in wants,
-            median=detail and "gsnr/median" in wants,
+            below_one=detail and "below_one" in wanted,
+            median=detail and "median_sum" in wanted,
         )
 
     def _read_medians(self, draft: Draft, reported: set[int]) -> None:
@@ -601,10 +606,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def _read_weights(self, draft: Draft, table: ParameterTable) -> None:
-        wants, weights = self.config.metrics, [table.tensor(row) for row in self.held]
-        if weights and {"weight/norm", "update/norm"} & set(wants):
+        weights = [table.tensor(row) for row in self.held]
+        if weights and "weight" in self.wanted:
             self.add_norms(draft.buffer, "weight", self.held, table)
-        if "update/norm" in wants:
+        if "update" in self.wanted:
             self.fractions = self.updates.after(draft.buffer, weights)
 
     def close(self) -> None:
@@ -615,6 +620,11 @@ class OptimizerState:
             self.micro.disarm()
         if self.factors is not None:
             self.factors.stop()
+
+
+def _columns(found: Sequence[tuple[int, Tensor]]) -> tuple[list[int], list[Tensor]]:
+    """Rows and tensors, each by themselves."""
+    return [row for row, _ in found], [tensor for _, tensor in found]
 
 
 class StepRecorder:
@@ -970,10 +980,10 @@ class StepRecorder:
         """
         if any(name == "nonfinite" for name, _, _ in parts):
             return
-        found = {row: grad for row in rows if (grad := self.table.gradient(row)) is not None}
+        found = self.table.gradients(rows)
         if len(found) == len(rows):
             buffer = ReadingBuffer()
-            reductions.add_nonfinite_counts(buffer, "nonfinite", list(found), list(found.values()))
+            reductions.add(buffer, "nonfinite", reductions.nonfinite, *_columns(found))
             parts += buffer.host_parts()
 
     def _learn_order(self) -> None:
@@ -987,19 +997,17 @@ class StepRecorder:
     def _note_context(self) -> None:
         """Describe anew what the numbers stand for, if that changed."""
         betas: dict[int, tuple[float, float]] = {}
-        fractions: dict[int, float] = {}
-        sampled: dict[int, tuple[int, int]] = {}
+        shares: dict[str, dict[int, float]] = {"update": {}, "change": {}}
         for state in self.optimizers:
             betas |= state.betas
-            fractions |= state.fractions
-            sampled |= state.changes.lengths
+            shares["update"] |= state.fractions
+            shares["change"] |= state.changes.shares
         context = Context(
             layout=self.table.layout,
             slots=self.table.slots,
             optimizer_rows=[state.rows for state in self.optimizers],
             betas=betas,
-            fractions=fractions,
-            sampled=sampled,
+            shares=shares,
             weights=self.table.change_weights,
             autocast=self.autocast,
         )

@@ -65,8 +65,27 @@ def norm_of_all(known: Known) -> Tensor | None:
     return whole
 
 
+Reduction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Reduces each of some tensors of one device and dtype to a number; all numbers are of one dtype."""
+
+REDUCTIONS: dict[str, Reduction] = {}
+"""What is read of gradients, by its name in `metrics.SUMS`."""
+
+
+def of_gradients(reduction: Reduction) -> Reduction:
+    """Make a reduction one that full readings make of gradients, where `metrics.SUMS` has its name."""
+    REDUCTIONS[reduction.__name__] = reduction
+    return reduction
+
+
+def add(buffer: ReadingBuffer, name: str, reduction: Reduction, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Put a number of every tensor into the buffer, by one call for each device and dtype."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        buffer.add_each(name, reduction(group), group_rows)
+
+
 def norms(tensors: Sequence[Tensor], *, wide: bool = False) -> Sequence[Tensor]:
-    """L2 norm of every tensor of one device and dtype, as one multi-tensor call.
+    """L2 norm of every tensor, as one multi-tensor call.
 
     In float32 squares overflow from elements of 2e19 on, and lose digits below 1e-19. `wide` sums in float64 where the
     device has it, at ten times the cost on a CPU.
@@ -78,33 +97,47 @@ def norms(tensors: Sequence[Tensor], *, wide: bool = False) -> Sequence[Tensor]:
     return torch._foreach_norm(list(tensors), 2.0, dtype=None if tensors[0].dtype == kind else kind)
 
 
-def add_norms(
-    buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor], *, wide: bool = False
-) -> None:
-    """L2 norm of every tensor: one multi-tensor call for each device and dtype."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        buffer.add_each(name, norms(group, wide=wide), group_rows)
-
-
-def add_sums_of_positive(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+def sums_of_positive(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Sum of every tensor whose elements are not negative."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        kind = accumulator(group[0].dtype)
-        if group[0].is_cuda:
-            buffer.add_each(name, torch._foreach_norm(group, 1.0, dtype=kind), group_rows)
-        else:
-            buffer.add_each(name, [tensor.sum(dtype=kind) for tensor in group], group_rows)
+    kind = accumulator(tensors[0].dtype)
+    if tensors[0].is_cuda:
+        return torch._foreach_norm(list(tensors), 1.0, dtype=kind)
+    return [tensor.sum(dtype=kind) for tensor in tensors]
 
 
-def add_largest(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+@of_gradients
+def largest(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Largest absolute value of every tensor; nan where it holds one."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        if group[0].is_cuda:
-            kind = accumulator(group[0].dtype)
-            buffer.add_each(name, torch._foreach_norm(group, float("inf"), dtype=kind), group_rows)
-        else:
-            extremes = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in group]
-            buffer.add_each(name, extremes, group_rows)
+    if tensors[0].is_cuda:
+        return torch._foreach_norm(list(tensors), float("inf"), dtype=accumulator(tensors[0].dtype))
+    return [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors]
+
+
+@of_gradients
+def nonzero(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Number of elements of every tensor that are not zero; for small ones on a GPU the sum of |sign|."""
+    if not tensors[0].is_cuda:
+        return [torch.count_nonzero(tensor) for tensor in tensors]
+    kind = accumulator(tensors[0].dtype)
+    batches, large = batches_of_small(tensors)
+    counts = {p: torch.linalg.vector_norm(tensors[p], 0, dtype=kind) for p in large}
+    for batch in batches:
+        signs = torch._foreach_sign([tensors[p] for p in batch])
+        counts |= dict(zip(batch, torch._foreach_norm(signs, 1.0, dtype=kind), strict=True))
+    return [counts[p] for p in range(len(tensors))]
+
+
+@of_gradients
+def nonfinite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Number of NaN and infinite elements of every tensor: x - x is 0 for all others."""
+    kind = torch.float64 if tensors[0].device.type in ("cpu", "cuda") else accumulator(tensors[0].dtype)
+    counts = []
+    for tensor in tensors:
+        pieces = [
+            torch.linalg.vector_norm(piece - piece, 0, dtype=accumulator(piece.dtype)) for piece in chunks(tensor)
+        ]
+        counts.append(torch.stack(pieces).sum(dtype=kind))
+    return counts
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -120,51 +153,25 @@ def chunks(tensor: Tensor) -> Sequence[Tensor]:
     return list(flat(tensor).split(CHUNK_ELEMENTS))
 
 
-def batches_of_small(
-    rows: Sequence[int], tensors: Sequence[Tensor]
-) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
+def batches_of_small(tensors: Sequence[Tensor]) -> tuple[list[list[int]], list[int]]:
     """Sort tensors by size.
 
     Returns:
-        Batches of small tensors, each of bounded size, as (rows, positions in the list given), and the positions of
-        the large ones.
+        The positions of small tensors, in batches of bounded size, and those of the large ones.
     """
-    batches: list[tuple[list[int], list[int]]] = []
+    batches: list[list[int]] = []
     large: list[int] = []
     room = 0
-    for position, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
+    for position, tensor in enumerate(tensors):
         if tensor.numel() > SMALL_ELEMENTS:
             large.append(position)
             continue
         if tensor.numel() > room:
-            batches.append(([], []))
+            batches.append([])
             room = CHUNK_ELEMENTS
         room -= tensor.numel()
-        batches[-1][0].append(row)
-        batches[-1][1].append(position)
+        batches[-1].append(position)
     return batches, large
-
-
-def add_nonzero_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Number of elements of every tensor that are not zero; for small ones on a GPU the sum of |sign|."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        kind = accumulator(group[0].dtype)
-        if not group[0].is_cuda:
-            buffer.add_each(name, [torch.count_nonzero(tensor) for tensor in group], group_rows)
-            continue
-        batches, large = batches_of_small(group_rows, group)
-        for batch_rows, positions in batches:
-            signs = torch._foreach_sign([group[p] for p in positions])
-            buffer.add_each(name, torch._foreach_norm(signs, 1.0, dtype=kind), batch_rows)
-        counts = [torch.linalg.vector_norm(group[p], 0, dtype=kind) for p in large]
-        buffer.add_each(name, counts, [group_rows[p] for p in large])
-
-
-def add_nonfinite_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Number of NaN and infinite elements of every tensor: x - x is 0 for all others."""
-    for row, tensor in zip(rows, tensors, strict=True):
-        for piece in chunks(dense(tensor)):
-            buffer.add(name, torch.linalg.vector_norm(piece - piece, 0, dtype=accumulator(piece.dtype)), [row])
 
 
 def add_inner_products(
@@ -183,8 +190,9 @@ def add_inner_products(
     for group_rows, group in by_device_and_dtype(list(together), [b for _, b in together.values()]):
         kind = accumulator(group[0].dtype)
         weights = [together[row][0] for row in group_rows]
-        batches, large = batches_of_small(group_rows, group) if group[0].is_cuda else ([], range(len(group)))
-        for batch_rows, chosen in batches:
+        batches, large = batches_of_small(group) if group[0].is_cuda else ([], range(len(group)))
+        for chosen in batches:
+            batch_rows = [group_rows[p] for p in chosen]
             products = torch._foreach_mul([weights[p].to(kind) for p in chosen], [group[p].to(kind) for p in chosen])
             buffer.add_each(name, torch._foreach_norm(torch._foreach_clamp_min(products, 0.0), 1.0), batch_rows)
             negative = torch._foreach_norm(torch._foreach_clamp_max(products, 0.0), 1.0)
@@ -280,8 +288,8 @@ MOST_SETS = 256
 MOST_LAYOUTS = 2**16
 """Ways to lie in memory that are remembered."""
 
-NORM, LARGEST, NONZERO, NONFINITE, INNER = range(5)
-"""What can be asked of every tensor."""
+FUSED = ("norm", "largest", "nonzero", "nonfinite", "inner")
+"""What kernels read of a tensor in one pass, in their order."""
 
 
 class FusedReducer:
@@ -294,7 +302,7 @@ class FusedReducer:
     def read(
         self,
         buffer: ReadingBuffer,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         tensors: Sequence[Tensor],
         *,
@@ -307,10 +315,10 @@ class FusedReducer:
 
         Args:
             buffer: Takes the numbers.
-            names: Under which name each of them goes there.
+            names: What is asked for, of `FUSED`, and under which name it goes there.
             rows: Of the tensors.
             tensors: To read.
-            others: What `INNER` products are taken with; None for those that are to be read without.
+            others: What ``inner`` products are taken with; None for those that are to be read without.
             heads: Views of rows that are to be read head by head too.
             name_of_heads: The name that the heads' norms go by.
             heads_instead: Whether the norm of a tensor with heads is left out.
@@ -359,7 +367,7 @@ class FusedReducer:
 
     def _numbers(
         self,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         tensors: Sequence[Tensor],
         beside: Sequence[Tensor],
@@ -372,14 +380,14 @@ class FusedReducer:
             reader: Any = kernels.ready("reductions")
             self._readers[key] = reader.Reader()
         slices = {place: len(view.heads) for place, view in views.items()}
-        counts = any(name in names for name in (LARGEST, NONZERO, NONFINITE))
+        counts = any(which in names for which in REDUCTIONS)
         numbers: Tensor = self._readers[key].read(tensors, counts=counts, others=beside or None, slices=slices)
         return numbers
 
     @staticmethod
     def _add(
         buffer: ReadingBuffer,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         numbers: Tensor,
         views: Mapping[int, HeadView],
@@ -388,15 +396,15 @@ class FusedReducer:
         has_others: bool,
     ) -> None:
         for which, name in names.items():
-            if which == INNER and not has_others:
+            if which == "inner" and not has_others:
                 continue
-            values = numbers[which, : len(rows)]
-            number = len(rows) - len(views) if which == NORM and heads_instead else len(rows)
+            values = numbers[FUSED.index(which), : len(rows)]
+            number = len(rows) - len(views) if which == "norm" and heads_instead else len(rows)
             if number:
                 buffer.add(name, values[:number], rows[:number])
         begin = len(rows)
         for view in views.values():
-            buffer.add(name_of_heads, numbers[NORM, begin : begin + len(view.heads)], view.slots)
+            buffer.add(name_of_heads, numbers[0, begin : begin + len(view.heads)], view.slots)
             begin += len(view.heads)
 
 

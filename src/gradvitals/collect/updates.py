@@ -42,7 +42,7 @@ class _Group:
         now = self.gather()
         change = now - self.before
         sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
-        buffer.add("change_sq", sums, self.rows)
+        buffer.add("change", sums, self.rows)
         if self.last is not None:
             buffer.add("change_dot", torch.dot(change, self.last), self.rows[:1])
         self.before, self.last = now, change
@@ -74,7 +74,7 @@ def _compared(
     """What the coordinates of all rows have done in a step, and how that agrees with the step before."""
     with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
         change = now - before
-        compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
+        compared = [("change", rows, np.add.reduceat(change * change, starts))]
         if earlier is not None:
             last = before - earlier
             compared.append(("change_dot", rows[:1], (change @ last).reshape(1)))
@@ -97,7 +97,7 @@ class _KernelGroup:
 
     def add(self, buffer: ReadingBuffer) -> None:
         squares, products = self._reader.look().unbind(0)
-        buffer.add("change_sq", squares, self.rows)
+        buffer.add("change", squares, self.rows)
         if self._has_last:
             buffer.add("change_dot", products, self.rows)
         self._has_last = True
@@ -120,8 +120,8 @@ class Changes:
     """Follows sampled coordinates of one optimizer's parameters from step to step."""
 
     def __init__(self) -> None:
-        self.lengths: dict[int, tuple[int, int]] = {}
-        """Coordinates read of each row, and all that this rank has of it."""
+        self.shares: dict[int, float] = {}
+        """The share of each row, of what this rank has of it, that is read."""
         self._rows: list[int] = []
         self._parameters: Sequence[nn.Parameter] = ()
         self._weights: Sequence[float] = ()
@@ -161,8 +161,8 @@ class Changes:
             rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
             self._groups += [_group(*group) for group in reductions.by_device_and_dtype(rows, tensors)]
         sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
-        self.lengths = {
-            row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
+        self.shares = {
+            row: n / sizes[row] for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
         }
 
     def add(self, buffer: ReadingBuffer) -> None:
@@ -202,7 +202,7 @@ class UpdateNorms:
             return fractions
         for (sampler, chosen), before in zip(self._samplers[1], self._before, strict=True):
             change = sampler.gather([parameters[p] for p in chosen]) - before
-            buffer.add("update_sq", sampler.sums(change.square()), sampler.rows)
+            buffer.add("update", sampler.sums(change.square()), sampler.rows)
             fractions.update(zip(sampler.rows, sampler.fractions, strict=True))
         self._before = []
         return fractions

@@ -17,72 +17,40 @@ from torch import distributed as dist
 
 from gradvitals.distributed.audit import Comparison
 from gradvitals.distributed.topology import Topology
+from gradvitals.metrics import METRICS, SUMS
 from gradvitals.worker.aggregate import NUM_BLOCKS, PartSums, RowSums, StepSums, Table, WindowSums
 from gradvitals.worker.record import STAGES, Context, Floats
 
-EVERY_STEP = ("norm", "nonfinite", "change")
-FULL_STEP = (
-    "weight",
-    "update",
-    "first_moment",
-    "second_moment",
-    "adam_step",
-    "beta1",
-    "beta2",
-    "factor_sum",
-    "factor_low",
-    "factor_one",
-    "parts",
-)
-DETAIL_STEP = ("nonzero", "alive", "below_one", "weight_before", "inner", "inner_squares")
-
-OF_PARTS = frozenset({"parts", "inner", "inner_squares"})
-"""Gradients before they are reduced: every data worker has others."""
-
-OF_WEIGHTS = frozenset({"weight", "update", "change"})
-
-AVERAGED = frozenset({"adam_step", "beta1", "beta2"})
-"""Rows that are the same on all who hold a shard, so that they are averaged rather than added up."""
-
-LARGEST = "max"
-"""The row of which the largest is wanted: in a second vector, of detail steps only."""
-
 SLOTS = ("heads", "parts")
+"""What is added up for every slice of an attention head, at full steps."""
+
+FLAGS = ("under_scaler", "skipped", "carried", "alternating")
+"""What holds for a step if it holds on one rank."""
+
+MEANS = ("loss", "lr", "max_norm")
+"""What is averaged over the ranks that know it."""
+
+PARTS = {"count": 0, "samples": 0, "weight": 1, "weight_per_sample": 1, "square_per_sample": 2}
+"""The numbers of `PartSums`, each with its power of the weights."""
 
 SCALARS = (
-    "loss",
-    "loss_weight",
-    "batch_size",
-    "batch_told",
-    "lr",
-    "lr_told",
-    "max_norm",
-    "max_norm_told",
-    "under_scaler",
-    "skipped",
-    "carried",
-    "alternating",
-    "uncounted",
-    "unscaled",
-    "clipped",
-    "moments_clipped",
-    "change_square",
-    "change_dot",
-    "change_dot_told",
-    "parts_count",
-    "parts_samples",
-    "parts_known",
-    "parts_told",
-    "parts_weight",
-    "parts_weight_per_sample",
-    "parts_square_per_sample",
+    *FLAGS,
+    *MEANS,
+    *(f"{name}_weight" for name in MEANS),
+    *("batch_size", "batch_told", "uncounted", "unscaled", "clipped", "moments_clipped"),
+    *("change_square", "change_dot", "change_dot_told"),
+    *("parts_told", "parts_known", *(f"parts_{name}" for name in PARTS)),
 )
+"""The numbers of a whole step."""
 
-RANK_NUMBERS = ("ranks/step_seconds", "ranks/errors", "ranks/lr")
+RANK_NUMBERS = tuple(name for name, metric in METRICS.items() if metric.of_ranks == "full")
 """One number of every rank, at full steps."""
 
-RANK_FLAGS = ("ranks/nonfinite",)
+RANK_FLAGS = tuple(name for name, metric in METRICS.items() if metric.of_ranks == "step")
 """One number of every rank, at every step; kept where one of them is not 0."""
+
+LARGEST = tuple(name for name, kind in SUMS.items() if kind.combine == "max")
+"""The sums of which ranks want the largest: in a second vector, of detail steps only."""
 
 WINDOW_NUMBERS = 3 + NUM_BLOCKS + 1
 
@@ -96,8 +64,9 @@ class Kind:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The row sums that such a step may have."""
-        return EVERY_STEP + (FULL_STEP if self.full else ()) + (DETAIL_STEP if self.detail else ())
+        """The sums that such a step may have, and that ranks add up."""
+        due = (name for name, kind in SUMS.items() if kind.is_due(full=self.full, detail=self.detail))
+        return tuple(name for name in due if name not in LARGEST)
 
 
 class StepPacker:
@@ -124,24 +93,25 @@ class StepPacker:
         """This rank's share of a step."""
         vector = np.zeros(self.length(kind))
         cursor = _Cursor(vector)
-        cursor.put([self._scalars(step)[name] for name in SCALARS])
+        cursor.put(self._scalars(step))
         topology = self.topology
         for name in kind.names:
             values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
             sums = step.rows.get(name)
             if sums is not None:
-                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
-                # Inner products would have to be summed over the shards before they are squared.
-                read = sums.present & topology.is_whole if name in ("inner", "inner_squares") else sums.present
-                # Who does not step a tensor that another rank steps has yet to be sent its new values.
-                read = read & topology.is_current if name in OF_WEIGHTS else read
+                of, read = SUMS[name], sums.present
+                weights = self._weights(is_local=of.is_local)
+                if of.of_whole:
+                    read = read & topology.is_whole
+                if of.after_step:  # who does not step what another rank steps has yet to be sent its new values
+                    read = read & topology.is_current
                 values[topology.rows] = np.where(read, sums.values * weights, 0.0)
                 present[topology.rows] = np.where(read, weights, 0.0)
         for name in SLOTS if kind.full else ():
             values = cursor.take(self.num_slots)
             of_slots = step.slots.get(name)
             if of_slots is not None:
-                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
+                weights = self._weights(is_local=name == "parts")
                 values[topology.slot_numbers] = of_slots * weights[step.table.slot_rows]
         for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
             cursor.take(topology.world)[topology.rank] = step.ranks[name][0] if name in step.ranks else 0.0
@@ -149,45 +119,32 @@ class StepPacker:
             self._put_window(cursor.take(WINDOW_NUMBERS), step, row)
         return vector
 
-    def _scalars(self, step: StepSums) -> dict[str, float]:
-        topology = self.topology
-        once = topology.share  # a data worker counts once, however many ranks it has
-        size = step.batch_size
-        loss_weight = once * (size if size is not None else 1.0) if step.loss is not None else 0.0
-        square, dot = step.changes if step.changes is not None else (0.0, None)
-        parts, shares = step.parts, topology.num_sources
-        numbers = {
-            "loss": step.loss * loss_weight if step.loss is not None else 0.0,
-            "loss_weight": loss_weight,
-            "batch_size": once * size if size is not None else 0.0,
-            "batch_told": float(size is not None),
-            "lr": step.lr if step.lr is not None else 0.0,
-            "lr_told": float(step.lr is not None),
-            "max_norm": step.max_norm if step.max_norm is not None else 0.0,
-            "max_norm_told": float(step.max_norm is not None),
-            "under_scaler": float(step.under_scaler),
-            "skipped": float(step.skipped),
-            "carried": float(step.carried),
-            "alternating": float(step.alternating),
-            "uncounted": float("nonfinite" in step.rows and not step.counted),
-            "unscaled": float(step.stage == "unscaled"),
-            "clipped": float(step.stage == "clipped"),
-            "moments_clipped": float(step.moments_stage == "clipped"),
-            "change_square": square,
-            "change_dot": dot if dot is not None else 0.0,
-            "change_dot_told": float(dot is not None),
-        }
-        if parts is None:
-            return numbers | dict.fromkeys((name for name in SCALARS if name.startswith("parts")), 0.0)
-        return numbers | {
-            "parts_count": once * parts.count,
-            "parts_samples": once * parts.samples,
-            "parts_known": float(parts.sizes_known),
-            "parts_told": 1.0,
-            "parts_weight": once * parts.weight / shares,
-            "parts_weight_per_sample": once * parts.weight_per_sample / shares,
-            "parts_square_per_sample": once * parts.square_per_sample / shares**2,
-        }
+    def _weights(self, *, is_local: bool) -> Floats:
+        """What this rank's rows count: gradients before the reduction are those of one data worker."""
+        return self.topology.part_weights / self.topology.num_sources if is_local else self.topology.weights
+
+    def _scalars(self, step: StepSums) -> list[float]:
+        once = self.topology.share  # a data worker counts once, however many ranks it has
+        size, parts = step.batch_size, step.parts
+        numbers = dict.fromkeys(SCALARS, 0.0) | {name: float(getattr(step, name)) for name in FLAGS}
+        for name in MEANS:
+            value = getattr(step, name)
+            if value is not None:
+                weight = once * (1.0 if size is None else size) if name == "loss" else 1.0
+                numbers[name], numbers[f"{name}_weight"] = weight * value, weight
+        if size is not None:
+            numbers |= {"batch_size": once * size, "batch_told": 1.0}
+        numbers["uncounted"] = float("nonfinite" in step.rows and not step.counted)
+        numbers["unscaled"], numbers["clipped"] = float(step.stage == "unscaled"), float(step.stage == "clipped")
+        numbers["moments_clipped"] = float(step.moments_stage == "clipped")
+        if step.changes is not None:
+            square, dot = step.changes
+            numbers |= {"change_square": square, "change_dot": dot or 0.0, "change_dot_told": float(dot is not None)}
+        if parts is not None:
+            numbers |= {"parts_told": 1.0, "parts_known": float(parts.sizes_known)}
+            for name, power in PARTS.items():
+                numbers[f"parts_{name}"] = once * getattr(parts, name) / self.topology.num_sources**power
+        return list(numbers.values())
 
     def _put_window(self, numbers: Floats, step: StepSums, row: int) -> None:
         here = self._local_of.get(row)
@@ -202,12 +159,12 @@ class StepPacker:
 
     def pack_largest(self, step: StepSums) -> Floats:
         """This rank's share of what is not added up: the largest is taken, nan counting as infinite."""
-        vector = np.full(self.num_rows, -math.inf)
-        sums = step.rows.get(LARGEST)
-        if sums is not None:
-            values = np.where(np.isnan(sums.values), math.inf, sums.values)
-            vector[self.topology.rows] = np.where(sums.present, values, -math.inf)
-        return vector
+        vector = np.full((len(LARGEST), self.num_rows), -math.inf)
+        for row, name in zip(vector, LARGEST, strict=True):
+            if (sums := step.rows.get(name)) is not None:
+                values = np.where(np.isnan(sums.values), math.inf, sums.values)
+                row[self.topology.rows] = np.where(sums.present, values, -math.inf)
+        return vector.reshape(-1)
 
     # -- unpacking ----------------------------------------------------------------------------------------------
 
@@ -228,12 +185,13 @@ class StepPacker:
         step.stage = STAGES[2 if told["clipped"] else 1 if told["unscaled"] else 0]
         step.moments_stage = "clipped" if told["moments_clipped"] else None
         step.batch_size = told["batch_size"] if told["batch_told"] == world else None
-        step.loss = told["loss"] / told["loss_weight"] if told["loss_weight"] else None
-        # The mean of different rates is one that no rank has: this rank's own, where it has one.
-        step.lr = own.lr if own.lr is not None else told["lr"] / told["lr_told"] if told["lr_told"] else None
-        step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
-        step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
-        step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0
+        for name in FLAGS:
+            setattr(step, name, told[name] > 0)
+        for name in MEANS:
+            weight = told[f"{name}_weight"]
+            setattr(step, name, told[name] / weight if weight else None)
+        if own.lr is not None:
+            step.lr = own.lr  # the mean of different rates is one that no rank has
         step.single_part, step.num_sources = own.single_part, topology.num_sources
         step.weights_unknown = own.weights_unknown
         for name in kind.names:
@@ -256,24 +214,19 @@ class StepPacker:
         if "change" in step.rows:
             step.changes = (told["change_square"], told["change_dot"] if told["change_dot_told"] else None)
         if told["parts_told"] == world and "parts" in step.rows:
-            step.parts = PartSums(
-                count=told["parts_count"],
-                samples=told["parts_samples"],
-                sizes_known=told["parts_known"] == told["parts_told"],
-                weight=told["parts_weight"],
-                weight_per_sample=told["parts_weight_per_sample"],
-                square_per_sample=told["parts_square_per_sample"],
-            )
+            known = told["parts_known"] == told["parts_told"]
+            step.parts = PartSums(sizes_known=known, **{name: told[f"parts_{name}"] for name in PARTS})
         for row in topology.windows:
             self._get_window(cursor.take(WINDOW_NUMBERS), step, row)
         return step
 
     def _whole(self, name: str, values: Floats, present: Floats, read: NDArray[np.bool_]) -> Floats:
         """A number of the whole tensor, where some of those who hold the same may not have read it."""
-        if name in OF_PARTS:
+        kind = SUMS[name]
+        if kind.is_local:
             return values
         with np.errstate(invalid="ignore", divide="ignore"):
-            shares = 1.0 if name in AVERAGED else self.topology.expected
+            shares = 1.0 if kind.combine == "mean" else self.topology.expected
             return np.where(read, values * (shares / present), 0.0)
 
     def _get_window(self, numbers: Floats, step: StepSums, row: int) -> None:
@@ -285,8 +238,9 @@ class StepPacker:
 
     def unpack_largest(self, vector: Floats, step: StepSums) -> None:
         """Put the largest of all ranks into a step."""
-        if (vector > -math.inf).any():
-            step.rows[LARGEST] = RowSums(vector.copy(), vector > -math.inf)
+        for name, row in zip(LARGEST, vector.reshape(len(LARGEST), -1), strict=True):
+            if (row > -math.inf).any():
+                step.rows[name] = RowSums(row.copy(), row > -math.inf)
 
 
 class OutOfStepError(RuntimeError):

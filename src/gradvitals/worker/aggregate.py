@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gradvitals import functional
 from gradvitals.config import Config
-from gradvitals.types import INSPECTED, Layout, PlainReadings, Reading, Stage
+from gradvitals.metrics import INSPECTED, METRICS, SUMS
+from gradvitals.types import Layout, PlainReadings, Reading, Stage
 from gradvitals.worker.record import (
     ALTERNATING,
     CARRIED,
@@ -329,26 +330,10 @@ def _average(entries: list[list[float]]) -> list[float]:
     return [entries[0][0], *(sum(entry[place] for entry in entries) / len(entries) for place in (1, 2))]
 
 
-SQUARED = {"weight": "weight", "weight_before": "weight_before", "exp_avg_norm": "first_moment"}
-"""Norms that are kept as squares, and what these are called."""
-
-SUMMED = {
-    "nonzero": "nonzero",
-    "exp_avg_sq_sum": "second_moment",
-    "adam_step": "adam_step",
-    "alive_count": "alive",
-    "below_one_count": "below_one",
-    "median_sum": "median_sum",
-    "median_size": "median_size",
-    "factor_sum": "factor_sum",
-    "factor_low": "factor_low",
-    "factor_one": "factor_one",
-}
-"""Numbers that are kept as they came."""
-
-
 LEAST_SQUARE = 1e-34
 """Mean squares below this come from elements whose squares leave the range of float32: not known."""
+
+INSPECTED_IDS = tuple(INSPECTED)
 
 PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") for half in ("lo", "hi"))
 
@@ -373,13 +358,11 @@ class Table:
         self.slots = slots
         self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
         num_rows = len(self.names)
-        self.sampled: Floats = np.full((2, num_rows), np.nan)
-        """Coordinates of each row that its change is read from, and all there are; nan for a row without any."""
-        for row, found in context.sampled.items():
-            self.sampled[:, row] = found
-        self.fractions: Floats = np.ones(num_rows)
-        for row, share in context.fractions.items():
-            self.fractions[row] = share
+        self.shares: dict[str, Floats] = {}
+        """The share of each row that a sum is read from; nan for a row without any."""
+        for name, of_rows in context.shares.items():
+            self.shares[name] = np.full(num_rows, np.nan)
+            self.shares[name][list(of_rows)] = list(of_rows.values())
         self.has_betas: Flags = np.zeros(num_rows, dtype=bool)
         self.betas: Floats = np.zeros((2, num_rows))
         for row, betas in context.betas.items():
@@ -432,8 +415,6 @@ class StepSums:
     """For each slice of an attention head."""
     changes: tuple[float, float | None] | None = None
     """Of the coordinates followed: the sum of squared changes, and their inner product with the last ones."""
-    last_change: float | None = None
-    """The sum of squared changes of the step before, where it is known without that step."""
     parts: PartSums | None = None
     num_sources: int = 1
     """Data workers that the parts come from."""
@@ -468,13 +449,10 @@ class StepSums:
         return self.rows[name].known
 
     def total(self, name: str) -> float:
-        """The sum over all rows read."""
+        """The sum over all rows read, or the largest."""
         sums = self.rows[name]
-        return float(sums.values[sums.present].sum())
-
-    def norm(self, name: str) -> Floats:
-        """Norms, from what is kept as squares."""
-        return np.sqrt(self.rows[name].known)
+        read = sums.values[sums.present]
+        return float(read.max(initial=0.0) if SUMS[name].combine == "max" else read.sum())
 
     def by_head(self, of_slots: Floats) -> Floats:
         """Sum the parts of a head over the q, k and v weights it has."""
@@ -664,21 +642,15 @@ class _Aggregation:
             wall_seconds=record.wall_seconds,
             single_part=any(one.micro_batches == 1 for one in record.optimizers),
         )
-        self._take_gradients(step)
+        self._take_sums(step)
         step.is_broken = self._is_broken(step)
         for name, section in self.sections.items():
-            if name in SQUARED:
-                sums = self._rows(name)
-                step.rows[SQUARED[name]] = RowSums(np.square(sums.values), sums.present)
-            elif name in SUMMED:
-                step.rows[SUMMED[name]] = self._rows(name)
+            if name.startswith("activation/"):  # complete as it is
+                step.tensors[name] = section.by_row(self.num_rows)
             elif name in PRINTS:
                 by_row = name.startswith(("check", "state"))
                 step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
-        if "update_sq" in self.sections:
-            sums = self._rows("update_sq")
-            step.rows["update"] = RowSums(sums.values / table.fractions, sums.present)
-        if "change_sq" in self.sections:
+        if "change" in step.rows:
             self._take_changes(step)
         if "first_moment" in step.rows and table.has_betas.any():
             known = table.has_betas & step.rows["first_moment"].present
@@ -689,10 +661,8 @@ class _Aggregation:
         if (val := self.sections.get("val")) is not None:
             step.values["val/loss"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:
-            step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
-        for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
-            if name in self.sections:
-                step.tensors[metric] = self.sections[name].by_row(self.num_rows)
+            numbers = zip(look.rows, look.values, strict=True)
+            step.values |= {INSPECTED_IDS[place]: float(value) for place, value in numbers}
         for row, block_steps in record.windows.items():
             square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None
@@ -720,20 +690,25 @@ class _Aggregation:
         alone = self.table.context.weights is None
         return alone and "norm" in self.sections and bool(np.isfinite(self.sections["norm"].values).all())
 
-    def _take_gradients(self, step: StepSums) -> None:
-        if "norm" not in self.sections:
-            return
-        norms = self._rows("norm")
-        step.rows["norm"] = RowSums(np.square(norms.values / self.grad_scale), norms.present)
-        if "nonfinite" in self.sections:
-            step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
-        else:  # not counted: 1 for "at least one"
+    def _take_sums(self, step: StepSums) -> None:
+        for name, kind in SUMS.items():
+            if name not in self.sections:
+                continue
+            sums = self._rows(name)
+            values, read = sums.values, sums.present
+            if kind.is_scaled:
+                values = values / self.grad_scale
+            if kind.is_norm:
+                values = np.square(values)
+            if (shares := self.table.shares.get(name)) is not None:
+                values, read = values / shares, read & np.isfinite(shares)
+            step.rows[name] = RowSums(np.where(read, values, 0.0), read)
+        step.counted = "nonfinite" in step.rows
+        if "norm" in step.rows and not step.counted:  # 1 for "at least one"
+            norms = step.rows["norm"]
             broken = norms.present & ~np.isfinite(norms.values)
             some = 1.0 if self._is_surely_broken(step, norms) else math.nan
             step.rows["nonfinite"] = RowSums(np.where(broken, some, 0.0), norms.present)
-        if "max" in self.sections:
-            largest = self._rows("max")
-            step.rows["max"] = RowSums(largest.values / self.grad_scale, largest.present)
         if "heads" in self.sections:
             of_slots, _ = self._parts("heads", len(self.table.slot_rows))
             step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
@@ -745,18 +720,12 @@ class _Aggregation:
         return lost or found_inf or bool(np.isnan(norms.values[norms.present]).any())
 
     def _take_changes(self, step: StepSums) -> None:
-        """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
-        counts, sizes = self.table.sampled
-        sums = self._rows("change_sq")
-        read = sums.present & np.isfinite(counts)
-        step.rows["change"] = RowSums(np.where(read, sums.values / counts * sizes, 0.0), read)
-        weights = self.table.weights
-        square = float((sums.values * weights)[read].sum())
+        """The squared change of the coordinates followed, and its inner product with the last one."""
+        weights, read = self.table.weights, step.rows["change"].present
+        square = float((self._rows("change").values * weights)[read].sum())
         dot = self.sections.get("change_dot")
         agreement = None if dot is None else float((dot.values * weights[dot.rows]).sum())
         step.changes = (square, agreement)
-        if "last_change_sq" in self.sections:
-            step.last_change = float(self.sections["last_change_sq"].values.sum())
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -924,38 +893,21 @@ class Aggregator:
     def _general(self, step: StepSums) -> Reading:
         values = {name: value for name, value in (("loss", step.loss), ("lr", step.lr)) if value is not None}
         tensors: dict[str, Floats] = {}
-        sizes = step.table.sizes
+        for name, metric in METRICS.items():
+            if metric.finish is not None and all(map(step.has, metric.sums)):
+                tensors[name] = metric.finish(*map(step.known, metric.sums), step.table.sizes)
+                read = step.rows[metric.sums[0]].present
+                whole = float(metric.finish(*map(step.total, metric.sums), step.table.sizes[read].sum()))
+                if len(metric.sums) == 1 or not math.isnan(whole):
+                    values[name] = whole
         if step.has("norm"):
-            norm, total = step.norm("norm"), math.sqrt(step.total("norm"))
-            ratio, variation = self._norms.push(step.table.with_whole, np.concatenate(([total], norm)))
+            norms = np.concatenate(([values["grad/norm"]], tensors["grad/norm"]))
+            ratio, variation = self._norms.push(step.table.with_whole, norms)
             step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
-            values |= {"grad/norm": total, "grad/nonfinite": step.total("nonfinite")}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
-            tensors |= {"grad/norm": norm, "grad/nonfinite": step.known("nonfinite")}
             tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
-        if step.has("max"):
-            tensors["grad/max"] = step.known("max")
-            values["grad/max"] = float(np.max(step.rows["max"].values[step.rows["max"].present]))
-        if step.has("nonzero"):
-            zeros = sizes - step.known("nonzero")
-            tensors["grad/zero_fraction"] = zeros / sizes
-            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.rows["nonzero"].present].sum())
-        for name, metric in (("sum", "mean"), ("low", "at_gamma"), ("one", "at_one")):
-            if step.has(f"factor_{name}"):
-                sums = step.known(f"factor_{name}")
-                tensors[f"vrgd/{metric}"] = sums / sizes
-                values[f"vrgd/{metric}"] = float(np.nansum(sums) / sizes[np.isfinite(sums)].sum())
-        if step.has("weight"):
-            tensors["weight/norm"] = step.norm("weight")
-            values["weight/norm"] = math.sqrt(step.total("weight"))
-        if step.has("update"):
-            tensors["update/norm"] = step.norm("update")
-            values["update/norm"] = math.sqrt(step.total("update"))
-            tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
-            if values["weight/norm"] > 0:
-                values["update/ratio"] = values["update/norm"] / values["weight/norm"]
         if step.has("change"):
-            values |= self._changes(step, tensors)
+            values |= self._direction(step)
         if step.carried:
             values["grad/carried"] = 1.0
         if step.alternating:
@@ -970,24 +922,16 @@ class Aggregator:
             values["step/skipped"] = float(step.skipped)
         elif step.skipped:  # nobody but a Guard leaves steps out without a scaler
             values["step/left_out"] = 1.0
-        for name, numbers in step.tensors.items():
-            tensors[name] = numbers
-        return step.reading(values=values | step.values, tensors=tensors, ranks=step.ranks)
+        return step.reading(values=values | step.values, tensors=tensors | step.tensors, ranks=step.ranks)
 
-    def _changes(self, step: StepSums, tensors: dict[str, Floats]) -> dict[str, float]:
-        """The root mean square change of every tensor and of all, and whether it goes on in the same direction."""
-        sizes = step.table.sizes
-        tensors["update/rms"] = np.sqrt(step.known("change") / sizes)
-        values = {"update/rms": math.sqrt(step.total("change") / sizes[step.rows["change"].present].sum())}
+    def _direction(self, step: StepSums) -> dict[str, float]:
+        """Whether this step's change goes on in the direction of the one before."""
         assert step.changes is not None
         square, agreement = step.changes
-        last_step, last_square = self._last_change
-        if step.last_change is not None and last_step != step.step - 1:  # that one was passed over
-            last_step, last_square = step.step - 1, step.last_change
-        if agreement is not None and last_step == step.step - 1 and last_square * square > 0:
-            values["update/cosine"] = agreement / math.sqrt(last_square * square)
-        self._last_change = (step.step, square)
-        return values
+        (last_step, last_square), self._last_change = self._last_change, (step.step, square)
+        if agreement is None or last_step != step.step - 1 or not last_square * square > 0:
+            return {}
+        return {"update/cosine": agreement / math.sqrt(last_square * square)}
 
     # -- the sources of GSNR ------------------------------------------------------------------------------
 
@@ -1187,7 +1131,7 @@ def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
 _SCALARS = (
     "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
     "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
-    "last_change", "num_sources", "wall_seconds", "counted", "single_part",
+    "num_sources", "wall_seconds", "counted", "single_part",
     "weights_unknown", "values",
 )  # fmt: skip
 

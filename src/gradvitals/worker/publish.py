@@ -18,7 +18,8 @@ from zlib import crc32
 import numpy as np
 
 from gradvitals import notices
-from gradvitals.types import INSPECTED, SEVERITIES, SOURCES, Action, Finding, Layout, Reading
+from gradvitals.metrics import INSPECTED
+from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading
 
 WORST_TENSORS: Mapping[str, bool] = {"grad/norm": True, "grad/spike_ratio": True, "update/ratio": True, "gsnr": False}
 """The metrics that single tensors are shown of, and whether the largest are the worst."""

@@ -51,7 +51,7 @@ STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
 _HEADER = struct.Struct("<q6dIHHIHH")
 # step; time, wall seconds, loss, lr, max_norm, batch size; flags; micro-batches, passes; JSON bytes; row sets, sections
-_SECTION = struct.Struct("<24sHHI")  # name, row set, dtype, numbers
+_SECTION = struct.Struct("<32sHHI")  # name, row set, dtype, numbers
 _DTYPES = (np.dtype("<f4"), np.dtype("<f8"))
 _HAS_LOSS, _FULL, _DETAIL, _AUDIT, _SKIPPED, _CARRIED, _ALTERNATING = (1 << bit for bit in range(7))
 _SCALED, _IGNORE_SCALE, _CLIPPED, _HAS_OPTIMIZER = (1 << bit for bit in range(7, 11))
@@ -170,10 +170,8 @@ class Context:
     """The rows that each optimizer steps."""
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Of each row whose moments are read."""
-    fractions: dict[int, float] = field(default_factory=dict)
-    """Share of each row that the update's norm is read from."""
-    sampled: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Coordinates of each row that its change is read from, and all there are on this rank."""
+    shares: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Of each sum that is read from a sample: the share of each row that it covers."""
     weights: list[float] | None = None
     """What each row counts beside those of other ranks; None for a single process."""
     autocast: str | None = None
@@ -190,8 +188,7 @@ class Context:
                 "slots": self.slots,
                 "optimizer_rows": self.optimizer_rows,
                 "betas": list(self.betas.items()),
-                "fractions": list(self.fractions.items()),
-                "sampled": list(self.sampled.items()),
+                "shares": {name: list(shares.items()) for name, shares in self.shares.items()},
                 "weights": self.weights,
                 "autocast": self.autocast,
             }
@@ -211,8 +208,7 @@ class Context:
             slots=[(row, head) for row, head in given["slots"]],
             optimizer_rows=given["optimizer_rows"],
             betas={row: (first, second) for row, (first, second) in given["betas"]},
-            fractions=dict(given["fractions"]),
-            sampled={row: (count, size) for row, (count, size) in given["sampled"]},
+            shares={name: dict(shares) for name, shares in given["shares"].items()},
             weights=given["weights"],
             autocast=given["autocast"],
         )
