@@ -11,7 +11,7 @@ No torch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -83,19 +83,20 @@ class Metric:
 
     text: str
     """What it means."""
-    label: str = ""
-    """What charts call it."""
-    unit: str = ""
-    """Empty for a ratio, or for what has the unit of the loss or of the weights."""
     sums: tuple[str, ...] = ()
     """The sums it is made of."""
     finish: Callable[..., Any] | None = None
     """Makes it of these sums and the number of elements: of each tensor, and of the whole model. None for what takes
     more than that."""
+    _: KW_ONLY
     setting: str = ""
-    """The entry of `Config.metrics` that turns it on; empty for what costs nothing."""
+    """The entry of `Config.metrics` that turns it on, if it is not one itself."""
     of_ranks: When | None = None
     """When every rank sends a number of its own."""
+    label: str = ""
+    """What charts call it."""
+    unit: str = ""
+    """Empty for a ratio, or for what has the unit of the loss or of the weights."""
 
 
 def _root(square: Any, size: Any) -> Any:
@@ -106,94 +107,68 @@ def _mean(total: Any, size: Any) -> Any:
     return total / size
 
 
-def _plain(total: Any, size: Any) -> Any:
-    return total
+def _as_it_is(number: Any, size: Any) -> Any:
+    return number
 
+
+MOMENTS = ("first_moment", "second_moment", "adam_step", "beta1", "beta2")
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric("the loss, as the training loop reports it", "Loss"),
-    "lr": Metric("learning rate of the first parameter group", "Learning rate"),
-    "grad/norm": Metric(
-        "L2 norm of the gradient, before clipping, unscaled",
-        "Gradient norm",
-        sums=("norm",),
-        finish=_root,
-        setting="grad/norm",
-    ),
-    "grad/max": Metric("largest absolute value in the gradient", sums=("largest",), finish=_plain, setting="grad/max"),
+    "loss": Metric("the loss, as the training loop reports it", label="Loss"),
+    "lr": Metric("learning rate of the first parameter group", label="Learning rate"),
+    "grad/norm": Metric("L2 norm of the gradient, before clipping, unscaled", ("norm",), _root, label="Gradient norm"),
+    "grad/max": Metric("largest absolute value in the gradient", ("largest",), _as_it_is),
     "grad/zero_fraction": Metric(
-        "share of gradient elements that are exactly zero",
-        sums=("nonzero",),
-        finish=lambda nonzero, size: (size - nonzero) / size,
-        setting="grad/zero_fraction",
+        "share of gradient elements that are exactly zero", ("nonzero",), lambda nonzero, size: (size - nonzero) / size
     ),
     "grad/nonfinite": Metric(
         "number of NaN or infinite gradient elements; until first seen, of tensors that have any",
+        ("nonfinite",),
+        _as_it_is,
         unit="elements",
-        sums=("nonfinite",),
-        finish=_plain,
-        setting="grad/nonfinite",
     ),
     "grad/spike_ratio": Metric("norm over its moving average"),
     "grad/norm_cv": Metric("standard deviation over mean of the norm, over the window"),
     "gsnr": Metric(
-        "debiased gradient signal-to-noise ratio at the reading's batch size",
-        "GSNR",
-        sums=("parts", "first_moment", "second_moment", "adam_step", "beta1", "beta2"),
-        setting="gsnr",
+        "debiased gradient signal-to-noise ratio at the reading's batch size", ("parts", *MOMENTS), label="GSNR"
     ),
     "gsnr_low": Metric("lower end of the 95% interval of gsnr"),
     "gsnr_high": Metric("upper end of the 95% interval of gsnr"),
-    "gsnr/below_one_fraction": Metric(
-        "share of coordinates whose own GSNR is below 1", sums=("below_one", "alive"), setting="gsnr/below_one_fraction"
-    ),
-    "gsnr/median": Metric(
-        "median over coordinates of their own GSNR", sums=("median_sum", "median_size"), setting="gsnr/median"
-    ),
+    "gsnr/below_one_fraction": Metric("share of coordinates whose own GSNR is below 1", ("below_one", "alive")),
+    "gsnr/median": Metric("median over coordinates of their own GSNR", ("median_sum", "median_size")),
     "noise_scale": Metric(
-        "B_simple in samples: ratio of smoothed means; NaN if it is not identifiable", "Noise scale", "samples"
+        "B_simple in samples: ratio of smoothed means; NaN if it is not identifiable",
+        label="Noise scale",
+        unit="samples",
     ),
     "noise_scale_low": Metric("lower end of the 95% interval of noise_scale", unit="samples"),
     "noise_scale_high": Metric("upper end of the 95% interval of noise_scale", unit="samples"),
-    "weight/norm": Metric("L2 norm of the weights", sums=("weight",), finish=_root, setting="weight/norm"),
-    "update/norm": Metric(
-        "L2 norm of the change one optimizer step made to the weights",
-        sums=("update",),
-        finish=_root,
-        setting="update/norm",
-    ),
+    "weight/norm": Metric("L2 norm of the weights", ("weight",), _root),
+    "update/norm": Metric("L2 norm of the change one optimizer step made to the weights", ("update",), _root),
     "update/ratio": Metric(
         "update norm over weight norm",
-        "Update over weight",
-        sums=("update", "weight"),
-        finish=lambda update, weight, size: np.sqrt(update) / np.sqrt(weight),
+        ("update", "weight"),
+        lambda update, weight, size: np.sqrt(update) / np.sqrt(weight),
         setting="update/norm",
+        label="Update over weight",
     ),
     "radial_gsnr": Metric(
-        "GSNR of the gradient along the weights, <W,g>/|W|",
-        sums=("weight_before", "inner", "inner_squares"),
-        setting="radial_gsnr",
+        "GSNR of the gradient along the weights, <W,g>/|W|", ("weight_before", "inner", "inner_squares")
     ),
     "update/rms": Metric(
         "root mean square change of the weights in one step, from up to 64 coordinates of each tensor",
-        sums=("change",),
-        finish=lambda change, size: np.sqrt(change / size),
+        ("change",),
+        lambda change, size: np.sqrt(change / size),
         setting="update/norm",
     ),
     "update/cosine": Metric("cosine between this step's change of those coordinates and the one before"),
     "vrgd/mean": Metric(
-        "mean factor by the rule of a variance-reduced optimizer, before any moving average",
-        sums=("factor_sum",),
-        finish=_mean,
-        setting="vrgd/mean",
+        "mean factor by the rule of a variance-reduced optimizer, before any moving average", ("factor_sum",), _mean
     ),
     "vrgd/at_gamma": Metric(
-        "share of those factors that are at their lower bound, gamma",
-        sums=("factor_low",),
-        finish=_mean,
-        setting="vrgd/mean",
+        "share of those factors that are at their lower bound, gamma", ("factor_low",), _mean, setting="vrgd/mean"
     ),
-    "vrgd/at_one": Metric("share of those factors that are 1", sums=("factor_one",), finish=_mean, setting="vrgd/mean"),
+    "vrgd/at_one": Metric("share of those factors that are 1", ("factor_one",), _mean, setting="vrgd/mean"),
     "clip/max_norm": Metric("the norm that the training loop clips gradients to"),
     "grad/carried": Metric("1 if backward added to gradients that the previous step left: they were not zeroed"),
     "batches/given_up": Metric("batches that the loop skipped since the previous step, if any", unit="batches"),
@@ -238,14 +213,13 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric by its id: the same string in the store, the commands and the docs."""
 
-TENSOR_METRICS: tuple[str, ...] = tuple(dict.fromkeys(metric.setting for metric in METRICS.values() if metric.setting))
+TENSOR_METRICS: tuple[str, ...] = tuple(name for name, one in METRICS.items() if one.sums and not one.setting)
 """What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
 
 DETAIL_METRICS: tuple[str, ...] = tuple(
     name for name in TENSOR_METRICS if all(SUMS[each].due == "detail" for each in METRICS[name].sums)
 )
 """Those of them that cost most and change least."""
-
 
 METRIC_OF: dict[str, str] = {name: metric for metric in reversed(METRICS) for name in METRICS[metric].sums}
 """The first metric that each sum is for."""
@@ -258,9 +232,8 @@ def sums_of(settings: Iterable[str]) -> frozenset[str]:
     ['largest', 'norm']
     """
     chosen = set(settings)
-    return frozenset(
-        {"norm", *(name for metric in METRICS.values() if metric.setting in chosen for name in metric.sums)}
-    )
+    wanted = (metric for name, metric in METRICS.items() if (metric.setting or name) in chosen)
+    return frozenset({"norm", *(name for metric in wanted for name in metric.sums)})
 
 
 INSPECTED: dict[str, str] = {

@@ -23,12 +23,7 @@ CASES = {
 @pytest.fixture
 def mean_size(monkeypatch: pytest.MonkeyPatch) -> str:
     """The mean absolute value of the gradient."""
-    metric = Metric(
-        "mean absolute value of the gradient",
-        sums=("absolute",),
-        finish=lambda absolute, size: absolute / size,
-        setting="grad/mean_size",
-    )
+    metric = Metric("mean absolute value of the gradient", ("absolute",), lambda absolute, size: absolute / size)
     monkeypatch.setitem(SUMS, "absolute", Sum(due="full", is_scaled=True))
     monkeypatch.setitem(METRICS, "grad/mean_size", metric)
     monkeypatch.setitem(METRIC_OF, "absolute", "grad/mean_size")  # made of the table on import, as are the settings
