@@ -1,17 +1,16 @@
 """What crosses from the training process to the worker for one step, and how it is laid out in the journal.
 
-A record is a fixed header with what every step has, an optional JSON object with what few steps have, and sections:
-named vectors of numbers, each with the rows of the model its numbers belong to. `Context` is what changes rarely: the
-parameters, and everything that depends on them alone.
+A step is a JSON object and sections: named vectors of numbers, each with the rows of the model its numbers belong to.
+Plain steps, which most are, have a fixed layout. `Context` is what changes rarely: the parameters, and everything that
+depends on them alone.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -48,16 +47,6 @@ HAS_NORMS, HAS_LOSS, CLIPPED, CARRIED, ALTERNATING = (1 << bit for bit in range(
 """Flags of a plain step."""
 
 STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
-
-_HEADER = struct.Struct("<q6dIHHIHH")
-# step; time, wall seconds, loss, lr, max_norm, batch size; flags; micro-batches, passes; JSON bytes; row sets, sections
-_SECTION = struct.Struct("<32sHHI")  # name, row set, dtype, numbers
-_DTYPES = (np.dtype("<f4"), np.dtype("<f8"))
-_HAS_LOSS, _FULL, _DETAIL, _AUDIT, _SKIPPED, _CARRIED, _ALTERNATING = (1 << bit for bit in range(7))
-_SCALED, _IGNORE_SCALE, _CLIPPED, _HAS_OPTIMIZER = (1 << bit for bit in range(7, 11))
-_STAGE_SHIFT = 12
-
-MAX_NUMBERS = 1 << 28
 
 
 class Places:
@@ -225,55 +214,24 @@ class Encoder:
         self._rows: dict[int, tuple[Any, bytes]] = {}
 
     def encode(self, record: StepRecord, parts: Iterable[Part]) -> bytes:
-        """The bytes of a record."""
+        """Returns the bytes of a step and its numbers."""
         row_sets: dict[bytes, int] = {}
-        sections: list[bytes] = []
-        for name, rows, numbers in parts:
+        sections: list[tuple[str, int, bool, int]] = []
+        numbers: list[bytes] = []
+        for name, rows, values in parts:
             place = row_sets.setdefault(self._packed(rows), len(row_sets))
-            wide = numbers.dtype.itemsize == 8
-            sections += (_SECTION.pack(name.encode(), place, wide, numbers.size), numbers.tobytes())
-        losses, optimizers = record.losses, record.optimizers
-        one = optimizers[0] if len(optimizers) == 1 else None
-        flags = (
-            _FULL * record.full
-            | _DETAIL * record.detail
-            | _AUDIT * record.audit
-            | _SKIPPED * record.skipped
-            | _CARRIED * record.carried
-            | _ALTERNATING * record.alternating
-        )
-        if one is not None:
-            flags |= _HAS_OPTIMIZER | STAGES.index(one.stage) << _STAGE_SHIFT
-            flags |= _SCALED * one.scaled | _IGNORE_SCALE * one.ignore_scale | _CLIPPED * one.clipped
-        loss = losses[0][0] if len(losses) == 1 and losses[0][1] is None else None
-        if loss is not None:
-            flags |= _HAS_LOSS
-        is_plain = one is not None and one.divided == 1 and not record.given_up and not record.windows
-        extra = b"" if is_plain and (loss is not None or not losses) else _extra(record, with_losses=loss is None)
-        header = _HEADER.pack(
-            record.step,
-            record.time,
-            record.wall_seconds,
-            math.nan if loss is None else loss,
-            math.nan if record.lr is None else record.lr,
-            math.nan if record.max_norm is None else record.max_norm,
-            math.nan if record.batch_size is None else record.batch_size,
-            flags,
-            0 if one is None else one.micro_batches,
-            min(record.passes, 0xFFFF),
-            len(extra),
-            len(row_sets),
-            len(sections) // 2,
-        )
-        return b"".join((header, extra, *row_sets, *sections))
+            sections.append((name, place, values.dtype.itemsize == 8, values.size))
+            numbers.append(values.tobytes())
+        fields = {name: getattr(record, name) for name in _FIELDS}
+        fields["optimizers"] = [astuple(one) for one in record.optimizers]
+        fields["windows"] = list(record.windows.items())
+        return _frame([fields, list(map(len, row_sets)), sections], (*row_sets, *numbers))
 
     def _packed(self, rows: Any) -> bytes:
-        """The number of rows, and the rows."""
         known = self._rows.get(id(rows))
         if known is not None and known[0] is rows:
             return known[1]
-        packed = np.asarray(rows, dtype="<i4").tobytes()
-        packed = struct.pack("<I", len(packed)) + packed
+        packed = pack_rows(rows)
         if not isinstance(rows, range):  # lists of one reading come and go; those that stay are worth remembering
             if len(self._rows) >= 256:
                 self._rows.clear()
@@ -281,25 +239,7 @@ class Encoder:
         return packed
 
 
-def _extra(record: StepRecord, *, with_losses: bool) -> bytes:
-    """What does not fit into the header, as JSON."""
-    extra: dict[str, Any] = {}
-    if with_losses and record.losses:
-        extra["losses"] = record.losses
-    if len(record.optimizers) != 1 or record.optimizers[0].divided != 1:
-        extra["optimizers"] = [
-            [one.stage, one.scaled, one.ignore_scale, one.clipped, one.micro_batches, one.divided]
-            for one in record.optimizers
-        ]
-    if record.given_up:
-        extra["given_up"] = record.given_up
-    if record.lost is not None:
-        extra["lost"] = record.lost
-    if record.lost_norm is not None:
-        extra["lost_norm"] = record.lost_norm
-    if record.windows:
-        extra["windows"] = list(record.windows.items())
-    return json.dumps(extra).encode() if extra else b""
+_FIELDS = tuple(each.name for each in fields(StepRecord) if each.name != "sections")
 
 
 class Decoder:
@@ -309,7 +249,7 @@ class Decoder:
         self._places: dict[bytes, Places] = {}
 
     def decode(self, data: bytes) -> StepRecord:
-        """The step that `Encoder.encode` was given.
+        """Returns the step that `Encoder.encode` was given.
 
         Raises:
             RunError: If lengths do not fit.
@@ -320,78 +260,19 @@ class Decoder:
             raise RunError(f"a step in the journal is damaged ({error})") from error
 
     def _decode(self, data: bytes) -> StepRecord:
-        (
-            step,
-            time,
-            wall,
-            loss,
-            lr,
-            max_norm,
-            batch_size,
-            flags,
-            micro,
-            passes,
-            extra_bytes,
-            num_sets,
-            num_sections,
-        ) = _HEADER.unpack_from(data)
-        at = _HEADER.size
-        extra: dict[str, Any] = json.loads(data[at : at + extra_bytes]) if extra_bytes else {}
-        at += extra_bytes
-        row_sets: list[bytes] = []
-        for _ in range(num_sets):
-            (length,) = struct.unpack_from("<I", data, at)
-            if at + 4 + length > len(data):
-                raise ValueError("a set of rows is cut short")
-            row_sets.append(data[at + 4 : at + 4 + length])
-            at += 4 + length
+        (fields, lengths, sections), at = _unframe(data)
+        row_sets = []
+        for length in lengths:
+            row_sets.append(data[at : at + length])
+            at += length
         parts: dict[str, list[tuple[bytes, NDArray[Any]]]] = {}
-        for _ in range(num_sections):
-            name, place, wide, count = _SECTION.unpack_from(data, at)
-            at += _SECTION.size
-            dtype = _DTYPES[wide]
-            numbers = np.frombuffer(data, dtype, count, at)
-            at += count * dtype.itemsize
-            parts.setdefault(name.rstrip(b"\0").decode(), []).append((row_sets[place], numbers))
-        record = StepRecord(
-            step=step,
-            time=time,
-            wall_seconds=wall,
-            full=bool(flags & _FULL),
-            detail=bool(flags & _DETAIL),
-            audit=bool(flags & _AUDIT),
-            passes=passes,
-            lr=_or_none(lr),
-            max_norm=_or_none(max_norm),
-            batch_size=_or_none(batch_size),
-            skipped=bool(flags & _SKIPPED),
-            carried=bool(flags & _CARRIED),
-            alternating=bool(flags & _ALTERNATING),
-            sections={name: self._section(found) for name, found in parts.items()},
-        )
-        if flags & _HAS_LOSS:
-            record.losses = [(loss, None)]
-        if flags & _HAS_OPTIMIZER:
-            one = OptimizerStep(
-                stage=STAGES[flags >> _STAGE_SHIFT & 3],
-                scaled=bool(flags & _SCALED),
-                ignore_scale=bool(flags & _IGNORE_SCALE),
-                clipped=bool(flags & _CLIPPED),
-                micro_batches=micro,
-            )
-            record.optimizers = [one]
-        if extra:
-            self._add_extra(record, extra)
-        return record
-
-    def _add_extra(self, record: StepRecord, extra: Mapping[str, Any]) -> None:
-        if "losses" in extra:
-            record.losses = [(loss, size) for loss, size in extra["losses"]]
-        if "optimizers" in extra:
-            record.optimizers = [OptimizerStep(*numbers) for numbers in extra["optimizers"]]
-        record.given_up = int(extra.get("given_up", 0))
-        record.lost, record.lost_norm = extra.get("lost"), extra.get("lost_norm")
-        record.windows = {int(row): steps for row, steps in extra.get("windows", ())}
+        for name, place, is_wide, count in sections:
+            values = np.frombuffer(data, "<f8" if is_wide else "<f4", count, at)
+            at += values.nbytes
+            parts.setdefault(name, []).append((row_sets[place], values))
+        fields["optimizers"] = [OptimizerStep(*one) for one in fields["optimizers"]]
+        fields["windows"] = dict(fields["windows"])
+        return StepRecord(**fields, sections={name: self._section(found) for name, found in parts.items()})
 
     def _section(self, parts: list[tuple[bytes, NDArray[Any]]]) -> Section:
         rows = parts[0][0] if len(parts) == 1 else b"".join(some for some, _ in parts)
@@ -475,19 +356,29 @@ def join_plain(parts: Sequence[PlainSteps]) -> PlainSteps:
     return PlainSteps(parts[0].places, steps, np.concatenate([part.norms for part in parts]))
 
 
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 # -- anything else that crosses -----------------------------------------------------------------------------------
 
 
+def _frame(meta: Any, chunks: Iterable[bytes]) -> bytes:
+    """Returns JSON and what comes after it. Numbers that JSON does not have go through as Python writes them."""
+    head = json.dumps(meta, default=float).encode()
+    return b"".join((_LENGTH.pack(len(head)), head, *chunks))
+
+
+def _unframe(data: bytes) -> tuple[Any, int]:
+    """Returns the JSON, and where it ends."""
+    (length,) = _LENGTH.unpack_from(data)
+    at = _LENGTH.size + length
+    return json.loads(data[_LENGTH.size : at]), at
+
+
+_LENGTH = struct.Struct("<I")
+
+
 def pack(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """JSON and float64 arrays in one piece. Numbers that JSON does not have go through as Python writes them."""
-    shapes = {name: int(numbers.size) for name, numbers in arrays.items()}
-    head = json.dumps([meta, shapes]).encode()
-    flat = [np.ascontiguousarray(numbers, dtype="<f8").tobytes() for numbers in arrays.values()]
-    return b"".join([struct.pack("<I", len(head)), head, *flat])
+    """Returns JSON and float64 arrays in one piece."""
+    sizes = {name: numbers.size for name, numbers in arrays.items()}
+    return _frame([meta, sizes], (np.asarray(numbers, dtype="<f8").tobytes() for numbers in arrays.values()))
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
@@ -497,9 +388,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
         RunError: If lengths do not fit.
     """
     try:
-        (length,) = struct.unpack_from("<I", data)
-        meta, sizes = json.loads(data[4 : 4 + length])
-        at, arrays = 4 + length, {}
+        (meta, sizes), at = _unframe(data)
+        arrays = {}
         for name, size in sizes.items():
             arrays[name] = np.frombuffer(data, "<f8", size, at).copy()
             at += 8 * size
