@@ -67,136 +67,63 @@ class PartSums:
     """Sum of w² / b."""
 
 
-class Ring:
-    """The last `size` values of many named series. Values that are not finite are not kept."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.names: tuple[str, ...] = ()
-        self.values = np.full((size, 0), np.nan)
-        self._next = np.zeros(0, dtype=np.int64)
-
-    def align(self, names: Sequence[str]) -> None:
-        """Have exactly these columns, keeping what is known of each name."""
-        if names is self.names or tuple(names) == self.names:
-            return
-        column = {name: index for index, name in enumerate(self.names)}
-        values = np.full((self.size, len(names)), np.nan)
-        position = np.zeros(len(names), dtype=np.int64)
-        for index, name in enumerate(names):
-            if name in column:
-                values[:, index] = self.values[:, column[name]]
-                position[index] = self._next[column[name]]
-        self.names, self.values, self._next = tuple(names), values, position
-
-    def push(self, columns: NDArray[np.intp], values: Floats | float) -> None:
-        """Add one finite value to each of these series, over its oldest."""
-        places = self._next[columns]
-        self.values[places, columns] = values
-        self._next[columns] = (places + 1) % self.size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Names and values as plain lists."""
-        return {"names": list(self.names), "values": self.values.tolist(), "next": self._next.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; one of another length is left aside."""
-        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
-        if len(values) == self.size:
-            self.names, self.values = tuple(state["names"]), values
-            self._next = np.array(state["next"], dtype=np.int64)
-
-
 class NormHistory:
-    """Moving average and variation of norms, without the values that are judged by them.
-
-    Running sums make a step cost the same however long the window is. Norms that are not finite are not in them.
-    """
+    """Moving average and variation of norms. A norm is compared with those before it; NaN and Inf do not enter."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.names: tuple[str, ...] = ()
-        self._values = np.zeros((window, 0))
-        self._counted = np.zeros((window, 0))
-        self._position = 0
-        self._recount()
+        self._values: Floats = np.full((window, 0), np.nan)
+        """The last norms of each name, the oldest first; NaN where there is none."""
 
-    def push(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
-        """Judge new norms by those before them, then remember them.
+    def push(self, names: tuple[str, ...], norms: Floats) -> tuple[Floats, Floats]:
+        """Compare the norms of some steps in a row with those before each, then remember them.
+
+        Args:
+            names: What the columns belong to.
+            norms: One row per step.
 
         Returns:
             The spike ratio, norm over its moving average, and the coefficient of variation of the window so far.
-            Both are nan before there are two norms to compare with.
+            Both are NaN before there are two norms to compare with.
         """
-        if names != self.names:
-            self._align(names)
-        count = np.where(self._count >= 2, self._count, np.nan)
-        mean = self._sum / count
-        variance = np.maximum(self._sum_sq - count * mean**2, 0) / (count - 1)
-        self._remember(norms)
-        return norms / mean, np.sqrt(variance) / mean
-
-    def push_many(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
-        """Judge the norms of several steps in a row, each by those before it: a row of ratios and variations each."""
-        if names != self.names:
-            self._align(names)
-        number, order = len(norms), np.roll(np.arange(self.window), -self._position)
-        finite = np.isfinite(norms)
-        counted = np.concatenate((self._counted[order], finite))
-        values = np.concatenate((self._values[order], np.where(finite, norms, 0.0)))
-        squares = values**2
-        sums = (
-            np.lib.stride_tricks.sliding_window_view(some, self.window, axis=0)[:number].sum(-1)
-            for some in (counted, values, squares)
-        )
-        count, total, total_sq = sums
+        self._values, self.names = _aligned(self._values, self.names, names), names
+        values = np.concatenate((self._values, np.where(np.isfinite(norms), norms, np.nan)))
+        known = np.isfinite(values)
+        finite = np.where(known, values, 0.0)
+        count, total, squares = (_sums_before(some, self.window, len(norms)) for some in (known, finite, finite**2))
         count = np.where(count >= 2, count, np.nan)
         mean = total / count
-        variance = np.maximum(total_sq - count * mean**2, 0) / (count - 1)
-        self._values, self._counted, self._position = values[-self.window :], counted[-self.window :], 0
-        self._recount()
+        variance = np.maximum(squares - count * mean**2, 0) / (count - 1)
+        self._values = values[-self.window :]
         return norms / mean, np.sqrt(variance) / mean
 
-    def _remember(self, norms: Floats) -> None:
-        finite = np.isfinite(norms)
-        entering = norms if finite.all() else np.where(finite, norms, 0.0)
-        values, counted = self._values[self._position], self._counted[self._position]
-        spike_leaves = bool(np.any(values * self._count > 100 * self._sum))
-        self._sum += entering - values
-        self._sum_sq += entering**2 - values**2
-        self._count += finite - counted
-        values[:], counted[:] = entering, finite
-        self._position = (self._position + 1) % self.window
-        if self._position == 0 or spike_leaves:
-            self._recount()  # running sums collect rounding, most of all when a spike leaves the window
-
-    def _recount(self) -> None:
-        self._sum, self._sum_sq = self._values.sum(0), (self._values**2).sum(0)
-        self._count = self._counted.sum(0)
-
-    def _align(self, names: Sequence[str]) -> None:
-        """Have exactly these columns, keeping what is known of each name."""
-        column = {name: index for index, name in enumerate(self.names)}
-        kept = [(index, column[name]) for index, name in enumerate(names) if name in column]
-        new, old = [index for index, _ in kept], [index for _, index in kept]
-        values, counted = np.zeros((2, self.window, len(names)))
-        values[:, new], counted[:, new] = self._values[:, old], self._counted[:, old]
-        self.names, self._values, self._counted = tuple(names), values, counted
-        self._recount()
-
     def state_dict(self) -> dict[str, Any]:
-        """The window as plain lists, nan where there is nothing."""
-        values = np.where(self._counted > 0, self._values, np.nan)
-        return {"names": list(self.names), "values": values.tolist(), "position": self._position}
+        """The window as plain lists."""
+        return {"names": list(self.names), "values": self._values.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved window; one of another length is left aside."""
+        """Go on from a saved window; ignore one of another length."""
         values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
         if len(values) == self.window:
-            self.names, self._position = tuple(state["names"]), int(state["position"])
-            self._counted = np.isfinite(values).astype(np.float64)
-            self._values = np.where(self._counted > 0, values, 0.0)
-            self._recount()
+            self.names, self._values = tuple(state["names"]), values
+
+
+def _aligned(values: Floats, names: Sequence[str], wanted: Sequence[str]) -> Floats:
+    """Returns the columns of these names, along the last axis; those of a new name are NaN."""
+    if names is wanted or names == wanted:
+        return values
+    column = {name: index for index, name in enumerate(names)}
+    found = [column.get(name, -1) for name in wanted]
+    return np.concatenate((values, np.full((*values.shape[:-1], 1), np.nan)), axis=-1)[..., found]
+
+
+def _sums_before(numbers: NDArray[Any], window: int, steps: int) -> Floats:
+    """For each of the last rows, the sum of the `window` rows before it."""
+    if steps == 1:
+        return np.asarray(numbers[:window].sum(0, dtype=np.float64)[None])
+    view = np.lib.stride_tricks.sliding_window_view(numbers, window, axis=0)
+    return np.asarray(view[:steps].sum(-1, dtype=np.float64))
 
 
 class RatioHistory:
@@ -207,32 +134,30 @@ class RatioHistory:
     """
 
     def __init__(self, window: int) -> None:
-        self._signal = Ring(window)
-        self._noise = Ring(window)
-        self._steps = Ring(window)
+        self.names: tuple[str, ...] = ()
+        self._values: Floats = np.full((3, window, 0), np.nan)
+        """Signal, noise and step of the last readings of each name, the newest first; NaN where there are fewer."""
 
-    def push(self, names: Sequence[str], signal: Floats, noise: Floats, step: int) -> None:
-        """Remember one reading's signal and noise of every row."""
-        columns = np.flatnonzero(np.isfinite(signal) & np.isfinite(noise))
-        for ring in self._rings().values():
-            ring.align(names)
-        self._signal.push(columns, signal[columns])
-        self._noise.push(columns, noise[columns])
-        self._steps.push(columns, float(step))
+    def push(self, names: tuple[str, ...], signal: Floats, noise: Floats, step: int) -> None:
+        """Remember the signal and noise of one reading; a row without both keeps what it has."""
+        self._values, self.names = _aligned(self._values, self.names, names), names
+        known = np.isfinite(signal) & np.isfinite(noise)
+        older = self._values[:, :-1, known]
+        self._values[:, 1:, known] = older
+        self._values[:, 0, known] = signal[known], noise[known], np.full(known.sum(), float(step))
 
-    def estimate(
-        self, known: NDArray[np.bool_], step: int, correlation: Floats | float = 0.0
-    ) -> tuple[Floats, Floats, Floats]:
-        """The ratio and its 95 % interval, row by row; inf where there is signal and no noise at all.
+    def estimate(self, known: Flags, step: int, correlation: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+        """Returns the ratio and its 95 % interval, row by row; Inf where there is signal and no noise at all.
 
         Args:
-            known: Rows that the latest reading has a number for. The others are silent: what was so before is no
-                news of now.
-            step: The step it is now.
+            known: Rows that the latest reading has a number for. The others are NaN: earlier readings say nothing
+                about now.
+            step: The current step.
             correlation: Correlation between one reading and the next, by which their number counts for less.
         """
-        recent = self._steps.values >= step / 2
-        x, y = np.where(recent, self._signal.values, 0.0), np.where(recent, self._noise.values, 0.0)
+        signal, noise, steps = self._values
+        recent = steps >= step / 2
+        x, y = np.where(recent, signal, 0.0), np.where(recent, noise, 0.0)
         count = recent.sum(0).astype(np.float64)
         mean_x, mean_y = x.sum(0) / count, y.sum(0) / count
         dx, dy = np.where(recent, x - mean_x, 0.0), np.where(recent, y - mean_y, 0.0)
@@ -244,21 +169,19 @@ class RatioHistory:
         return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     def last_step(self) -> float:
-        """The step of the latest reading; nan before the first."""
-        steps = self._steps.values
+        """Returns the step of the latest reading; NaN before the first."""
+        steps = self._values[2]
         return float(np.nanmax(steps)) if np.isfinite(steps).any() else np.nan
 
-    def _rings(self) -> dict[str, Ring]:
-        return {"signal": self._signal, "noise": self._noise, "steps": self._steps}
-
     def state_dict(self) -> dict[str, Any]:
-        """All rings."""
-        return {name: ring.state_dict() for name, ring in self._rings().items()}
+        """Names and values as plain lists."""
+        return {"names": list(self.names), "values": self._values.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved rings."""
-        for name, ring in self._rings().items():
-            ring.load_state_dict(state[name])
+        """Go on from a saved state; ignore one of another length, or of an earlier version."""
+        values = np.array(state.get("values", ()), dtype=np.float64).reshape(3, -1, len(state.get("names", ())) or 1)
+        if values.shape[1] == self._values.shape[1]:
+            self.names, self._values = tuple(state["names"]), values
 
 
 class NoiseScaleHistory:
@@ -864,7 +787,7 @@ class Aggregator:
             read[:, 0] = np.sqrt(np.square(read[:, 1 + plain.places.rows]).sum(1))
             norms[has_norms] = read
             ratios, variations = np.full((2, *norms.shape), np.nan)
-            ratios[has_norms], variations[has_norms] = self._norms.push_many(table.with_whole, read)
+            ratios[has_norms], variations[has_norms] = self._norms.push(table.with_whole, read)
             # Squares of finite elements can overflow, but no NaN comes of that.
             surely = np.isnan(norms[:, 1 + plain.places.rows]).any(1) | (has_loss & ~np.isfinite(steps["loss"]))
             broken = np.where(surely, 1.0, np.nan)[:, None]
@@ -902,7 +825,7 @@ class Aggregator:
                     values[name] = whole
         if step.has("norm"):
             norms = np.concatenate(([values["grad/norm"]], tensors["grad/norm"]))
-            ratio, variation = self._norms.push(step.table.with_whole, norms)
+            ratio, variation = (numbers[0] for numbers in self._norms.push(step.table.with_whole, norms[None]))
             step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
             tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
