@@ -172,10 +172,21 @@ class Draft:
 class OptimizerState:
     """One optimizer: its rows, what is read of them, and where it is in the current step."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config, *, reduced: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        table: ParameterTable,
+        safe: SafeCall,
+        *,
+        reduced: bool,
+    ) -> None:
         self.index = index
         self.optimizer = optimizer
         self.config = config
+        self.table = table
+        self.safe = safe
         self.backward = BackwardCounter(self._discarded)
         self.updates = UpdateNorms()
         self.changes = Changes()
@@ -217,7 +228,6 @@ class OptimizerState:
         self.settled = False
         """Whether a whole step has shown which parameter backward reaches first."""
         self._reported_twice = False
-        self._on_error: Callable[[str, Exception], None] = lambda part, error: None
         self.start_step()
 
     def start_step(self) -> OptimizerStep:
@@ -232,11 +242,9 @@ class OptimizerState:
         """Whether the reading is left to the optimizer, which sees the gradients in its step anyway."""
         return self.step
 
-    def assign(
-        self, rows: list[int], table: ParameterTable, timer: CostTimer, on_error: Callable[[str, Exception], None]
-    ) -> None:
+    def assign(self, rows: list[int]) -> None:
         """Take charge of these rows."""
-        self._on_error = on_error
+        table = self.table
         self._members = self._current_members()
         parameters = [table.parameters[row] for row in rows]
         if rows == self.rows and all(map(is_, parameters, self.parameters)):
@@ -250,13 +258,14 @@ class OptimizerState:
         self._dense = held if len(kinds) == 1 and not table.is_spread and not table.has_sparse else None
         dense = [row for row in self.held if row not in table.looked_up]
         self.changes.follow(dense, [table.parameters[row] for row in dense], [table.weight(row) for row in dense])
-        self._assign_microbatches(table, timer)
+        self._assign_microbatches()
         self.vitals.follow(self.held, held, table.heads)
         if self.factors is None and "vrgd/mean" in self.config.metrics:
-            self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
-        self.follow_first(table)
+            self.factors = FactorSums(self.optimizer, partial(self.safe.fail, "vrgd/mean"))
+        self.follow_first()
 
-    def _assign_microbatches(self, table: ParameterTable, timer: CostTimer) -> None:
+    def _assign_microbatches(self) -> None:
+        table = self.table
         if self.micro is not None:
             self.micro.disarm()
             self.micro = None
@@ -268,13 +277,14 @@ class OptimizerState:
                 table.heads,
                 rows=self.rows,
                 arrivals=table.arrivals,
-                timer=timer,
-                on_error=partial(self._on_error, "microbatch"),
+                timer=self.safe.timer,
+                on_error=partial(self.safe.fail, "microbatch"),
                 reduced=self._reduced,
             )
 
-    def follow_first(self, table: ParameterTable) -> None:
+    def follow_first(self) -> None:
         """Count backward passes at the parameter that backward reaches first, or is likely to."""
+        table = self.table
         reached = [table.parameters[row] for row in table.arrivals if row in self.row_set]
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         for parameter in (*reached[:1], *trainable[-1:]):
@@ -339,14 +349,14 @@ class OptimizerState:
         whole = not self.defers and self.read_at == passes and not reading.named(f"scale{self.index}")
         return reading.named("norm") if whole else []
 
-    def inputs(self, draft: Draft, table: ParameterTable) -> StepInputs | None:
+    def inputs(self, draft: Draft) -> StepInputs | None:
         """What it is about to step with; None if its gradients were not read."""
         if self.reading is None:
             return None
         scales = self.reading.named(f"scale{self.index}") if self.step.scaled and not self.step.ignore_scale else []
         return StepInputs(
             norms=self.reading.named("norm"),
-            parameters=table.parameters,
+            parameters=self.table.parameters,
             scale=scales[0][1][0] if scales else None,
             losses=draft.observed.losses,
             clipped=self.clipped or self.clips_by_hand,
@@ -356,29 +366,19 @@ class OptimizerState:
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
-    def read_gradients(
-        self,
-        table: ParameterTable,
-        known: KnownNorms,
-        due: Due,
-        safe: SafeCall,
-        count_nonfinite: bool,
-        *,
-        may_defer: bool,
-    ) -> bool:
+    def read_gradients(self, known: KnownNorms, due: Due, count_nonfinite: bool, *, may_defer: bool) -> bool:
         """Read the gradients as they are now.
 
         Args:
-            table: All parameters.
             known: Norms from clipping; they are not computed again.
             due: What is due at this step.
-            safe: Runs each part.
             count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
             may_defer: Whether the numbers may come as late as after the step, from an optimizer that reports them.
 
         Returns:
             Whether norms were computed that the loop did not compute itself.
         """
+        table = self.table
         self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
         self.backward.note_read()
         buffer, plain = self.reading, not due.full and not count_nonfinite
@@ -408,9 +408,9 @@ class OptimizerState:
             stepped = set(self._members)
             told = [row for row in rows if id(table.parameters[row]) in stepped]
             if names := self._asked(due, False, fused=False):
-                self._reduce(names, table.gradients(told), safe)
+                self._reduce(names, table.gradients(told))
             rows = [row for row in rows if row not in told]
-        self.read_rows(rows, table, known.by_row, due, safe, count_nonfinite)
+        self.read_rows(rows, known.by_row, due, count_nonfinite)
         return reused < len(self.held) and not self.defers
 
     @torch.no_grad()
@@ -424,17 +424,9 @@ class OptimizerState:
         return True
 
     @torch.no_grad()
-    def read_rows(
-        self,
-        wanted: Sequence[int],
-        table: ParameterTable,
-        norms: Mapping[int, Tensor],
-        due: Due,
-        safe: SafeCall,
-        count_nonfinite: bool,
-    ) -> None:
+    def read_rows(self, wanted: Sequence[int], norms: Mapping[int, Tensor], due: Due, count_nonfinite: bool) -> None:
         """Read some rows of a reading that has begun."""
-        buffer = self.reading
+        buffer, table, safe = self.reading, self.table, self.safe
         found = table.gradients(wanted)
         if not found or buffer is None:
             return
@@ -444,14 +436,14 @@ class OptimizerState:
         left = safe("kernels", self._read_fused, asked, found, norms, heads)
         left = found if left is None else left
         if due.detail and "weight_before" in self.wanted:
-            safe("radial_gsnr", self.add_norms, buffer, "weight_before", every, table)
+            safe("radial_gsnr", self.add_norms, buffer, "weight_before", every)
         own = [(row, grad) for row, grad in left if row not in norms]
         read = partial(reductions.norms, wide=self.reads_wide)
         safe("norm", reductions.add, buffer, "norm", read, *_columns(own))
         if heads:
             safe("heads", add_heads, buffer, "heads", table.heads, *_columns(left))
-        self._reduce(asked, left, safe)
-        self._reduce(self._asked(due, False, fused=False), found, safe)
+        self._reduce(asked, left)
+        self._reduce(self._asked(due, False, fused=False), found)
 
     def _asked(self, due: Due, count_nonfinite: bool, *, fused: bool = True) -> list[str]:
         """What is read of gradients beside their norms: what kernels and optimizers can report, or the rest."""
@@ -459,9 +451,9 @@ class OptimizerState:
         due_now = [name for name in names if SUMS[name].is_due(full=due.full, detail=due.detail)]
         return due_now if count_nonfinite else [name for name in due_now if name != "nonfinite"]
 
-    def _reduce(self, names: Sequence[str], found: Sequence[tuple[int, Tensor]], safe: SafeCall) -> None:
+    def _reduce(self, names: Sequence[str], found: Sequence[tuple[int, Tensor]]) -> None:
         for name in names:
-            safe(METRIC_OF[name], reductions.add, self.reading, name, REDUCTIONS[name], *_columns(found))
+            self.safe(METRIC_OF[name], reductions.add, self.reading, name, REDUCTIONS[name], *_columns(found))
 
     def _read_fused(
         self,
@@ -484,15 +476,13 @@ class OptimizerState:
             left += [some[p] for p in unread]
         return left
 
-    def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int], table: ParameterTable) -> None:
+    def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int]) -> None:
         """Add the norms of weights."""
-        weights = [table.tensor(row) for row in rows]
+        weights = [self.table.tensor(row) for row in rows]
         left = self.fused.read(buffer, {"norm": name}, rows, weights)
         reductions.add(buffer, name, reductions.norms, [rows[p] for p in left], [weights[p] for p in left])
 
-    def push_windows(
-        self, table: ParameterTable, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None
-    ) -> dict[int, int | None]:
+    def push_windows(self, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None) -> dict[int, int | None]:
         """Add this step's gradients to the sliding windows.
 
         Returns:
@@ -502,15 +492,15 @@ class OptimizerState:
         scaler = self.scaler or assumed
         scale = scaler._scale if scaler is not None and self.still_scaled(scaler) else None
         pushed: dict[int, int | None] = {}
-        for row, window in table.windows.items():
-            grad = table.gradient(row) if row in self.row_set else None
+        for row, window in self.table.windows.items():
+            grad = self.table.gradient(row) if row in self.row_set else None
             if grad is not None:
                 pushed[row] = window.push(grad, scale, buffer)
         return pushed
 
-    def spoil_windows(self, table: ParameterTable) -> None:
+    def spoil_windows(self) -> None:
         """What went into the windows was not the whole gradient of the step."""
-        for row, window in table.windows.items():
+        for row, window in self.table.windows.items():
             if row in self.row_set:
                 window.spoil()
 
@@ -520,7 +510,7 @@ class OptimizerState:
         """Whether anything is read right before and after the optimizer's step."""
         return due.change or due.full or self.vitals.available or hasattr(self.optimizer, "found_inf")
 
-    def before_update(self, draft: Draft, table: ParameterTable) -> None:
+    def before_update(self, draft: Draft) -> None:
         """Remember what the optimizer's step is about to change."""
         due = draft.due
         if due.full and self.factors is not None and self.factors.available:
@@ -532,7 +522,7 @@ class OptimizerState:
         if due.change and "update" in self.wanted:
             self.changes.before_step()
             if due.full and not self.vitals.expected:
-                self.updates.before(self.held, [table.tensor(row) for row in self.held])
+                self.updates.before(self.held, [self.table.tensor(row) for row in self.held])
 
     def _lower_limit(self, own: float) -> float:
         """The norm that gradients end up with at most: the loop may have clipped them before the optimizer does."""
@@ -541,12 +531,12 @@ class OptimizerState:
             return own
         if not self._reported_twice:
             self._reported_twice = True
-            self._on_error("clip", ClippedTwiceError(loops, own))
+            self.safe.fail("clip", ClippedTwiceError(loops, own))
         return min(loops, own)
 
-    def after_update(self, draft: Draft, table: ParameterTable, safe: SafeCall) -> None:
+    def after_update(self, draft: Draft) -> None:
         """Read what there is to read right after the optimizer's step."""
-        due = draft.due
+        due, safe = draft.due, self.safe
         if self.factors is not None:
             safe("vrgd/mean", self.factors.stop)
         if "update" in self.wanted:
@@ -556,34 +546,34 @@ class OptimizerState:
                 self.changes.forget()
         reported: set[int] = set()
         if self.vitals.available:
-            reported = safe("vitals", self._take_vitals, draft, table) or set()
+            reported = safe("vitals", self._take_vitals, draft) or set()
         if not due.full:
             return
         if reported:
-            safe("weights", self._read_other_weights, draft, table, reported)
+            safe("weights", self._read_other_weights, draft, reported)
             if self.moments is not None and due.detail and "median_sum" in self.wanted:
                 safe("medians", self._read_medians, draft, reported)
             return
         if self.moments is not None:
             safe("moments", self._read_moments, draft)
-        safe("update", self._read_weights, draft, table)
+        safe("update", self._read_weights, draft)
 
-    def _take_vitals(self, draft: Draft, table: ParameterTable) -> set[int]:
+    def _take_vitals(self, draft: Draft) -> set[int]:
         gradients = self.reading if self.defers else None
         due = draft.due
         rows, betas = self.vitals.take(draft.buffer, gradients, due)
         if due.full and rows:
             self.betas, self.fractions = {**self.betas, **betas}, dict.fromkeys(rows, 1.0)
         missing = [row for row in self.held if row not in rows] if self.defers and not rows else []
-        found = table.gradients(missing)
+        found = self.table.gradients(missing)
         if found and self.reading is not None:  # the step was made by other means than the one before
             reductions.add(self.reading, "norm", reductions.norms, *_columns(found))
         return rows
 
-    def _read_other_weights(self, draft: Draft, table: ParameterTable, reported: set[int]) -> None:
+    def _read_other_weights(self, draft: Draft, reported: set[int]) -> None:
         others = [row for row in self.held if row not in reported]
         if others and "weight" in self.wanted:
-            self.add_norms(draft.buffer, "weight", others, table)
+            self.add_norms(draft.buffer, "weight", others)
 
     def _read_moments(self, draft: Draft) -> None:
         assert self.moments is not None
@@ -605,10 +595,10 @@ class OptimizerState:
         self.moments.add_medians(draft.buffer, rows, [of[row] for row in rows])
 
     @torch.no_grad()
-    def _read_weights(self, draft: Draft, table: ParameterTable) -> None:
-        weights = [table.tensor(row) for row in self.held]
+    def _read_weights(self, draft: Draft) -> None:
+        weights = [self.table.tensor(row) for row in self.held]
         if weights and "weight" in self.wanted:
-            self.add_norms(draft.buffer, "weight", self.held, table)
+            self.add_norms(draft.buffer, "weight", self.held)
         if "update" in self.wanted:
             self.fractions = self.updates.after(draft.buffer, weights)
 
@@ -700,7 +690,10 @@ class StepRecorder:
         """Whether steps can be plain: one process, one optimizer."""
         self._on_host, self._deliver_plain = on_host, deliver_plain
         several = topology is not None and topology.num_sources > 1
-        self.optimizers = [OptimizerState(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
+        self.optimizers = [
+            OptimizerState(index, one, config, table, self.safe, reduced=several)
+            for index, one in enumerate(optimizers)
+        ]
         self._assign_rows()
         self._handles: list[Any] = []
         for state in self.optimizers:
@@ -720,7 +713,7 @@ class StepRecorder:
 
     def _assign_rows(self) -> None:
         for state, rows in zip(self.optimizers, self.table.by_optimizer(), strict=True):
-            state.assign(rows, self.table, self.safe.timer, self.safe.fail)
+            state.assign(rows)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -992,7 +985,7 @@ class StepRecorder:
         if self._first_gradient is not None:
             self._first_gradient.follow(self.table)
         for state in self.optimizers:
-            state.follow_first(self.table)
+            state.follow_first()
 
     def _note_context(self) -> None:
         """Describe anew what the numbers stand for, if that changed."""
@@ -1059,15 +1052,15 @@ class StepRecorder:
         if table.is_spread:
             table.lay_out(state.rows)
         if state.windowed:
-            state.spoil_windows(table)
-        if state.read_gradients(table, known, due, self.safe, self.count_nonfinite, may_defer=not self.guarded):
+            state.spoil_windows()
+        if state.read_gradients(known, due, self.count_nonfinite, may_defer=not self.guarded):
             self.draft.paid_norm = True
         state.note_scale(self.assumed_scaler)
 
     def _push_windows(self, state: OptimizerState) -> None:
         """Add an optimizer's gradients to the sliding windows, once per step."""
         if self.table.windows and self.draft.due.window and not state.windowed:
-            pushed = state.push_windows(self.table, self.draft.buffer, self.assumed_scaler)
+            pushed = state.push_windows(self.draft.buffer, self.assumed_scaler)
             self.draft.record.windows |= pushed
 
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
@@ -1253,7 +1246,7 @@ class StepRecorder:
             if self._plain.active and self._plainly(self._end_plain):
                 return
             if state.reads_update(self.draft.due):
-                self.safe("after", state.after_update, self.draft, self.table, self.safe)
+                self.safe("after", state.after_update, self.draft)
             else:
                 state.changes.forget()
             if self._audit is not None and self.draft.due.audit:
@@ -1300,14 +1293,14 @@ class StepRecorder:
     def _read_sums(self, state: OptimizerState) -> None:
         """Read what ranks hold summands of: here, where all of them come once per step."""
         rows = self.table.add_up()
-        state.read_rows(rows, self.table, {}, self.draft.due, self.safe, self.count_nonfinite)
+        state.read_rows(rows, {}, self.draft.due, self.count_nonfinite)
 
     def _before_update(self, state: OptimizerState) -> None:
         """An optimizer is about to change its weights."""
         found_inf = getattr(state.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
             self.draft.buffer.add("found_inf", found_inf.detach().clone())  # a loop may use one tensor for all
-        state.before_update(self.draft, self.table)
+        state.before_update(self.draft)
 
     def _take_audit(self, audit: Audit, state: OptimizerState) -> None:
         """Take fingerprints of what this optimizer made, to be compared with those of other ranks."""
@@ -1354,7 +1347,7 @@ class StepRecorder:
         if not state.in_scaler_step and (state.stepped or not state.arrived):
             self.safe("read", self._reach_alone, state)
         state.arrived = True
-        return state.inputs(self.draft, self.table)
+        return state.inputs(self.draft)
 
     def abandon(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer's step ended in an error."""
