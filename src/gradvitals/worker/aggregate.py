@@ -1,14 +1,14 @@
-"""From the record of a step to its readings: all arithmetic of a live run, in float64, without torch.
+"""Turns the record of a step into readings: all arithmetic of a live run, in float64, without torch.
 
-What is kept of a row adds up over the parts of a tensor: squares rather than norms, counts rather than shares. So the
-sums of many ranks are again such sums, and one process and a thousand of them are aggregated alike.
+The sums of a tensor add up over its parts: squares rather than norms, counts rather than shares. Adding up the sums of
+all ranks gives sums of the same kind, so one process and a thousand are aggregated the same way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ NUM_BLOCKS = 10
 
 @dataclass
 class RowSums:
-    """One number for each row, and which rows it was read of. What was read may be nan."""
+    """One number per row, and which rows were read. A number that was read may be NaN."""
 
     values: Floats
     present: Flags
@@ -52,12 +52,12 @@ class RowSums:
 
 @dataclass
 class PartSums:
-    """The gradients a step's gradient is made of, as `functional.signal_and_noise_of_sums` wants them."""
+    """Sums over the gradients that make up a step's gradient, as `functional.signal_and_noise_of_sums` takes them."""
 
     count: float
-    """How many there were."""
+    """Number of gradients."""
     samples: float
-    """Samples in all of them together; their number where the loop did not tell."""
+    """Samples in all of them; the number of gradients if the loop did not report batch sizes."""
     sizes_known: bool
     weight: float
     """Sum of their weights w in the step's gradient."""
@@ -103,7 +103,7 @@ class NormHistory:
         return {"names": list(self.names), "values": self._values.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved window; ignore one of another length."""
+        """Continue from a saved window; ignore one of another length."""
         values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
         if len(values) == self.window:
             self.names, self._values = tuple(state["names"]), values
@@ -185,23 +185,23 @@ class RatioHistory:
 
 
 class NoiseScaleHistory:
-    """The noise scale of the whole model, over a window that grows with the run: its latter half.
+    """The noise scale of the whole model, over the latter half of the run.
 
-    A value that is shown only when its interval is bounded is selected for a signal that looks large by chance, and
-    far too low: a median of 150 for 421. So the readings that show that there is a signal are not the ones that the
-    value comes from. Once their interval leaves zero, as many new readings are awaited, and the value is of these and
-    later ones, whatever they say. Until then there is a lower end only.
+    Showing a value as soon as its interval is bounded would select signals that look large by chance: the median of
+    such values was 150 where the truth was 421. So the readings that detect a signal are not the ones that estimate
+    it. Once their interval excludes zero, this collects as many new readings and estimates from these and later ones,
+    whatever they are. Until then it gives a lower end only.
     """
 
     MOST = 1024
-    """Entries kept; beyond that, neighbors are averaged."""
+    """Entries kept; with more, neighbors are averaged."""
 
     def __init__(self) -> None:
         self._entries: list[list[float]] = []  # step, signal, noise
         self._open: list[list[float]] = []
         self._readings = 1  # per entry
-        self._since = math.inf  # the step from which on readings count for the value
-        self._needed = 0  # entries that it takes
+        self._since = math.inf  # readings from this step on count for the value
+        self._needed = 0  # entries needed before a value is shown
 
     def push(self, signal: float, noise: float, step: int) -> None:
         """Remember one reading."""
@@ -217,7 +217,7 @@ class NoiseScaleHistory:
             self._readings, self._needed = 2 * self._readings, (self._needed + 1) // 2
 
     def estimate(self, step: int) -> dict[str, float]:
-        """B_simple = noise / signal per sample with its interval, turned over from that of signal over noise."""
+        """Returns B_simple = noise / signal per sample with its interval: the inverse of that of signal over noise."""
         self._entries = [entry for entry in self._entries if entry[0] >= step / 2]
         fresh = [entry for entry in self._entries if entry[0] >= self._since]
         is_shown = self._needed > 0 and len(fresh) >= self._needed
@@ -236,13 +236,13 @@ class NoiseScaleHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as plain lists and numbers."""
+        """The state as plain lists and numbers."""
         entries, waiting = ([list(entry) for entry in some] for some in (self._entries, self._open))
         numbers = {"readings": self._readings, "since": self._since, "needed": self._needed}
         return {"entries": entries, "open": waiting, **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._entries, self._open = [list(entry) for entry in state["entries"]], [list(one) for one in state["open"]]
         self._readings, self._needed = int(state["readings"]), int(state["needed"])
         self._since = float(state["since"])
@@ -254,7 +254,7 @@ def _average(entries: list[list[float]]) -> list[float]:
 
 
 LEAST_SQUARE = 1e-34
-"""Mean squares below this come from elements whose squares leave the range of float32: not known."""
+"""Mean squares below this are unknown: squares of such small elements leave the range of float32."""
 
 INSPECTED_IDS = tuple(INSPECTED)
 
@@ -262,7 +262,7 @@ PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") 
 
 
 class Table:
-    """What does not change from step to step, as arrays."""
+    """A `Context` as arrays: what does not change from step to step."""
 
     def __init__(self, context: Context) -> None:
         layout, slots = context.layout, context.slots
@@ -275,14 +275,14 @@ class Table:
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
         narrow = [info.dtype != "float64" for info in layout.tensors]
         self.least_squares: Floats = LEAST_SQUARE * self.sizes * narrow
-        """The least sum of squares of each tensor that is known to be right."""
+        """For each tensor, the smallest sum of squares that can be trusted."""
         self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
         """The layer of each tensor."""
         self.slots = slots
         self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
         num_rows = len(self.names)
         self.shares: dict[str, Floats] = {}
-        """The share of each row that a sum is read from; nan for a row without any."""
+        """For sums that are read from a sample: the share of each row that it covers, NaN for none."""
         for name, of_rows in context.shares.items():
             self.shares[name] = np.full(num_rows, np.nan)
             self.shares[name][list(of_rows)] = list(of_rows.values())
@@ -296,19 +296,19 @@ class Table:
 
 @dataclass
 class WindowSums:
-    """What a sliding window tells of one row at one step."""
+    """What a sliding window holds of one row at one step."""
 
     square: float
     """Squared norm of the coordinates it follows."""
     block_steps: int | None
-    """Steps in a block, where the window is complete."""
+    """Steps in a block; None until the window is complete."""
     sums: Floats | None
-    """Then the squared norm of its sum, and of what is left without each block."""
+    """For a complete window: the squared norm of its sum, and of the sum without each block."""
 
 
 @dataclass
 class StepSums:
-    """One step, of one process or of all."""
+    """The sums of one step, of one process or of all."""
 
     step: int
     time: float
@@ -318,7 +318,7 @@ class StepSums:
     audit: bool = False
     stage: Stage = "raw"
     moments_stage: Stage | None = None
-    """What the optimizer's moments are of, where it differs: gradients that the loop clipped."""
+    """The stage of the gradients that the optimizer's moments received, if it differs."""
     batch_size: float | None = None
     loss: float | None = None
     lr: float | None = None
@@ -328,63 +328,63 @@ class StepSums:
     carried: bool = False
     alternating: bool = False
     given_up: int = 0
-    """Batches whose gradients the loop threw away before this step."""
+    """Batches whose gradients the loop discarded before this step."""
     lost_loss: float | None = None
-    """The loss of the last of them, where told."""
+    """The loss of the last of them, if reported."""
     lost_norm: float | None = None
-    """The norm of its gradient, where read."""
+    """The norm of its gradient, if it was read."""
     rows: dict[str, RowSums] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
     """For each slice of an attention head."""
     changes: tuple[float, float | None] | None = None
-    """Of the coordinates followed: the sum of squared changes, and their inner product with the last ones."""
+    """Of the sampled coordinates: the sum of squared changes, and their inner product with the previous changes."""
     parts: PartSums | None = None
     num_sources: int = 1
-    """Data workers that the parts come from."""
+    """Data-parallel ranks that the parts come from."""
     windows: dict[int, WindowSums] = field(default_factory=dict)
     ranks: dict[str, Floats] = field(default_factory=dict)
-    """One number a rank."""
+    """One number per rank."""
     prints: dict[str, Floats] = field(default_factory=dict)
-    """Fingerprints of an audit, as they came."""
+    """Fingerprints of an audit, unchanged."""
     values: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, Floats] = field(default_factory=dict)
-    """Values that are complete already and go into the reading as they are."""
+    """Metrics that need no arithmetic."""
     wall_seconds: float = 0.0
     counted: bool = False
-    """Whether elements that are not finite were counted, rather than tensors that have any."""
+    """Whether non-finite elements were counted, rather than tensors that have any."""
     is_broken: bool = False
-    """Whether the gradient of this process alone was seen to hold NaN or Inf."""
+    """Whether this process's own gradient is known to hold NaN or Inf."""
     single_part: bool = False
-    """Whether micro-batches were counted and there was but one."""
+    """Whether the step had exactly one micro-batch."""
     weights_unknown: bool = False
-    """Whether micro-batches differ in size and it is not known yet how the loop weighs them."""
+    """Whether micro-batches differ in size and how the loop weighs them is not known yet."""
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.table.names)
         self.outlier = False
 
     def has(self, name: str) -> bool:
-        """Whether anything was read under a name."""
+        """Returns whether a sum was read."""
         return name in self.rows
 
     def known(self, name: str) -> Floats:
-        """One number a row, nan where there is none."""
+        """Returns one number per row, NaN where there is none."""
         return self.rows[name].known
 
     def total(self, name: str) -> float:
-        """The sum over all rows read, or the largest."""
+        """Returns the sum over all rows read, or the largest."""
         sums = self.rows[name]
         read = sums.values[sums.present]
         return float(read.max(initial=0.0) if SUMS[name].combine == "max" else read.sum())
 
     def by_head(self, of_slots: Floats) -> Floats:
-        """Sum the parts of a head over the q, k and v weights it has."""
+        """Returns the sum over the slices of each head: its q, k and v weights."""
         sums: Floats = np.zeros(len(self.table.layout.heads))
         np.add.at(sums, self.table.slot_heads, of_slots)
         return sums
 
     def reading(self, **fields: Any) -> Reading:
-        """A Reading of this step, with its batch size and stage where not given."""
+        """Returns a Reading of this step, with its batch size and stage unless given."""
         return Reading(
             **{"step": self.step, "time": self.time, "batch_size": self.batch_size, "stage": self.stage, **fields}
         )
@@ -408,7 +408,7 @@ class PartWeights:
         self._free = PRIOR_READINGS
 
     def weights(self, sizes: Floats, squares: Floats) -> Floats | None:
-        """The share of each micro-batch in the step's gradient; None if it is not known.
+        """Returns the weight of each micro-batch in the step's gradient; None if it is not known.
 
         Args:
             sizes: Samples in each.
@@ -437,14 +437,14 @@ class PartWeights:
 
 
 SAME_SIZE = 0.05
-"""Sizes that vary by less, as a share of their mean, count as equal: the weights hardly matter."""
+"""Sizes that vary by less than this share of their mean count as equal: the weights hardly matter."""
 
 PRIOR_SPREAD, PRIOR_READINGS = 0.5, 2.0
-"""The spread of log ‖h‖² that is assumed before any is seen, and how many micro-batches that is worth."""
+"""The prior spread of log ‖h‖², and how many micro-batches it counts for."""
 
 
 def aggregate(record: StepRecord, table: Table, weighting: PartWeights) -> StepSums:
-    """Put the numbers of one step together."""
+    """Returns the sums of one recorded step."""
     return _Aggregation(record, table, weighting).sums()
 
 
@@ -466,7 +466,7 @@ class Losses:
 
 
 def losses_of(record: StepRecord, *, is_clean: bool) -> Losses:
-    """Put together what the loop observed.
+    """Returns the losses that the loop observed.
 
     Args:
         record: The step.
@@ -507,16 +507,16 @@ def _mean(losses: list[float], sizes: list[float | None]) -> float | None:
 
 
 class _Aggregation:
-    """One step."""
+    """Computes the sums of one step."""
 
     def __init__(self, record: StepRecord, table: Table, weighting: PartWeights) -> None:
         self.record, self.table, self.weighting = record, table, weighting
         self.num_rows = len(table.names)
         self.sections = record.sections
         self.grad_scale: Floats = table.ones
-        """What gradients were multiplied by when they were read."""
+        """The loss scale that gradients carried when they were read."""
         self.part_scale: Floats = table.ones
-        """What micro-batches are multiplied by, over their share of the gradient."""
+        """The loss scale that micro-batches carried, and what a pipeline divided them by."""
         self.under_scaler = False
         self.losses = losses_of(record, is_clean=self._is_clean())
         self.batch_size = record.batch_size
@@ -536,9 +536,9 @@ class _Aggregation:
                     self.grad_scale[rows] = scale.values[0]
 
     def sums(self) -> StepSums:
-        """The sums of the step."""
+        """Returns the sums of the step."""
         record, table = self.record, self.table
-        # If optimizers were read at different stages, the furthest from raw says what to expect.
+        # If optimizers were read at different stages, the one furthest from raw stands for all.
         stage = max((one.stage for one in record.optimizers), key=STAGES.index)
         found_inf = self.sections.get("found_inf")
         lr = self.sections.get("lr")
@@ -593,7 +593,7 @@ class _Aggregation:
         return step
 
     def _is_broken(self, step: StepSums) -> bool:
-        """Whether NaN or Inf was in this process's own gradient, before any reduction, as far as it was looked at."""
+        """Returns whether this process's own gradient, before any reduction, is known to hold NaN or Inf."""
         own = self.sections.get("own_norm")
         if own is None or bool(np.isfinite(own.values).all()):
             return False
@@ -603,13 +603,13 @@ class _Aggregation:
         return RowSums(self.sections[name].sums(self.num_rows), self.sections[name].present(self.num_rows))
 
     def _parts(self, name: str, num_rows: int) -> tuple[Floats, Flags]:
-        """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
+        """Returns one number per row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
         if name not in self.sections:
             return np.zeros(num_rows), np.zeros(num_rows, dtype=bool)
         return self.sections[name].sums(num_rows), self.sections[name].present(num_rows)
 
     def _is_clean(self) -> bool:
-        """Whether the gradient is known to be finite, and this process's own."""
+        """Returns whether the gradient is this process's own and known to be finite."""
         alone = self.table.context.weights is None
         return alone and "norm" in self.sections and bool(np.isfinite(self.sections["norm"].values).all())
 
@@ -637,13 +637,13 @@ class _Aggregation:
             step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
 
     def _is_surely_broken(self, step: StepSums, norms: RowSums) -> bool:
-        """Whether a norm that is not finite means NaN or Inf: squares of finite elements can overflow to Inf too."""
+        """Returns whether a non-finite norm means NaN or Inf elements: squares of finite ones can overflow too."""
         lost = step.loss is not None and not math.isfinite(step.loss)
         found_inf = "found_inf" in self.sections and bool(self.sections["found_inf"].values.any())
         return lost or found_inf or bool(np.isnan(norms.values[norms.present]).any())
 
     def _take_changes(self, step: StepSums) -> None:
-        """The squared change of the coordinates followed, and its inner product with the last one."""
+        """Add the squared change of the sampled coordinates, and its inner product with the previous change."""
         weights, read = self.table.weights, step.rows["change"].present
         square = float((self._rows("change").values * weights)[read].sum())
         dot = self.sections.get("change_dot")
@@ -665,7 +665,7 @@ class _Aggregation:
         if weights is None:
             step.weights_unknown = True
             return
-        # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
+        # An optimizer that saw another number of micro-batches has another batch size: leave it out.
         mine, reached = np.zeros((2, self.num_rows), dtype=bool)
         for one, rows in zip(self.record.optimizers, self.table.context.optimizer_rows, strict=True):
             mine[rows] = one.micro_batches == count
@@ -675,7 +675,7 @@ class _Aggregation:
         for i, weight in enumerate(weights):
             (norms, hit), (slot_norms, slot_hit) = parts[i], slots[i]
             slot_squares = np.square(slot_norms / slot_scale)
-            reached |= hit  # a row that no micro-batch was seen to reach came to life too late to be followed
+            reached |= hit  # a row that no micro-batch reached was added too late to be followed
             reached[self.table.slot_rows[slot_hit]] = True
             squares += np.square(norms / self.part_scale) / weight
             np.add.at(squares, self.table.slot_rows, slot_squares / weight)
@@ -701,7 +701,7 @@ class _Aggregation:
         )
 
     def _part_sizes(self, count: int) -> tuple[Floats, bool]:
-        """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
+        """Returns the samples in each micro-batch, and whether they are known; if not, 1 for each."""
         sizes = self.losses.sizes
         if len(sizes) == count and all(size is not None for size in sizes):
             return np.array(sizes, dtype=np.float64), True
@@ -712,22 +712,22 @@ class _Aggregation:
 
 
 def is_estimable(step: StepSums) -> bool:
-    """Whether a step has parts enough to tell signal from noise."""
+    """Returns whether a step has enough parts to tell signal from noise."""
     return step.parts is not None and step.parts.count > 1 + 1e-9 and not math.isnan(step.parts.weight)
 
 
 OUTLIER_RATIO = 5.0
-"""A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
+"""A step whose norm exceeds its moving average by this factor is left out: it would dominate a ratio of means."""
 
 ROUNDING = 2e-6
-"""Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
+"""Noise below this share of the gradient's second moment is float32 rounding of equal micro-batches."""
 
 STUDENT_T = 2.262
 """97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
 
 
 class Aggregator:
-    """Turns the sums of a run's steps, in order, into `Reading`s. Holds the moving averages between them."""
+    """Turns the sums of a run's steps, in order, into readings. Holds the moving averages."""
 
     def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self.config = config
@@ -741,9 +741,9 @@ class Aggregator:
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
-    @np.errstate(all="ignore")  # zero over zero is an answer here: not known
+    @np.errstate(all="ignore")  # NaN means not known
     def finish(self, step: StepSums) -> list[Reading]:
-        """The readings of one step: first what needs no samples, then one for each GSNR source.
+        """Returns the readings of one step: first what needs no samples, then one for each GSNR source.
 
         An error in one of them is reported, and that one is skipped from then on.
         """
@@ -768,7 +768,7 @@ class Aggregator:
 
     @np.errstate(all="ignore")
     def plain(self, plain: PlainSteps, table: Table) -> PlainReadings:
-        """The readings of plain steps."""
+        """Returns the readings of plain steps."""
         steps, flags = plain.steps, plain.steps["flags"]
         has_loss, has_norms = flags & HAS_LOSS > 0, flags & HAS_NORMS > 0
         values: dict[str, Floats] = {"loss": steps["loss"], "lr": steps["lr"]}
@@ -788,7 +788,7 @@ class Aggregator:
             norms[has_norms] = read
             ratios, variations = np.full((2, *norms.shape), np.nan)
             ratios[has_norms], variations[has_norms] = self._norms.push(table.with_whole, read)
-            # Squares of finite elements can overflow, but no NaN comes of that.
+            # Squares of finite elements can overflow to Inf, but not to NaN.
             surely = np.isnan(norms[:, 1 + plain.places.rows]).any(1) | (has_loss & ~np.isfinite(steps["loss"]))
             broken = np.where(surely, 1.0, np.nan)[:, None]
             nonfinite = np.full_like(norms, np.nan)
@@ -843,12 +843,12 @@ class Aggregator:
             values["clip/max_norm"] = step.max_norm
         if step.under_scaler:
             values["step/skipped"] = float(step.skipped)
-        elif step.skipped:  # nobody but a Guard leaves steps out without a scaler
+        elif step.skipped:  # without a scaler, only a Guard skips steps
             values["step/left_out"] = 1.0
         return step.reading(values=values | step.values, tensors=tensors | step.tensors, ranks=step.ranks)
 
     def _direction(self, step: StepSums) -> dict[str, float]:
-        """Whether this step's change goes on in the direction of the one before."""
+        """Returns the cosine between this step's change and the previous one, if both are known."""
         assert step.changes is not None
         square, agreement = step.changes
         (last_step, last_square), self._last_change = self._last_change, (step.step, square)
@@ -859,14 +859,14 @@ class Aggregator:
     # -- the sources of GSNR ------------------------------------------------------------------------------
 
     def _from_parts(self, step: StepSums) -> Reading:
-        """From the gradients that a step's gradient is made of: micro-batches, ranks, or both at once."""
+        """Returns the GSNR from the gradients that make up the step's gradient: micro-batches, ranks, or both."""
         layout, parts = step.table.layout, step.parts
         assert parts is not None
         read = step.rows["parts"].present & step.rows["norm"].present
         square = np.where(read, step.rows["norm"].values, np.nan)
         signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
-        # Parts are read as they enter the sum: about `count` times smaller than by themselves.
+        # Parts are read as they enter the sum: about `count` times smaller than on their own.
         smallest = step.rows["parts"].values / (parts.weight * parts.count**2)
         all_signal = np.where(_underflows(step.table, smallest, square, read), np.nan, all_signal)
         if layout.heads and "heads" in step.slots and "parts" in step.slots:
@@ -920,13 +920,13 @@ class Aggregator:
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
         first, second = step.rows["first_moment"].values, step.rows["second_moment"].values
         all_signal = np.where(_underflows(step.table, second, first, begun), np.nan, all_signal)
-        # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
+        # The first moment decays at the rate beta1, so its square is correlated from one reading to the next.
         gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
         self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
         values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
-        if values["gsnr_high"] < 0:  # gradients follow from each other, so the averages are not of samples
+        if values["gsnr_high"] < 0:  # gradients are correlated: the moments are not averages of independent samples
             values = dict.fromkeys(values, math.nan)
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
@@ -976,14 +976,14 @@ class Aggregator:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All moving averages."""
+        """The moving averages, as plain values."""
         histories = {name: history.state_dict() for name, history in self._histories().items()}
         return {**histories, "window_norms": {name: list(norms) for name, norms in self._window_norms.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved moving averages."""
+        """Continue from saved moving averages."""
         for name, history in self._histories().items():
-            if name in state:  # one saved before there was this source has none of it
+            if name in state:  # saved by an earlier version
                 history.load_state_dict(state[name])
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
 
@@ -999,9 +999,9 @@ def _signal_and_noise(squares: Floats, total: Floats, parts: PartSums) -> tuple[
 def _with_sums(
     table: Table, signal: Floats, noise: Floats, read: NDArray[np.bool_]
 ) -> tuple[tuple[str, ...], Floats, Floats]:
-    """Put the sums of the whole model before those of the tensors, and those of every layer after them.
+    """Returns names, signal and noise of the whole model, then of every tensor, then of every layer.
 
-    A sum over tensors of which one was read and is not finite is not known: nan.
+    A sum is NaN if one of its tensors was read and is not finite.
     """
     layer, num_layers, whole = table.depths, len(table.layout.layers), []
     finite = np.isfinite(signal) & np.isfinite(noise)
@@ -1016,12 +1016,12 @@ def _with_sums(
 
 
 def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether squares are too small for float32: of the whole model, every tensor, every layer.
+    """Returns whether squares are too small for float32: of the whole model, every tensor, every layer.
 
     Args:
         table: The tensors.
-        smallest: Sums of squares of what was read of each tensor.
-        largest: Other sums of squares: if these are zero too, the gradient is taken to be zero.
+        smallest: The smallest sums of squares that were read of each tensor.
+        largest: Other sums of squares: if these are zero too, the gradient is zero.
         read: Tensors that were read.
     """
     sums = [
@@ -1036,7 +1036,7 @@ def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[n
 def _spread(
     layout: Layout, estimate: Any
 ) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
-    """Cut (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
+    """Split (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
     of = dict(zip(("gsnr", "gsnr_low", "gsnr_high"), estimate, strict=True))
     last, end = 1 + len(layout.tensors), 1 + len(layout.tensors) + len(layout.layers)
     values = {name: float(part[0]) for name, part in of.items()}
@@ -1051,20 +1051,18 @@ def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
 
 # -- the sums of several ranks, on their way to the worker --------------------------------------------------------
 
-_SCALARS = (
-    "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
-    "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
-    "num_sources", "wall_seconds", "counted", "single_part",
-    "weights_unknown", "values",
-)  # fmt: skip
+_ARRAYS = ("slots", "ranks", "tensors")
+_SCALARS = tuple(
+    each.name for each in fields(StepSums) if each.name not in (*_ARRAYS, "table", "rows", "windows", "parts", "prints")
+)
 
 
 def sums_to_bytes(step: StepSums) -> bytes:
-    """A step that was added up over ranks, for the journal."""
+    """Returns the bytes of a step that was added up over ranks, for the journal."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, sums in step.rows.items():
         arrays[f"rows/{name}"], arrays[f"present/{name}"] = sums.values, sums.present.astype(np.float64)
-    for kind in ("slots", "ranks", "tensors"):
+    for kind in _ARRAYS:
         arrays |= {f"{kind}/{name}": numbers for name, numbers in getattr(step, kind).items()}
     for row, window in step.windows.items():
         if window.sums is not None:
@@ -1086,7 +1084,7 @@ def sums_from_bytes(data: bytes, table: Table) -> StepSums:
         kind, _, rest = name.partition("/")
         if kind == "rows":
             step.rows[rest] = RowSums(numbers, arrays[f"present/{rest}"] > 0)
-        elif kind in ("slots", "ranks", "tensors"):
+        elif kind in _ARRAYS:
             getattr(step, kind)[rest] = numbers
     for row, square, block_steps in windows:
         step.windows[row] = WindowSums(square, block_steps, arrays.get(f"window/{row}"))
