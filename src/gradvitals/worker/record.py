@@ -1,4 +1,4 @@
-"""What crosses from the training process to the worker for one step, and how it is laid out in the journal.
+"""What the training process sends to the worker for one step, and its layout in the journal.
 
 A step is a JSON object and sections: named vectors of numbers, each with the rows of the model its numbers belong to.
 Plain steps, which most are, have a fixed layout. `Context` is what changes rarely: the parameters, and everything that
@@ -38,10 +38,10 @@ PLAIN_STEP = np.dtype(
         ("passes", "<u4"),
     ]
 )
-"""A plain step in the journal. What is not known is NaN."""
+"""A plain step in the journal. An unknown number is NaN."""
 
 PACKED_STEP = struct.Struct("<q6dII")
-"""The same for a single step, which numpy takes several times as long to fill in."""
+"""The same for a single step: several times as fast as filling in a numpy record."""
 
 HAS_NORMS, HAS_LOSS, CLIPPED, CARRIED, ALTERNATING = (1 << bit for bit in range(5))
 """Flags of a plain step."""
@@ -50,7 +50,7 @@ STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
 
 class Places:
-    """The rows that the numbers under one name belong to: as a rule the same from step to step."""
+    """The rows of the numbers in a section: nearly always the same from step to step."""
 
     def __init__(self, rows: NDArray[np.intp]) -> None:
         self.rows = rows
@@ -58,7 +58,7 @@ class Places:
         self._present: Flags = np.zeros(0, dtype=bool)
 
     def present(self, num_rows: int) -> Flags:
-        """Which rows are among them. Read only."""
+        """Returns which rows are among them. Read only."""
         if len(self._present) != num_rows:
             self._present = np.zeros(num_rows, dtype=bool)
             self._present[self.rows] = True
@@ -67,7 +67,7 @@ class Places:
 
 
 class Section:
-    """The numbers under one name, each with its row."""
+    """The numbers of one name, each with its row."""
 
     def __init__(self, values: Floats, places: Places) -> None:
         self.values = values
@@ -79,11 +79,11 @@ class Section:
         return self.places.rows
 
     def present(self, num_rows: int) -> Flags:
-        """Which rows have a number. Read only."""
+        """Returns which rows have a number. Read only."""
         return self.places.present(num_rows)
 
     def sums(self, num_rows: int) -> Floats:
-        """One number per row, 0 if there is none. Parts of one row are added up."""
+        """Returns one number per row, 0 if there is none. Parts of one row are added up."""
         sums = np.zeros(num_rows)
         if self.places.are_distinct:
             sums[self.rows] = self.values
@@ -92,7 +92,7 @@ class Section:
         return sums
 
     def by_row(self, num_rows: int) -> Floats:
-        """One number per row, nan if there is none."""
+        """Returns one number per row, NaN if there is none."""
         return np.where(self.present(num_rows), self.sums(num_rows), np.nan)
 
 
@@ -104,35 +104,35 @@ class OptimizerStep:
     scaled: bool = False
     """Whether gradients were read while multiplied by the loss scale in the section ``scale{index}``."""
     ignore_scale: bool = False
-    """The noted loss scale turned out to belong to another model."""
+    """Whether the loss scale turned out to belong to another model."""
     clipped: bool = False
-    """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, received."""
+    """Whether the loop clipped gradients after they were read, so that the optimizer received clipped ones."""
     micro_batches: int = 0
     """Number of micro-batches; 0 if they were not counted."""
     divided: float = 1.0
-    """What a pipeline divided the sum of the micro-batches by."""
+    """The number that a pipeline divided the sum of the micro-batches by."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step as the training process recorded it."""
+    """One step, as the training process recorded it."""
 
     step: int
     time: float = 0.0
     wall_seconds: float = 0.0
-    """From the end of the step before to the end of this one."""
+    """From the end of the previous step to the end of this one."""
     full: bool = False
     detail: bool = False
     audit: bool = False
     optimizers: list[OptimizerStep] = field(default_factory=list)
     losses: list[tuple[float | None, float | None]] = field(default_factory=list)
-    """Loss and samples of each `observe`. A loss of None that has a section ``loss{index}`` was on a device."""
+    """Loss and samples of each `observe`. The loss is None if it was on a device; section ``loss{index}`` has it."""
     passes: int = 0
     """Backward passes of the step."""
     given_up: int = 0
     """Batches whose gradients the loop discarded before this step."""
     lost: float | None = None
-    """The loss of the last of them, if observed. One that was on a device is in the section ``lost``."""
+    """The loss of the last of them, if observed; section ``lost`` has one that was on a device."""
     lost_norm: float | None = None
     """The norm of its gradient, if read."""
     lr: float | None = None
@@ -140,17 +140,17 @@ class StepRecord:
     batch_size: float | None = None
     skipped: bool = False
     carried: bool = False
-    """Whether gradients were added to those of the step before."""
+    """Whether gradients were added to those of the previous step."""
     alternating: bool = False
-    """Whether the model is trained in turn with another, as in a GAN."""
+    """Whether the model alternates with another one, as in a GAN."""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """Rows that went into a sliding window; if it is complete, the steps in one of its blocks."""
+    """Rows that went into a sliding window, each with the steps per block if the window is complete."""
     sections: dict[str, Section] = field(default_factory=dict)
 
 
 @dataclass
 class Context:
-    """What the numbers of steps stand for, until the next Context."""
+    """What the numbers of the following steps belong to, until the next Context."""
 
     layout: Layout = field(default_factory=Layout)
     slots: list[tuple[int, int]] = field(default_factory=list)
@@ -158,16 +158,16 @@ class Context:
     optimizer_rows: list[list[int]] = field(default_factory=list)
     """The rows that each optimizer steps."""
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Of each row whose moments are read."""
+    """Adam's betas of each row whose moments are read."""
     shares: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Of each sum that is read from a sample: the share of each row that it covers."""
+    """For each sum that is read from a sample: the share of each row that it covers."""
     weights: list[float] | None = None
-    """What each row counts beside those of other ranks; None for a single process."""
+    """The weight of each row in a sum over ranks; None for a single process."""
     autocast: str | None = None
     """The dtype that the forward pass computes in, if lower."""
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Returns it as JSON."""
         layout = self.layout
         return json.dumps(
             {
@@ -232,7 +232,7 @@ class Encoder:
         if known is not None and known[0] is rows:
             return known[1]
         packed = pack_rows(rows)
-        if not isinstance(rows, range):  # lists of one reading come and go; those that stay are worth remembering
+        if not isinstance(rows, range):  # a range is made anew for every reading
             if len(self._rows) >= 256:
                 self._rows.clear()
             self._rows[id(rows)] = (rows, packed)
@@ -295,27 +295,27 @@ class Decoder:
 
 @dataclass
 class PlainSteps:
-    """Some plain steps in a row, read of the same rows of the model."""
+    """Consecutive plain steps with the same rows."""
 
     places: Places
     steps: NDArray[np.void]
-    """Of `PLAIN_STEP`."""
+    """An array of `PLAIN_STEP`."""
     norms: NDArray[np.float32]
-    """One per step and row; of a step without `HAS_NORMS` they mean nothing."""
+    """One per step and row; meaningless for a step without `HAS_NORMS`."""
 
 
 def pack_rows(rows: Sequence[int]) -> bytes:
-    """Rows as `encode_plain` takes them."""
+    """Returns rows as `encode_plain` takes them."""
     return np.asarray(rows, dtype="<i4").tobytes()
 
 
 def encode_plain(rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> bytes:
-    """The bytes of some plain steps: packed rows, the steps, and one norm per step and row (or no norms at all)."""
+    """Returns the bytes of some plain steps: packed rows, steps, and one norm per step and row, or no norms at all."""
     return b"".join((plain_head(rows, len(steps), norms.size), steps.tobytes(), norms.tobytes()))
 
 
 def plain_head(rows: bytes, steps: int, norms: int) -> bytes:
-    """What comes before the bytes of so many plain steps, with packed rows and so many norms in all."""
+    """Returns the head of the bytes of plain steps: their number, the packed rows, and the number of norms."""
     return _PLAIN.pack(steps, len(rows), 4 * norms) + rows
 
 
@@ -349,7 +349,7 @@ def decode_plain(data: bytes, known: dict[bytes, Places]) -> PlainSteps:
 
 
 def join_plain(parts: Sequence[PlainSteps]) -> PlainSteps:
-    """Plain steps of the same rows, in one piece."""
+    """Returns plain steps of the same rows as one."""
     if len(parts) == 1:
         return parts[0]
     steps = np.frombuffer(b"".join([part.steps.tobytes() for part in parts]), PLAIN_STEP)
@@ -360,13 +360,13 @@ def join_plain(parts: Sequence[PlainSteps]) -> PlainSteps:
 
 
 def _frame(meta: Any, chunks: Iterable[bytes]) -> bytes:
-    """Returns JSON and what comes after it. Numbers that JSON does not have go through as Python writes them."""
+    """Returns JSON, then the chunks. NaN and Inf are written as Python writes them."""
     head = json.dumps(meta, default=float).encode()
     return b"".join((_LENGTH.pack(len(head)), head, *chunks))
 
 
 def _unframe(data: bytes) -> tuple[Any, int]:
-    """Returns the JSON, and where it ends."""
+    """Returns the JSON, and the offset of the first chunk."""
     (length,) = _LENGTH.unpack_from(data)
     at = _LENGTH.size + length
     return json.loads(data[_LENGTH.size : at]), at
@@ -399,7 +399,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
 
 
 def readings_to_bytes(readings: Sequence[Reading], *, plain: bool) -> bytes:
-    """The readings of one step, for the training process; `plain` if single tensors are neither kept nor published."""
+    """Returns the bytes of the readings of one step; `plain` if single tensors are neither stored nor published."""
     kinds = ("tensors", "layers", "heads", "ranks")
     fields = ("step", "time", "stage", "source", "batch_size", "values")
     arrays = {
