@@ -21,6 +21,7 @@ from gradvitals.types import Layout, PlainReadings, Reading, Stage
 from gradvitals.worker.record import (
     ALTERNATING,
     CARRIED,
+    FACTS,
     HAS_LOSS,
     HAS_NORMS,
     STAGES,
@@ -28,6 +29,7 @@ from gradvitals.worker.record import (
     Flags,
     Floats,
     PlainSteps,
+    StepFacts,
     StepRecord,
     pack,
     unpack,
@@ -307,30 +309,17 @@ class WindowSums:
 
 
 @dataclass
-class StepSums:
+class StepSums(StepFacts):
     """The sums of one step, of one process or of all."""
 
-    step: int
-    time: float
-    full: bool
-    table: Table
-    detail: bool = False
-    audit: bool = False
+    table: Table = field(kw_only=True)
     stage: Stage = "raw"
     moments_stage: Stage | None = None
     """The stage of the gradients that the optimizer's moments received, if it differs."""
-    batch_size: float | None = None
     loss: float | None = None
-    lr: float | None = None
-    max_norm: float | None = None
     under_scaler: bool = False
-    skipped: bool = False
-    carried: bool = False
-    alternating: bool = False
-    given_up: int = 0
-    """Batches whose gradients the loop discarded before this step."""
     lost_loss: float | None = None
-    """The loss of the last of them, if reported."""
+    """The loss of the last discarded batch, if reported."""
     lost_norm: float | None = None
     """The norm of its gradient, if it was read."""
     rows: dict[str, RowSums] = field(default_factory=dict)
@@ -349,7 +338,6 @@ class StepSums:
     values: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, Floats] = field(default_factory=dict)
     """Metrics that need no arithmetic."""
-    wall_seconds: float = 0.0
     counted: bool = False
     """Whether non-finite elements were counted, rather than tensors that have any."""
     is_broken: bool = False
@@ -543,28 +531,19 @@ class _Aggregation:
         found_inf = self.sections.get("found_inf")
         lr = self.sections.get("lr")
         step = StepSums(
-            step=record.step,
-            time=record.time,
-            full=record.full,
-            detail=record.detail,
-            audit=record.audit,
+            **{name: getattr(record, name) for name in FACTS},
             table=table,
             stage=stage,
             moments_stage="clipped" if any(one.clipped for one in record.optimizers) else None,
-            batch_size=self.batch_size,
             loss=self.losses.loss,
-            given_up=self.losses.given_up,
             lost_loss=self.losses.lost_loss,
             lost_norm=self.losses.lost_norm,
-            lr=record.lr if lr is None else float(lr.values[0]),
-            max_norm=record.max_norm,
             under_scaler=self.under_scaler,
-            skipped=record.skipped or (found_inf is not None and bool(found_inf.values.any())),
-            carried=record.carried,
-            alternating=record.alternating,
-            wall_seconds=record.wall_seconds,
             single_part=any(one.micro_batches == 1 for one in record.optimizers),
         )
+        step.batch_size, step.given_up = self.batch_size, self.losses.given_up
+        step.lr = record.lr if lr is None else float(lr.values[0])
+        step.skipped = record.skipped or (found_inf is not None and bool(found_inf.values.any()))
         self._take_sums(step)
         step.is_broken = self._is_broken(step)
         for name, section in self.sections.items():

@@ -114,8 +114,8 @@ class OptimizerStep:
 
 
 @dataclass(slots=True)
-class StepRecord:
-    """One step, as the training process recorded it."""
+class StepFacts:
+    """What is known of a step besides its sums."""
 
     step: int
     time: float = 0.0
@@ -124,17 +124,6 @@ class StepRecord:
     full: bool = False
     detail: bool = False
     audit: bool = False
-    optimizers: list[OptimizerStep] = field(default_factory=list)
-    losses: list[tuple[float | None, float | None]] = field(default_factory=list)
-    """Loss and samples of each `observe`. The loss is None if it was on a device; section ``loss{index}`` has it."""
-    passes: int = 0
-    """Backward passes of the step."""
-    given_up: int = 0
-    """Batches whose gradients the loop discarded before this step."""
-    lost: float | None = None
-    """The loss of the last of them, if observed; section ``lost`` has one that was on a device."""
-    lost_norm: float | None = None
-    """The norm of its gradient, if read."""
     lr: float | None = None
     max_norm: float | None = None
     batch_size: float | None = None
@@ -143,6 +132,26 @@ class StepRecord:
     """Whether gradients were added to those of the previous step."""
     alternating: bool = False
     """Whether the model alternates with another one, as in a GAN."""
+    given_up: int = 0
+    """Batches whose gradients the loop discarded before this step."""
+
+
+FACTS = tuple(each.name for each in fields(StepFacts))
+
+
+@dataclass(slots=True)
+class StepRecord(StepFacts):
+    """One step, as the training process recorded it."""
+
+    optimizers: list[OptimizerStep] = field(default_factory=list)
+    losses: list[tuple[float | None, float | None]] = field(default_factory=list)
+    """Loss and samples of each `observe`. The loss is None if it was on a device; section ``loss{index}`` has it."""
+    passes: int = 0
+    """Backward passes of the step."""
+    lost: float | None = None
+    """The loss of the last discarded batch, if observed; section ``lost`` has one that was on a device."""
+    lost_norm: float | None = None
+    """The norm of its gradient, if read."""
     windows: dict[int, int | None] = field(default_factory=dict)
     """Rows that went into a sliding window, each with the steps per block if the window is complete."""
     sections: dict[str, Section] = field(default_factory=dict)
