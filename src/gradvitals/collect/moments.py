@@ -65,43 +65,30 @@ class MomentSums:
 
     @torch.no_grad()
     def add(
-        self,
-        buffer: ReadingBuffer,
-        rows: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        *,
-        below_one: bool,
-        median: bool,
+        self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter], wanted: Collection[str]
     ) -> dict[int, tuple[float, float]]:
-        """Put sums, step counts, shares and medians into the buffer; returns the betas of every row read."""
+        """Put the wanted sums of `metrics.SUMS` into the buffer; returns the betas of every row read."""
         state = self._found(rows, parameters)
         if not state.rows:
             return {}
-        left, rest = self._add_by_kernels(buffer, state, sums=True, below_one=below_one, median=median)
+        left, rest = self._add_by_kernels(buffer, state, wanted)
         if left:
             first, second = ([column[p] for p in left] for column in (state.first, state.second))
-            rows = [state.rows[p] for p in left]
-            reductions.add(buffer, "first_moment", reductions.norms, rows, first)
-            reductions.add(buffer, "second_moment", reductions.sums_of_positive, rows, second)
-        for step_rows, steps in reductions.by_device_and_dtype(state.rows, state.steps):
+            left_rows = [state.rows[p] for p in left]
+            reductions.add(buffer, "first_moment", reductions.norms, left_rows, first)
+            reductions.add(buffer, "second_moment", reductions.sums_of_positive, left_rows, second)
+        for step_rows, steps in (
+            reductions.by_device_and_dtype(state.rows, state.steps) if "adam_step" in wanted else ()
+        ):
             if steps[0].device.type == "cpu":  # the optimizer counts in place, and the buffer is read later
                 buffer.add("adam_step", torch.stack(steps), step_rows)
             else:
                 buffer.add_each("adam_step", steps, step_rows)
-        if left and below_one:
+        if left and "below_one" in wanted:
             self._add_sampled(buffer, state, left, below_one=True, median=False)
         if rest:
             self._add_sampled(buffer, state, rest, below_one=False, median=True)
         return state.betas
-
-    @torch.no_grad()
-    def add_medians(self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        """Put only the medians into the buffer; the optimizer has reported the sums."""
-        state = self._found(rows, parameters)
-        if state.rows:
-            _, rest = self._add_by_kernels(buffer, state, sums=False, below_one=False, median=True)
-            if rest:
-                self._add_sampled(buffer, state, rest, below_one=False, median=True)
 
     def _found(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
         if not self._holds(parameters):
@@ -112,7 +99,7 @@ class MomentSums:
     # -- by kernels ---------------------------------------------------------------------------------------------
 
     def _add_by_kernels(
-        self, buffer: ReadingBuffer, state: _State, *, sums: bool, below_one: bool, median: bool
+        self, buffer: ReadingBuffer, state: _State, wanted: Collection[str]
     ) -> tuple[list[int], list[int]]:
         """Put what kernels can read into the buffer.
 
@@ -121,6 +108,7 @@ class MomentSums:
             torch reads all coordinates and finds the exact median.
         """
         every = list(range(len(state.rows)))
+        sums, median = "first_moment" in wanted, "median_sum" in wanted
         found: set[int] = set()
         counted: set[int] = set()
         if kernels.on_device(state.first[0]) and kernels.ready("moments") is not None:
@@ -128,7 +116,7 @@ class MomentSums:
             large = [p for p in readable if state.first[p].numel() > SHARE_ELEMENTS] if median else []
             for some in _alike(state, readable) if sums else ():
                 numbers = self._read("sums", state, some, _limits(state, some, torch.float32))
-                names = ["first_moment", "second_moment", *(["alive", "below_one"] if below_one else [])]
+                names = ["first_moment", "second_moment", *(["alive", "below_one"] if "below_one" in wanted else [])]
                 for name, values in zip(names, () if numbers is None else numbers, strict=False):
                     buffer.add(name, values, [state.rows[p] for p in some])
                     found.update(some)
@@ -136,7 +124,7 @@ class MomentSums:
                 if (medians := self._read("medians", state, some)) is not None:
                     add_median(buffer, medians, state, some)
                     counted.update(some)
-        return [p for p in every if p not in found], [p for p in every if median and p not in counted]
+        return [p for p in every if sums and p not in found], [p for p in every if median and p not in counted]
 
     def _read(self, what: str, state: _State, places: Sequence[int], *more: Tensor) -> Tensor | None:
         """Returns sums or medians of moments of one device and dtype; None if kernels fail."""

@@ -548,14 +548,9 @@ class OptimizerState:
             reported = safe("vitals", self._take_vitals, draft) or set()
         if not due.full:
             return
-        if reported:
-            safe("weights", self._read_other_weights, draft, reported)
-            if self.moments is not None and due.detail and "median_sum" in self.wanted:
-                safe("medians", self._read_medians, draft, reported)
-            return
         if self.moments is not None:
-            safe("moments", self._read_moments, draft)
-        safe("update", self._read_weights, draft)
+            safe("moments", self._read_moments, self.moments, draft, reported)
+        safe("update", self._read_weights, draft, reported)
 
     def _take_vitals(self, draft: Draft) -> set[int]:
         gradients = self.reading if self.defers else None
@@ -569,37 +564,24 @@ class OptimizerState:
             reductions.add(self.reading, "norm", reductions.norms, *_columns(found))
         return rows
 
-    def _read_other_weights(self, draft: Draft, reported: set[int]) -> None:
-        others = [row for row in self.held if row not in reported]
-        if others and "weight" in self.wanted:
-            self.add_norms(draft.buffer, "weight", others)
-
-    def _read_moments(self, draft: Draft) -> None:
-        assert self.moments is not None
-        held = set(self.held)
-        parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in held]
-        detail, wanted = draft.due.detail, self.wanted
-        self.betas = self.moments.add(
-            draft.buffer,
-            self.held,
-            parameters,
-            below_one=detail and "below_one" in wanted,
-            median=detail and "median_sum" in wanted,
-        )
-
-    def _read_medians(self, draft: Draft, reported: set[int]) -> None:
-        assert self.moments is not None
-        of = dict(zip(self.rows, self.parameters, strict=True))
-        rows = [row for row in self.held if row in reported]
-        self.moments.add_medians(draft.buffer, rows, [of[row] for row in rows])
+    def _read_moments(self, moments: MomentSums, draft: Draft, reported: set[int]) -> None:
+        due = draft.due
+        wanted = {name for name in self.wanted if SUMS[name].is_due(full=due.full, detail=due.detail)}
+        if reported:  # by the optimizer, but for the medians
+            wanted &= {"median_sum"}
+        chosen = reported or set(self.held)
+        pairs = [(row, p) for row, p in zip(self.rows, self.parameters, strict=True) if row in chosen]
+        betas = moments.add(draft.buffer, [row for row, _ in pairs], [p for _, p in pairs], wanted) if wanted else {}
+        if not reported:
+            self.betas = betas
 
     @torch.no_grad()
-    def _read_weights(self, draft: Draft) -> None:
-        weights = [self.table.tensor(row) for row in self.held]
-        if weights and "weight" in self.wanted:
-            self.add_norms(draft.buffer, "weight", self.held)
-        if "update" in self.wanted:
-            self.fractions = self.updates.after(draft.buffer, weights)
+    def _read_weights(self, draft: Draft, reported: set[int]) -> None:
+        rows = [row for row in self.held if row not in reported]
+        if rows and "weight" in self.wanted:
+            self.add_norms(draft.buffer, "weight", rows)
+        if "update" in self.wanted and not reported:
+            self.fractions = self.updates.after(draft.buffer, [self.table.tensor(row) for row in rows])
 
     def close(self) -> None:
         """Remove all hooks."""
