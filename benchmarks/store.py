@@ -33,7 +33,7 @@ WAIT_SECONDS = 60.0
 
 PLAIN = ("norm",)
 FULL = (
-    "norm", "weight", "update_sq", "change_sq", "exp_avg_norm", "exp_avg_sq_sum", "adam_step", "nonzero", "micro0",
+    "norm", "weight", "update", "change", "first_moment", "second_moment", "adam_step", "nonzero", "micro0",
     "micro1",
 )  # fmt: skip
 """What a plain step and a full reading record of every tensor, by the names the worker knows them by."""
@@ -85,8 +85,8 @@ def _steps(
 def _context(layout: Layout) -> bytes:
     rows = range(len(layout.tensors))
     betas = dict.fromkeys(rows, (0.9, 0.999))
-    sampled = {row: (16, 1024) for row in rows}
-    return Context(layout=layout, optimizer_rows=[list(rows)], betas=betas, sampled=sampled).to_bytes()
+    shares = {name: dict.fromkeys(rows, 1 / 64) for name in ("update", "change")}
+    return Context(layout=layout, optimizer_rows=[list(rows)], betas=betas, shares=shares).to_bytes()
 
 
 def _setup(folder: Path) -> Setup:

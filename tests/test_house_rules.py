@@ -127,10 +127,11 @@ def test_every_command_is_in_the_docs(path: tuple[str, ...]) -> None:
 
 
 def test_every_metric_is_in_the_docs() -> None:
-    from gradvitals.types import METRICS
+    from gradvitals.metrics import INSPECTED, METRICS
 
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert [metric for metric in METRICS if f"`{metric}`" not in text] == []
+    assert [metric for metric, meaning in INSPECTED.items() if f"| `{metric}` | {meaning} |" not in text] == []
 
 
 def test_no_file_is_a_grab_bag() -> None:

@@ -195,7 +195,7 @@ def _rank_info_bytes() -> int:
     info = RankInfo(
         version=gradvitals.__version__,
         settings=settings_of(Config(), True),
-        stock=fingerprint(""),
+        holdings=fingerprint(""),
         shards=(0,),
         empty=(),
         data_ranks=(1000,),
@@ -207,7 +207,7 @@ def _rank_info_bytes() -> int:
 
 def _holdings_bytes(topology: Topology) -> int:
     count = len(topology.layout.tensors)
-    stock = Holdings(
+    holdings = Holdings(
         tensors=topology.layout.tensors,
         layers=topology.layout.layers,
         heads=topology.layout.heads,
@@ -217,7 +217,7 @@ def _holdings_bytes(topology: Topology) -> int:
         worker_shards=(1,) * count,
         kinds=(0,) * count,
     )
-    return len(zlib.compress(pickle.dumps(stock)))
+    return len(zlib.compress(pickle.dumps(holdings)))
 
 
 DEFAULT_RANKS = 4

@@ -10,31 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gradvitals.errors import ConfigError, expect
+from gradvitals.metrics import TENSOR_METRICS
 from gradvitals.types import SOURCES
-
-TENSOR_METRICS: tuple[str, ...] = (
-    "grad/norm",
-    "grad/max",
-    "grad/zero_fraction",
-    "grad/nonfinite",
-    "gsnr",
-    "gsnr/below_one_fraction",
-    "gsnr/median",
-    "weight/norm",
-    "update/norm",
-    "radial_gsnr",
-    "vrgd/mean",
-)
-"""What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
-
-DETAIL_METRICS: tuple[str, ...] = (
-    "grad/max",
-    "grad/zero_fraction",
-    "gsnr/below_one_fraction",
-    "gsnr/median",
-    "radial_gsnr",
-)
-"""Those of them that cost most and change least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +21,9 @@ class Config:
     Args:
         tensor_every: Steps from one full reading, which includes single tensors, to the next. Before the first of these
             a young run is read at steps 0, 1, 2, 4, 8 and so on. Loss and learning rate are recorded at every step.
-        detail_every: Steps between readings of the costly metrics (`DETAIL_METRICS`). None: 4 × `tensor_every`, or 1 if
-            that is 1.
-        metrics: Per-tensor metrics to measure; fewer cost less. See `TENSOR_METRICS`.
+        detail_every: Steps between readings of the costly metrics (`gradvitals.metrics.DETAIL_METRICS`). None:
+            4 × `tensor_every`, or 1 if that is 1.
+        metrics: Per-tensor metrics to measure; fewer cost less. See `gradvitals.metrics.TENSOR_METRICS`.
         sources: GSNR sources to use if the run offers them: ``"microbatch"``, ``"ranks"``, ``"adam"``, ``"window"``.
         overhead_budget: The largest share of the training thread's time that readings may take, such as 0.05. If they
             take more, full readings become rarer, and a norm that the loop does not compute itself is not read at

@@ -37,13 +37,13 @@ from gradvitals.distributed.topology import (
     RankInfo,
     Rendezvous,
     Topology,
-    call_meeting,
     data_dimensions,
     data_ranks,
+    describe_holdings,
+    exchange_holdings,
+    find_rendezvous,
     fingerprint,
-    meet,
     settings_of,
-    take_stock,
 )
 from gradvitals.errors import RunError
 from gradvitals.places import RUNS_FOLDER
@@ -954,34 +954,36 @@ def _start_run(
     if not _has_others(group):
         resume = resume or _is_restarted(path)
         return RunSetup(path, resume, next_step(path) if resume else 0, None, True, path)
-    meeting = call_meeting(group, config.rank_timeout)
-    topology = _join(meeting, table, config, group, batch_size)
+    rendezvous = find_rendezvous(group, config.rank_timeout)
+    topology = _join(rendezvous, table, config, group, batch_size)
     # The first rank keeps the run: where that is, and how far it is, only its disk may know.
-    if meeting.rank == 0:
+    if rendezvous.rank == 0:
         resume = resume or _is_restarted(path)
         kept_at = path if resume else free_run_path(path)
-        meeting.tell("run", (kept_at, resume, next_step(path) if resume else 0))
-    meeting.wait(["run"], "tell where the run is kept")
-    where, continues, first_step = meeting.told(["run"])[0]
-    return RunSetup(where, continues, first_step, topology, meeting.rank == 0, path)
+        rendezvous.publish("run", (kept_at, resume, next_step(path) if resume else 0))
+    rendezvous.wait(["run"], "tell where the run is kept")
+    where, continues, first_step = rendezvous.read(["run"])[0]
+    return RunSetup(where, continues, first_step, topology, rendezvous.rank == 0, path)
 
 
-def _join(meeting: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None) -> Topology:
-    """Meet the other ranks with what this one holds, and give its rows their weights."""
+def _join(
+    rendezvous: Rendezvous, table: ParameterTable, config: Config, group: Any, batch_size: float | None
+) -> Topology:
+    """Exchange with the other ranks what each of them holds, and give rows their weights."""
     dims = data_dimensions(table.model)
-    stock, shards, empty = take_stock(table.layout, table.slots, list(table.windows), table.parameters, dims)
+    holdings, shards, empty = describe_holdings(table.layout, table.slots, list(table.windows), table.parameters, dims)
     stepped = {id(p) for optimizer in table.optimizers for g in optimizer.param_groups for p in g["params"]}
-    card = RankInfo(
+    info = RankInfo(
         version=gradvitals.__version__,
         settings=settings_of(config, batch_size is not None),
-        stock=fingerprint(repr(stock)),
+        holdings=fingerprint(repr(holdings)),
         shards=shards,
         empty=empty,
         data_ranks=tuple(sorted(data_ranks(table.parameters, dims))),
         idle=tuple(row for row, parameter in enumerate(table.parameters) if id(parameter) not in stepped),
         stage=config.pipeline_stage,
     )
-    topology = meet(meeting, card, stock, group)
+    topology = exchange_holdings(rendezvous, info, holdings, group)
     table.weights = topology.weights.tolist()
     table.change_weights = np.where(topology.is_current, topology.weights, 0.0).tolist()
     return topology

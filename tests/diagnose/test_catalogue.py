@@ -15,8 +15,9 @@ from docs.rule_pages import rule_pages
 from gradvitals.cli import main
 from gradvitals.diagnose import FAMILIES, RULES, Diagnosis, Observation, Rule, Step
 from gradvitals.diagnose.message import explain
+from gradvitals.metrics import METRICS
 from gradvitals.report import catalog
-from gradvitals.types import METRICS, SOURCES, Reading
+from gradvitals.types import SOURCES, Reading
 
 PAGE = (Path(__file__).parents[2] / "docs" / "findings.md").read_text("utf-8")
 OURS = sorted(name for name, rule in RULES.items() if rule.__module__.startswith("gradvitals."))

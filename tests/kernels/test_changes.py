@@ -67,15 +67,15 @@ def test_kernels_and_torch_agree(device: torch.device, monkeypatch: pytest.Monke
         without.setattr(kernels, "ready", lambda name: None)
         by_torch.before_step()
     assert not isinstance(by_torch._groups[0], changes._KernelGroup)
-    assert by_kernels.lengths == by_torch.lengths
+    assert by_kernels.shares == by_torch.shares
     generator = torch.Generator().manual_seed(1)
     for step in range(3):
         with torch.no_grad():
             for parameter in parameters:
                 parameter += torch.randn(parameter.shape, generator=generator).to(device)
         found, expected = read(by_kernels), read(by_torch)
-        assert set(found) == set(expected) == ({"change_sq", "change_dot"} if step else {"change_sq"})
-        torch.testing.assert_close(found["change_sq"], expected["change_sq"], rtol=1e-5, atol=1e-4)
+        assert set(found) == set(expected) == ({"change", "change_dot"} if step else {"change"})
+        torch.testing.assert_close(found["change"], expected["change"], rtol=1e-5, atol=1e-4)
         if step:  # torch sums over all tensors
             both = (found["change_dot"].sum(), expected["change_dot"].sum())
             torch.testing.assert_close(*both, rtol=1e-5, atol=1e-4)

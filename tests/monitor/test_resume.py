@@ -14,7 +14,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import GradvitalsError
-from gradvitals.types import INSPECTED
+from gradvitals.metrics import INSPECTED
 
 CONFIG = gv.Config(tensor_every=1, quiet=True, window_steps=20, gsnr_window=12, norm_window=15)
 

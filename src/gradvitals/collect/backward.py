@@ -1,4 +1,4 @@
-"""Backward passes: counting them, noticing discarded gradients, and telling alternating optimizers apart."""
+"""Counts backward passes, detects discarded gradients, and detects optimizers that alternate as in a GAN."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from gradvitals.distributed.shards import local
 
 
 def is_distributed() -> bool:
-    """Whether gradients are shared with other processes."""
+    """Returns whether this process trains together with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class BackwardCounter:
-    """Counts the backward passes of a step, and notices gradients that the loop altered or discarded.
+    """Counts the backward passes of a step, and detects gradients that the loop altered or discarded.
 
-    Autograd adds to ``.grad`` in place, which raises the tensor's version by one. Any other change between two
-    backward passes is the loop's: it zeroed the gradients without a step, so it skipped a batch.
+    Autograd adds to ``.grad`` in place, which increments the tensor's version. Any other change between two backward
+    passes is the loop's: it zeroed the gradients without a step, so it skipped a batch.
 
     Args:
-        on_discarded: Called when the next pass shows that gradients were discarded: with the number of passes that
-            were lost, and whether the gradient is a new tensor. One that was changed in place may have been clipped.
+        on_discarded: Called when the next pass shows that gradients were discarded, with the number of lost passes and
+            whether the gradient is a new tensor. A gradient that was changed in place may have been clipped.
     """
 
     def __init__(self, on_discarded: Callable[[int, bool], None]) -> None:
         self.backwards = 0
-        """Backward passes that reached the parameter since the last step."""
+        """Backward passes since the last step."""
         self.carried = False
-        """Whether the first of them added to the gradients of the step before: nobody has zeroed them."""
+        """Whether the first of them added to the previous step's gradients, which the loop did not zero."""
         self._on_discarded = on_discarded
         self._parameter: nn.Parameter | None = None
         self._hook: Any = None
@@ -49,14 +49,14 @@ class BackwardCounter:
         self._read: tuple[weakref.ref[Tensor], int] | None = None
 
     def follow(self, parameter: nn.Parameter) -> None:
-        """Watch this parameter from now on."""
+        """Count the passes that reach this parameter."""
         self._distributed = is_distributed()
         self._version_of = _PLAIN_VERSION if type(parameter) is nn.Parameter else _version_of
         if self._parameter is parameter:
             return
         self.unhook()
         self._parameter = parameter
-        # Weakly: a parameter that held its watcher would hold the model, in a cycle that Python cannot see.
+        # Weakly: otherwise the parameter would keep the model alive, in a cycle that Python cannot collect.
         reference = weakref.ref(self)
 
         def after_accumulation(parameter: Tensor) -> None:
@@ -67,7 +67,7 @@ class BackwardCounter:
         self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
 
     def unhook(self) -> None:
-        """Stop watching."""
+        """Stop counting."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._parameter = None
@@ -79,26 +79,26 @@ class BackwardCounter:
         self._left = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def note_zeroed(self) -> None:
-        """Note that the loop has zeroed the gradients of the last step before that step was known to be over."""
+        """The loop zeroed the gradients of the last step before that step was known to be over."""
         self._left = None
 
     def note_read(self) -> None:
-        """Note that the gradients are read as they are now. Only ranks need it: see `altered`."""
+        """The gradients are being read as they are now. Only needed with several ranks: see `altered`."""
         if self._distributed and self._parameter is not None:
             grad = self._parameter.grad
             self._read = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def altered(self) -> bool:
-        """Whether the loop changed the gradients since the last backward pass, by means that no hook sees."""
+        """Returns whether the loop changed the gradients since the last backward pass in a way that no hook sees."""
         if self._parameter is None or self._grad is None:
             return False
         grad = self._parameter.grad
-        if self._distributed:  # the reduction over ranks writes into gradients too, but not once they have been read
+        if self._distributed:  # the reduction over ranks changes gradients too, but not after they were read
             return self._read is not None and not self._is(grad, *self._read)
         return grad is None or self._grad() is not grad or self._version_of(grad) != self._version
 
     def _is(self, grad: Tensor | None, seen: weakref.ref[Tensor], version: int) -> bool:
-        """Whether a gradient is the tensor that was seen, at that version."""
+        """Returns whether a gradient is the tensor seen before, at the same version."""
         return grad is not None and seen() is grad and self._version_of(grad) == version
 
     def _after_accumulation(self, parameter: Tensor) -> None:
@@ -106,7 +106,7 @@ class BackwardCounter:
         if grad is None:
             return
         version = self._version_of(grad)
-        if not torch.is_grad_enabled():  # else create_graph: autograd makes a new tensor each time
+        if not torch.is_grad_enabled():  # with create_graph, autograd makes a new tensor each time
             seen = self._grad
             if seen is not None and not self._distributed and not (seen() is grad and version == self._version + 1):
                 passes, self.backwards = self.backwards, 0
@@ -122,51 +122,51 @@ _PLAIN_VERSION: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def _version_of(grad: Tensor) -> int:
-    """How often a gradient was changed in place; a DTensor's by its own operations or behind their back."""
+    """Returns how often a gradient was changed in place; for a DTensor, including its local part."""
     part = local(grad)
     return grad._version if part is grad else grad._version + part._version
 
 
 MOST_SIDES = 8
-"""Optimizers that are followed in a process: a game has few, and one for every parameter is none."""
+"""The most optimizers to follow in a process: a game has few."""
 
 TURNS = 3
-"""Turns after which it is taken for a game: a single batch may be given up for other reasons."""
+"""Turns that make a game: a single batch may be discarded for other reasons."""
 
 LONG = 200
-"""Steps of a side without a turn after which it plays no more. What is frozen for an epoch is no game either."""
+"""Steps without a turn after which an optimizer no longer alternates. Freezing for an epoch is not a game."""
 
 
 class AlternatingOptimizers:
-    """Follows the steps of all optimizers in the process, and which of them step in turn.
+    """Follows all optimizers in the process and detects those that alternate, as in a GAN.
 
-    The loss of one side reaches the parameters of the other, or finds them frozen; then the first side steps. What was
-    left in the gradients of the other is thrown away before that one steps in its turn, with gradients of its own. Two
-    optimizers that once step with gradients of the same pass train one model, however often one of them is left out,
-    and models that are trained side by side are not reached by each other's passes: neither is a game.
+    In a game, the loss of one side reaches the parameters of the other, or finds them frozen; then the first side
+    steps. The gradients left on the other side are discarded before that side steps with gradients of its own. Two
+    optimizers that ever step with gradients of the same pass train one model, even if one of them is skipped at times.
+    Models trained side by side are not reached by each other's passes. Neither is a game.
 
     Args:
-        optimizers: Those whose model is watched.
+        optimizers: The optimizers of the watched model.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.is_game = False
-        """Whether one of the optimizers is a side of a game."""
+        """Whether one of the optimizers alternates with another one."""
         self._own = {id(optimizer) for optimizer in optimizers}
         self._sides: list[_Side] = []
         self._joint: set[frozenset[int]] = set()
-        """Pairs that have stepped with gradients of the same pass."""
+        """Pairs that stepped with gradients of the same pass."""
         STEPS.following.add(self)
         STEPS.hold()
         self._release = weakref.finalize(self, STEPS.release)
 
     def stop(self) -> None:
-        """Follow them no more."""
+        """Stop following."""
         STEPS.following.discard(self)
         self._release()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step."""
+        """Called before the step of any optimizer."""
         stepping = self._side(optimizer)
         if stepping is None:
             return
@@ -180,23 +180,23 @@ class AlternatingOptimizers:
                 stepping.note_turn(pair)
         self.is_game = any([side.plays and side.pair not in self._joint for side in self._sides])
         for side in self._sides:
-            # Nobody takes turns with another thread, and to look at gradients that it computes would be a race.
+            # Optimizers of different threads do not alternate, and reading their gradients would be a race.
             if side.thread == stepping.thread and side.parameter() is not stepping.parameter():
                 side.note_visit(stepping)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer has stepped."""
+        """Called after the step of any optimizer."""
         stepped = self._side(optimizer)
         if stepped is not None:
             stepped.note_step()
 
     def forget_steps(self) -> None:
-        """Steps were made of which nobody has told: what they have left in gradients is not known."""
+        """Steps were made without a call: what they left in gradients is unknown."""
         for side in self._sides:
             side.stepped = None
 
     def _side(self, optimizer: torch.optim.Optimizer) -> _Side | None:
-        """The side of an optimizer; None where there are too many to follow, or it trains nothing."""
+        """Returns the side of an optimizer; None if there are too many, or if it trains nothing."""
         known = next((side for side in self._sides if side.optimizer() is optimizer), None)
         if known is not None:
             return known
@@ -209,7 +209,7 @@ class AlternatingOptimizers:
 
 
 class _Side:
-    """One optimizer. The gradient of its first parameter tells which passes reach what it steps."""
+    """One optimizer. The gradient of its first parameter shows which passes reach its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
         self.number = id(optimizer)
@@ -217,15 +217,15 @@ class _Side:
         self.parameter = weakref.ref(parameter)
         self.thread = threading.get_ident()
         self.pair: frozenset[int] = frozenset()
-        """With whom it made its last turn."""
+        """The two optimizers of its last turn."""
         self._steps = self._turns = self._last_turn = 0
         self.stepped: tuple[weakref.ref[Tensor], int] | None = None
-        """The gradient that it has stepped with, where known, and how often it had been changed."""
+        """The gradient of its last step and its version, if known."""
         self._visitor: _Side | None = None
         self._visited: weakref.ref[Tensor] | None = None
 
     def note_visit(self, visitor: _Side) -> None:
-        """Another side steps: see whether its pass has come through here, or found the door closed."""
+        """Another side is about to step: note whether its pass reached this side or found it frozen."""
         parameter = self.parameter()
         if parameter is None or self.stepped is None:
             return
@@ -236,7 +236,7 @@ class _Side:
             self._visitor, self._visited = visitor, weakref.ref(grad)
 
     def take_turn(self) -> tuple[_Side | None, bool]:
-        """It is about to step. Returns who has visited it since it last did, and whether what was left is gone."""
+        """It is about to step. Returns whose pass reached it since its last step, and whether that gradient is gone."""
         self._steps += 1
         parameter = self.parameter()
         grad = None if parameter is None else parameter.grad
@@ -245,17 +245,17 @@ class _Side:
         return (visitor, kept is not grad) if grad is not None else (None, False)
 
     def note_turn(self, pair: frozenset[int]) -> None:
-        """It steps in its turn, after another."""
+        """It takes its turn after another side."""
         self._turns = self._turns + 1 if self._steps - self._last_turn <= LONG else 1
         self._last_turn, self.pair = self._steps, pair
 
     @property
     def plays(self) -> bool:
-        """Whether it has made some turns, and not long ago."""
+        """Whether it took several turns recently."""
         return self._turns >= TURNS and self._steps - self._last_turn <= LONG
 
     def note_step(self) -> None:
-        """It has stepped with the gradients it has now."""
+        """It stepped with its current gradients."""
         parameter = self.parameter()
         if parameter is not None and parameter.grad is not None:
             self.stepped = (weakref.ref(parameter.grad), parameter.grad._version)
@@ -267,28 +267,28 @@ def _first_trained(optimizer: torch.optim.Optimizer) -> Tensor | None:
 
 
 class _Steps:
-    """Hears of every step of every optimizer in the process, while anybody listens.
+    """Calls followers at every step of every optimizer in the process, while there are any.
 
-    Hooks of torch may not be added or removed while an optimizer goes through them, so those who find and let go of
-    models in that moment hold a listener of their own from before to after it.
+    Torch's hooks must not be added or removed while an optimizer iterates over them, so whoever starts or stops
+    watching inside a step calls `hold` before and `release` after it.
     """
 
     def __init__(self) -> None:
         self.following: weakref.WeakSet[AlternatingOptimizers] = weakref.WeakSet()
         self._holders = 0
         self._inside = 0
-        """Steps that have begun and not ended: one, or more where one optimizer steps another."""
+        """Steps in progress: more than one if an optimizer steps another one."""
         self._handles: list[Any] = []
         self._alone: weakref.ref[torch.optim.Optimizer] | None = None
-        """The one optimizer that has stepped so far; None where there are others, or none was told of yet."""
+        """The only optimizer that stepped so far; None if there are others, or none yet."""
         self._has_others = self._was_silent = False
 
     def hold(self) -> None:
-        """Listen from here on."""
+        """Install the hooks."""
         if self._holders == 0:
-            self._inside, self._has_others = 0, False  # a step that ended in an error has not told
+            self._inside, self._has_others = 0, False  # after an error in a step, its end was not seen
         self._holders += 1
-        self._alone, self._was_silent = None, False  # who has come to listen does not know it yet
+        self._alone, self._was_silent = None, False  # the new follower does not know it yet
         if not self._handles:
             self._handles = [
                 optim.register_optimizer_step_pre_hook(self._before),
@@ -296,7 +296,7 @@ class _Steps:
             ]
 
     def release(self) -> None:
-        """One who listened does so no more; the last one ends it, unless a step is going on."""
+        """Remove the hooks with the last follower, unless a step is in progress."""
         self._holders -= 1
         if self._holders == 0 and not self._inside:
             while self._handles:
@@ -307,7 +307,7 @@ class _Steps:
             self._inside += 1
             if self._alone is not None and self._alone() is optimizer:
                 self._was_silent = True
-                return  # who steps alone takes no turns
+                return  # a single optimizer does not alternate
             if self._alone is not None:
                 self._alone, self._has_others = None, True
                 for turns in list(self.following) if self._was_silent else ():
@@ -326,7 +326,7 @@ class _Steps:
         self, method: Callable[[AlternatingOptimizers, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
     ) -> None:
         for turns in list(self.following):
-            with contextlib.suppress(Exception):  # an error of ours is not one of the training loop
+            with contextlib.suppress(Exception):  # internal errors must not reach the training loop
                 method(turns, optimizer)
 
 

@@ -24,7 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradvitals.collect.parameters import ParameterTable
 from gradvitals.collect.transfer import ReadingBuffer
-from gradvitals.types import ACTIVATIONS, INSPECTED, LOSSES
+from gradvitals.metrics import INSPECTED
+from gradvitals.types import ACTIVATIONS, LOSSES
+
+PLACES = {name: place for place, name in enumerate(INSPECTED)}
+"""Where the journal has each number."""
 
 FIRST_STEPS = 10
 """Steps from the start that are inspected."""
@@ -387,7 +391,7 @@ class Inspection:
             else:
                 middle, reach = (0.5, 0.49) if _is(node, SOFT[:1]) else (0.0, 0.98)
                 kind[row] = ((units - middle).abs() > reach).float().mean()
-        for name, numbers in (("dead", dead), ("saturated", saturated)):
+        for name, numbers in (("activation/dead_fraction", dead), ("activation/saturated_fraction", saturated)):
             if numbers:
                 self._buffer().add_each(name, list(numbers.values()), list(numbers))
 
@@ -435,12 +439,12 @@ class Inspection:
         buffer, constants = self._buffer(), {}
         for name, value in found.items():
             if isinstance(value, Tensor):
-                buffer.add("look", value.detach().to(torch.float32).reshape(()), [INSPECTED.index(name)])
+                buffer.add("look", value.detach().to(torch.float32).reshape(()), [PLACES[name]])
             else:
                 constants[name] = float(value)
         if constants:
             numbers = torch.tensor(list(constants.values()), dtype=torch.float32)
-            buffer.add("look", numbers, [INSPECTED.index(name) for name in constants])
+            buffer.add("look", numbers, [PLACES[name] for name in constants])
 
 
 class Head:

@@ -1,4 +1,4 @@
-"""Norms of the gradient of every micro-batch, taken during backward."""
+"""Measures the gradient of every micro-batch during backward."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor, nn
 
 from gradvitals.collect import reductions
 from gradvitals.collect.parameters import HeadView
-from gradvitals.collect.reductions import INNER, NORM, FusedReducer
+from gradvitals.collect.reductions import FusedReducer
 from gradvitals.collect.schedule import CostTimer
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import Summand, is_summand, local, local_like, set_aside, sums_of_partial
 
 FLUSH_BYTES = 64 * 2**20
-"""Incoming gradients held back at most, while backward frees far more than that in activations."""
+"""The most bytes of incoming gradients to hold back; backward frees far more than that in activations."""
 
 GPU_FLUSH_BYTES = 256 * 2**20
-"""The same on a GPU, where launches count and one reads as many tensors as there are."""
+"""The same on a GPU, where one launch reads any number of tensors."""
 
 BEFORE = -1
-"""Stands for the runs of the autograd engine before the current one."""
+"""Stands for earlier runs of the autograd engine."""
 
 
 class MicrobatchSums:
     """Norms of the gradient of every micro-batch of one step, for one optimizer's tensors and heads.
 
     A parameter that receives a second gradient starts the next micro-batch. Two cases are miscounted: micro-batches
-    that have no parameter in common count as one, and a parameter shared between segments that are checkpointed with
-    re-entrant autograd receives several gradients in one backward. Hooks of the user's own that change gradients are
-    seen by a reading when they were registered before it began.
+    without a common parameter count as one, and a parameter shared between segments that are checkpointed with
+    re-entrant autograd receives several gradients in one backward. Changes by a user's own gradient hooks are seen if
+    these were registered before the reading began.
 
     Args:
         parameters: All watched parameters, by row.
-        heads: How weights are seen as attention heads, by row.
+        heads: Attention heads of weights, by row.
         rows: The rows that this optimizer steps.
-        arrivals: Rows in the order in which backward reaches them; shared by all optimizers, and added to.
-        timer: Accounts for what this costs.
-        on_error: Called with an error of ours, after which nothing is collected any more.
+        arrivals: Rows in the order in which backward reaches them; shared by all optimizers and extended in place.
+        timer: Measures the cost.
+        on_error: Called with an internal error, which ends the collection.
         reduced: Whether gradients are reduced over ranks, during backward or after it.
     """
 
@@ -74,22 +74,22 @@ class MicrobatchSums:
     def _clear(self) -> None:
         self.buffer = ReadingBuffer()
         self.num_seen = 0
-        self._fired: dict[int, int] = {}  # rows reached in this micro-batch, and in which run of the autograd engine
-        # To which micro-batch a backward belongs may show only in its course, so numbers wait by run of the engine.
+        self._fired: dict[int, int] = {}  # rows reached in this micro-batch: the run of the autograd engine
+        # Which micro-batch a backward belongs to may only show later, so numbers wait by run of the engine.
         self._drafts: dict[int, ReadingBuffer] = {}
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
         self._pending_run = BEFORE
-        # Gradients yet to be summed over ranks, each with its row and, where its radial part is wanted, its weight.
+        # Partial gradients to sum over ranks, each with its row and, for the radial part, its weight.
         self._summands: dict[int, list[tuple[int, Summand, Tensor | None]]] = {}
         self._settled_summands: list[tuple[int, int, Summand, Tensor | None]] = []
 
     def arm(self, *, radial: bool) -> None:
-        """Collect from the next backward on, with the component along the weights where asked."""
+        """Collect from the next backward on; with `radial`, also the component along the weights."""
         self.armed, self.radial = True, radial
         self._clear()
         trainable = [row for row in self.rows if self.parameters[row].requires_grad]
-        if self._handles.keys() != set(trainable):  # hooks may still be there from the step before
+        if self._handles.keys() != set(trainable):  # hooks may be left from the previous step
             self._unhook()
             for row in trainable:
                 self._follow(row)
@@ -101,7 +101,7 @@ class MicrobatchSums:
             self._handles[row] = leaf.register_hook(self._hook(row))
 
     def disarm(self) -> None:
-        """Take the hooks away: an unmeasured step costs nothing."""
+        """Remove the hooks, so that other steps cost nothing."""
         self.armed = False
         self._unhook()
 
@@ -111,7 +111,7 @@ class MicrobatchSums:
         self._handles = {}
 
     def restart(self) -> None:
-        """The batches so far were given up; the backward in progress is the first of the step."""
+        """The batches so far were discarded; the backward in progress is the first of the step."""
         run = torch._C._current_graph_task_id()
         self.flush()
         fired, draft, summands = self._fired, self._drafts.get(run), self._summands.get(run)
@@ -123,15 +123,15 @@ class MicrobatchSums:
             self._summands = {run: summands}
 
     def finish(self) -> tuple[int, ReadingBuffer]:
-        """End the step's collection. The hooks stay for the next step, which takes them away or uses them.
+        """End the step's collection. The hooks stay until the next step removes or reuses them.
 
-        Where ranks hold summands of a gradient (norm layers under sequence parallelism) this sums them, in one
-        collective that all ranks of their group have to reach.
+        If ranks hold partial sums of a gradient (norm layers under sequence parallelism), this sums them, in one
+        collective that all ranks of their group must reach.
 
         Returns:
             The number of micro-batches and their norms under the names ``micro{i}``, ``micro_heads{i}`` (for weights
-            seen head by head) and ``micro_radial{i}``. A single one is measured only where gradients are reduced over
-            ranks; else it is ``.grad`` itself.
+            seen head by head) and ``micro_radial{i}``. A single one is measured only if ranks reduce gradients;
+            otherwise it is ``.grad`` itself.
         """
         self.armed = False
         self.flush()
@@ -143,27 +143,27 @@ class MicrobatchSums:
         return num_micro_batches, buffer
 
     def _leaf(self, row: int) -> Tensor:
-        """The tensor whose gradient autograd computes for a row."""
+        """Returns the tensor whose gradient autograd computes for a row."""
         return self.parameters[row]
 
     def _weight(self, row: int) -> Tensor | None:
-        """The values of a row's leaf on this rank; None where they are not at hand."""
+        """Returns the values of a row's leaf on this rank; None if they are not in memory."""
         return local(self.parameters[row])
 
     def _is_fleeting(self, row: int) -> bool:
-        """Whether the leaf's values are there only during backward."""
+        """Returns whether the leaf's values exist only during backward."""
         return False
 
     def _factor(self, row: int) -> float:
-        """What a gradient is multiplied by before it is measured."""
+        """Returns the factor to multiply a gradient with before measuring it."""
         return 1.0
 
     # -- one gradient after the other ---------------------------------------------------------------------------
 
     def _hook(self, row: int) -> Callable[[Tensor], None]:
-        reference = weakref.ref(self)  # a parameter must not hold its watcher, see BackwardCounter
+        reference = weakref.ref(self)  # a parameter must not hold its watcher: see BackwardCounter
 
-        # Called for every parameter in every backward of a measured step: nothing here that can be done later.
+        # Runs for every parameter in every backward of a measured step: does only what cannot wait.
         def incoming(grad: Tensor) -> None:
             sums = reference()
             if sums is not None and sums.armed:
@@ -190,7 +190,7 @@ class MicrobatchSums:
             self._take(row, grad, engine_run)
 
     def _take(self, row: int, grad: Tensor, engine_run: int) -> None:
-        """Hold a gradient until there are many, or measure it where holding it would cost more."""
+        """Hold a gradient back to measure many at once, or measure it now if holding it costs more."""
         leaf = self._leaf(row)
         if is_summand(grad, leaf):
             self._take_summand(row, grad, engine_run)
@@ -201,7 +201,7 @@ class MicrobatchSums:
         elif leaf.grad is not None:
             self._hold(row, grad, engine_run)
         elif grad.is_cuda and grad.numel() <= reductions.SMALL_ELEMENTS:
-            # Autograd makes the first gradient of a parameter its .grad; what we hold must not change with it.
+            # Autograd makes the first gradient of a parameter its .grad: hold a copy, which does not change with it.
             self._hold(row, grad.detach().clone(), engine_run)
         else:  # a pass over it is cheaper than a copy
             self._measure(engine_run, [row], [grad])
@@ -222,15 +222,15 @@ class MicrobatchSums:
             self.flush()
 
     def _end_micro_batch(self, row: int, engine_run: int) -> None:
-        """A second gradient came for a row: what came before this backward began was the micro-batch before."""
+        """A row received a second gradient: what came before this backward was the previous micro-batch."""
         early = [r for r, run in self._fired.items() if run == engine_run]
         self._fired = dict.fromkeys(early, engine_run) if self.reduced else self._fired
         if self.reduced and not self._is_fleeting(row) and self.parameters[row].grad is None:
-            self.restart()  # somebody has thrown away what had come
+            self.restart()  # the loop discarded the gradients so far
             return
         self.flush()
         if not self.num_seen and not self.reduced:
-            # Nothing of the second micro-batch has been added yet: .grad is the first.
+            # Nothing of the second micro-batch is in .grad yet: it is the first one.
             for r in self._fired:
                 self._take_whole(r, engine_run if r in early else BEFORE)
             self.flush()
@@ -250,10 +250,10 @@ class MicrobatchSums:
             self._take_summand(row, parameter.grad, engine_run)
         else:
             self._hold(row, local_like(parameter.grad, parameter).detach(), engine_run)
-            self._pending_bytes = 0  # it is there anyway: the more are read at once, the better
+            self._pending_bytes = 0  # .grad stays in memory anyway
 
     def _settle(self, drafts: Sequence[int], summands: Sequence[int]) -> None:
-        """What was measured in these runs of the engine belongs to the micro-batch that ends."""
+        """Assign the numbers of these runs of the engine to the micro-batch that ends."""
         index = self.num_seen
         for run in drafts:
             draft = self._drafts.pop(run)
@@ -280,7 +280,7 @@ class MicrobatchSums:
     # -- many at once -------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Measure what is held back."""
+        """Measure the gradients that are held back."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         self._measure(self._pending_run, [row for row, _ in pending], [grad for _, grad in pending])
 
@@ -312,9 +312,9 @@ class MicrobatchSums:
         factors = [self._factor(row) for row in rows]
         if factors.count(1.0) != len(factors):
             grads = [grad * factor for grad, factor in zip(grads, factors, strict=True)]
-        names = {NORM: f"micro{suffix}"}
+        names = {"norm": f"micro{suffix}"}
         if any(weight is not None for weight in weights):
-            names[INNER] = f"micro_radial{suffix}"
+            names["inner"] = f"micro_radial{suffix}"
         name_of_heads = f"micro_heads{suffix}"
         left = self._fused.read(
             buffer,
@@ -330,7 +330,7 @@ class MicrobatchSums:
             return
         rows, grads, weights = [rows[p] for p in left], [grads[p] for p in left], [weights[p] for p in left]
         rest = add_heads(buffer, name_of_heads, self.heads, rows, grads)
-        reductions.add_norms(buffer, f"micro{suffix}", [rows[p] for p in rest], [grads[p] for p in rest])
+        reductions.add(buffer, f"micro{suffix}", reductions.norms, [rows[p] for p in rest], [grads[p] for p in rest])
         known = {p: weight for p, weight in enumerate(weights) if weight is not None}
         if known:
             along, read = [rows[p] for p in known], [grads[p] for p in known]
@@ -340,10 +340,10 @@ class MicrobatchSums:
 def add_heads(
     buffer: ReadingBuffer, name: str, heads: dict[int, HeadView], rows: Sequence[int], grads: Sequence[Tensor]
 ) -> list[int]:
-    """Norm of each attention head's part of the gradients that have heads.
+    """Add the norm of each attention head's part of the gradients that have heads.
 
     Returns:
-        Positions of the other gradients: the heads of a weight add up to its norm, which need not be read again.
+        Positions of the gradients without heads. The heads of a weight add up to its norm.
     """
     rest: list[int] = []
     for position, (row, grad) in enumerate(zip(rows, grads, strict=True)):

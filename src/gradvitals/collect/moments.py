@@ -1,8 +1,8 @@
-"""The moments an optimizer keeps, and what it reports of its own step."""
+"""Reads the moments an optimizer keeps, and what it reports of its own step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,25 +11,27 @@ from torch import Tensor, nn
 from gradvitals import kernels
 from gradvitals.collect import reductions
 from gradvitals.collect.parameters import MOMENT_OPTIMIZERS, HeadView
+from gradvitals.collect.schedule import Due
 from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
 from gradvitals.kernels.tables import upload
+from gradvitals.metrics import SUMS
 
 SHARE_ELEMENTS = 2**10
-"""Coordinates of each tensor in which torch counts those below 1 and finds the median: errors under 2 %, in rank."""
+"""Coordinates sampled per tensor to count those below 1 and find the median: errors under 2 % in rank."""
 
 MOST_SETS = 16
-"""Sets of tensors that tables are kept for."""
+"""Sets of tensors whose tables are kept."""
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that keeps the moments: inside ZeroRedundancyOptimizer, one for this rank's share of them."""
+    """Returns the optimizer that keeps the moments: the inner one of a ZeroRedundancyOptimizer."""
     inner = getattr(optimizer, "optim", None) if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else None
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def unavailable_reason(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why this optimizer's moments give no GSNR, or None where they do."""
+    """Returns why this optimizer's moments give no GSNR; None if they do."""
     if hasattr(optimizer, "register_factors_hook"):
         return f"{type(optimizer).__name__} averages gradients that it has scaled, element by element"
     if isinstance(stepping(optimizer), MOMENT_OPTIMIZERS):
@@ -47,7 +49,7 @@ class _State(NamedTuple):
     steps: list[Tensor]
     betas: dict[int, tuple[float, float]]
     kept: list[tuple[nn.Parameter, dict[str, Any], Tensor, Any]]
-    """Where each was found, to see whether it is still there."""
+    """Where each was found, to check whether it is still there."""
     groups: list[Any]
     """The betas of every group."""
 
@@ -63,42 +65,30 @@ class MomentSums:
 
     @torch.no_grad()
     def add(
-        self,
-        buffer: ReadingBuffer,
-        rows: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        *,
-        below_one: bool,
-        median: bool,
+        self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter], wanted: Collection[str]
     ) -> dict[int, tuple[float, float]]:
-        """Put sums, step counts, shares and medians into the buffer; return the betas of every row read."""
+        """Put the wanted sums of `metrics.SUMS` into the buffer; returns the betas of every row read."""
         state = self._found(rows, parameters)
         if not state.rows:
             return {}
-        left, rest = self._add_by_kernels(buffer, state, sums=True, below_one=below_one, median=median)
+        left, rest = self._add_by_kernels(buffer, state, wanted)
         if left:
             first, second = ([column[p] for p in left] for column in (state.first, state.second))
-            reductions.add_norms(buffer, "exp_avg_norm", [state.rows[p] for p in left], first)
-            reductions.add_sums_of_positive(buffer, "exp_avg_sq_sum", [state.rows[p] for p in left], second)
-        for step_rows, steps in reductions.by_device_and_dtype(state.rows, state.steps):
-            if steps[0].device.type == "cpu":  # the optimizer counts in place, and these are read later
+            left_rows = [state.rows[p] for p in left]
+            reductions.add(buffer, "first_moment", reductions.norms, left_rows, first)
+            reductions.add(buffer, "second_moment", reductions.sums_of_positive, left_rows, second)
+        for step_rows, steps in (
+            reductions.by_device_and_dtype(state.rows, state.steps) if "adam_step" in wanted else ()
+        ):
+            if steps[0].device.type == "cpu":  # the optimizer counts in place, and the buffer is read later
                 buffer.add("adam_step", torch.stack(steps), step_rows)
             else:
                 buffer.add_each("adam_step", steps, step_rows)
-        if left and below_one:
+        if left and "below_one" in wanted:
             self._add_sampled(buffer, state, left, below_one=True, median=False)
         if rest:
             self._add_sampled(buffer, state, rest, below_one=False, median=True)
         return state.betas
-
-    @torch.no_grad()
-    def add_medians(self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        """Put the medians alone into the buffer, where something else has told the sums."""
-        state = self._found(rows, parameters)
-        if state.rows:
-            _, rest = self._add_by_kernels(buffer, state, sums=False, below_one=False, median=True)
-            if rest:
-                self._add_sampled(buffer, state, rest, below_one=False, median=True)
 
     def _found(self, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> _State:
         if not self._holds(parameters):
@@ -109,15 +99,16 @@ class MomentSums:
     # -- by kernels ---------------------------------------------------------------------------------------------
 
     def _add_by_kernels(
-        self, buffer: ReadingBuffer, state: _State, *, sums: bool, below_one: bool, median: bool
+        self, buffer: ReadingBuffer, state: _State, wanted: Collection[str]
     ) -> tuple[list[int], list[int]]:
-        """Put into the buffer what kernels can read.
+        """Put what kernels can read into the buffer.
 
         Returns:
-            Positions of the tensors whose sums are left to be read, and of those whose medians are: where torch takes
-            all coordinates, it finds them exactly.
+            Positions of the tensors whose sums are left for torch, and of those whose medians are. Of small tensors,
+            torch reads all coordinates and finds the exact median.
         """
         every = list(range(len(state.rows)))
+        sums, median = "first_moment" in wanted, "median_sum" in wanted
         found: set[int] = set()
         counted: set[int] = set()
         if kernels.on_device(state.first[0]) and kernels.ready("moments") is not None:
@@ -125,7 +116,7 @@ class MomentSums:
             large = [p for p in readable if state.first[p].numel() > SHARE_ELEMENTS] if median else []
             for some in _alike(state, readable) if sums else ():
                 numbers = self._read("sums", state, some, _limits(state, some, torch.float32))
-                names = ["exp_avg_norm", "exp_avg_sq_sum", *(["alive_count", "below_one_count"] if below_one else [])]
+                names = ["first_moment", "second_moment", *(["alive", "below_one"] if "below_one" in wanted else [])]
                 for name, values in zip(names, () if numbers is None else numbers, strict=False):
                     buffer.add(name, values, [state.rows[p] for p in some])
                     found.update(some)
@@ -133,10 +124,10 @@ class MomentSums:
                 if (medians := self._read("medians", state, some)) is not None:
                     add_median(buffer, medians, state, some)
                     counted.update(some)
-        return [p for p in every if p not in found], [p for p in every if median and p not in counted]
+        return [p for p in every if sums and p not in found], [p for p in every if median and p not in counted]
 
     def _read(self, what: str, state: _State, places: Sequence[int], *more: Tensor) -> Tensor | None:
-        """Sums or medians of moments of one device and type; None where kernels fail."""
+        """Returns sums or medians of moments of one device and dtype; None if kernels fail."""
         firsts, seconds = ([column[p] for p in places] for column in (state.first, state.second))
         key = (firsts[0].device, firsts[0].dtype, tuple([m.numel() for m in firsts]))
         try:
@@ -154,7 +145,7 @@ class MomentSums:
     # -- as they are found --------------------------------------------------------------------------------------
 
     def _holds(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the moments are still the tensors they were: a loaded checkpoint or a reset brings others."""
+        """Returns whether the moments are still the same tensors: loading a checkpoint replaces them."""
         kept, state = self._state.kept, self.optimizer.state
         return (
             len(kept) == len(parameters) == len(state)
@@ -172,20 +163,20 @@ class MomentSums:
         for row, parameter in zip(rows, parameters, strict=True):
             kept = self.optimizer.state.get(parameter)
             beta1, beta2 = betas_of.get(id(parameter), (None, None))
-            # Betas may be tensors on the device: not worth a wait.
+            # Betas may be tensors on the device, which would take a synchronization.
             if kept and "exp_avg" in kept and isinstance(beta1, float) and isinstance(beta2, float):
                 state.betas[row] = (beta1, beta2)
                 state.rows.append(row)
                 state.first.append(local(kept["exp_avg"]))
                 state.second.append(local(kept["exp_avg_sq"]))
-                state.steps.append(local(torch.as_tensor(kept["step"])))  # a number, in states of old
+                state.steps.append(local(torch.as_tensor(kept["step"])))  # a number in old states
                 state.kept.append((parameter, kept, kept["exp_avg"], kept["step"]))
         return state
 
     def _add_sampled(
         self, buffer: ReadingBuffer, state: _State, left: Sequence[int], *, below_one: bool, median: bool
     ) -> None:
-        """Look at a sample of coordinates: count those alive and those whose GSNR is below 1, and find the median."""
+        """Count sampled coordinates that are alive and those whose GSNR is below 1, and find the median."""
         rows = [state.rows[p] for p in left]
         if tuple(rows) not in self._samplers:
             self._samplers[tuple(rows)] = reductions.samplers(rows, [state.first[p] for p in left], SHARE_ELEMENTS)
@@ -199,15 +190,15 @@ class MomentSums:
                 threshold = _limits(state, in_order, mean.dtype)
                 limit = torch.repeat_interleave(threshold, sampler.lengths, output_size=mean.numel())
                 below = (mean.square() < limit * square) & (square > 0)
-                buffer.add("alive_count", alive, sampler.rows)
-                buffer.add("below_one_count", sampler.sums(below.to(mean.dtype)), sampler.rows)
+                buffer.add("alive", alive, sampler.rows)
+                buffer.add("below_one", sampler.sums(below.to(mean.dtype)), sampler.rows)
             if median:
                 medians = _medians(mean.double().square() / square.double(), sampler.lengths, alive)
                 add_median(buffer, medians, state, in_order)
 
 
 def add_median(buffer: ReadingBuffer, medians: Tensor, state: _State, places: Sequence[int]) -> None:
-    """Medians, each times the size of its tensor: where ranks hold shares of a tensor, theirs are averaged by size."""
+    """Add medians, each multiplied by the size of its tensor: those of shards are averaged by size."""
     rows = [state.rows[p] for p in places]
     sizes = torch.tensor([state.first[p].numel() for p in places], dtype=torch.float64)
     weights = upload(sizes, medians.device)
@@ -221,7 +212,7 @@ def _readable(first: Tensor, second: Tensor) -> bool:
 
 
 def _alike(state: _State, places: Sequence[int]) -> list[list[int]]:
-    """Those of one device and type together."""
+    """Returns positions grouped by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place in places:
         found.setdefault((state.first[place].device, state.first[place].dtype), []).append(place)
@@ -229,10 +220,10 @@ def _alike(state: _State, places: Sequence[int]) -> list[list[int]]:
 
 
 def _limits(state: _State, places: Sequence[int], kind: torch.dtype) -> Tensor:
-    """For each tensor: a coordinate's GSNR is below 1 where m² is below this times v.
+    """Returns, for each tensor, the factor t for which a coordinate's GSNR is below 1 if m² < t v.
 
-    With bias-corrected m and v, r < 1 where 2 m² < (1 + c1) v; c1 and both corrections depend on the step
-    count, which may live on the device, so they are worked out there.
+    With bias-corrected m and v, r < 1 if 2 m² < (1 + c1) v. c1 and both corrections depend on the step count, which
+    may be on the device, so they are computed there.
     """
     device = state.first[places[0]].device
     step = torch.stack([state.steps[p] for p in places]).to(device, kind, non_blocking=True)
@@ -246,13 +237,13 @@ def _limits(state: _State, places: Sequence[int], kind: torch.dtype) -> Tensor:
 
 
 def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
-    """The median of each segment's numbers that are not nan; nan where there are none. Without a wait."""
+    """Returns the median of each segment's numbers that are not NaN; NaN if there are none. Does not synchronize."""
     if not ratios.numel():
         return torch.full_like(alive, torch.nan, dtype=torch.float64)
     segments = torch.arange(len(lengths), device=ratios.device)
     begins = torch.cumsum(lengths, 0) - lengths
     which = torch.repeat_interleave(segments, lengths, output_size=ratios.numel())
-    # One sort for all: the segment before the point, the ratio's place between 0 and 1 behind it, none at the end.
+    # One sort for all segments: the integer part is the segment, the fraction orders the ratios, NaN last.
     most = 1 - 2.0**-20
     inside = torch.where(ratios.isnan(), 1.0, (ratios / (1 + ratios)).clamp(max=most))
     inside = (which + most * inside).sort().values
@@ -265,25 +256,18 @@ def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
     return torch.where(number > 0, found, torch.nan)
 
 
-OF_GRADIENTS = {"square": "norm", "nonfinite": "nonfinite"}
-AFTER_STEP = {"weight": "weight", "update": "update_sq"}
-OF_MOMENTS = {"first": "exp_avg_norm", "second": "exp_avg_sq_sum", "step": "adam_step"}
-IN_DETAIL = {"largest": "max", "nonzero": "nonzero", "weight_before": "weight_before"}
-OF_MOMENTS_IN_DETAIL = {"alive": "alive_count", "below_one": "below_one_count"}
-"""Under which name each number of a `Vitals` goes into a buffer."""
-
-METRIC_OF = {"max": "grad/max", "nonzero": "grad/zero_fraction", "weight_before": "radial_gsnr"}
-METRIC_OF |= {"nonfinite": "grad/nonfinite", "update_sq": "update/norm", "below_one_count": "gsnr/below_one_fraction"}
+REPORTED = {"norm": "square", "first_moment": "first", "second_moment": "second", "adam_step": "step"}
+"""What the numbers of a `Vitals` are called there, if not as in `metrics.SUMS`."""
 
 
 class VitalSums:
-    """Listens to one optimizer, if it tells what it sees."""
+    """Listens to one optimizer, if it reports what it reads in its step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, metrics: Sequence[str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, wanted: Collection[str]) -> None:
         self.optimizer: Any = optimizer
-        # What a variance-reduced optimizer sees are gradients that it has scaled.
+        # A variance-reduced optimizer reads gradients that it has scaled.
         self.available = hasattr(optimizer, "register_vitals_hook") and not hasattr(optimizer, "register_factors_hook")
-        self.metrics = set(metrics)
+        self._wanted = wanted
         self._handle: Any = None
         self._rows: dict[int, int] = {}
         self._heads: Mapping[int, HeadView] = {}
@@ -291,17 +275,17 @@ class VitalSums:
 
     @property
     def expected(self) -> bool:
-        """Whether the coming step will most likely tell."""
+        """Whether the next step will most likely report."""
         return self.available and self._handle is not None and bool(self.optimizer.reports_vitals)
 
     @property
     def max_norm(self) -> float | None:
-        """What the optimizer clips gradients to by itself."""
+        """The norm that the optimizer itself clips gradients to."""
         limit: float | None = getattr(self.optimizer, "max_norm", None)
         return limit
 
     def follow(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], heads: Mapping[int, HeadView]) -> None:
-        """Follow these rows from now on; heads are reported too if they are contiguous in memory."""
+        """Follow these rows; heads are reported too if they are contiguous in memory."""
         if not self.available:
             return
         self.stop()
@@ -312,55 +296,50 @@ class VitalSums:
         self._handle = self.optimizer.register_vitals_hook(self._told.append, slices)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def begin(self) -> None:
-        """A step is about to be made."""
+        """Forget reports of earlier steps."""
         self._told.clear()
 
     def take(
-        self, buffer: ReadingBuffer, gradients: ReadingBuffer | None, *, full: bool, detail: bool, moments: bool
+        self, buffer: ReadingBuffer, gradients: ReadingBuffer | None, due: Due
     ) -> tuple[set[int], dict[int, tuple[float, float]]]:
         """Put what the optimizer reported of its step into buffers.
 
         Args:
             buffer: Receives what is read after the step.
-            gradients: Receives what was reported of gradients; None if these were read before the step.
-            full: Whether a full reading is due.
-            detail: Whether the costly metrics are due too.
-            moments: Whether the moments are wanted.
+            gradients: Receives what was reported of gradients; None if they were read before the step.
+            due: What is due at this step.
 
         Returns:
             The rows it was reported of, and the betas of those whose moments were.
         """
         rows: set[int] = set()
         betas: dict[int, tuple[float, float]] = {}
-        wanted: list[tuple[ReadingBuffer, dict[str, str]]] = []
-        if gradients is not None:
-            wanted.append((gradients, OF_GRADIENTS | (IN_DETAIL if detail else {})))
-        if full:
-            wanted.append((buffer, AFTER_STEP | (OF_MOMENTS if moments else {})))
-        if detail and moments:
-            wanted.append((buffer, OF_MOMENTS_IN_DETAIL))
+        wanted = {
+            name: buffer if kind.after_step else gradients
+            for name, kind in SUMS.items()
+            if name in self._wanted and kind.is_due(full=due.full, detail=due.detail)
+        }
         for vitals in self._told:
             places = [i for i, p in enumerate(vitals.parameters) if id(p) in self._rows]
             mine = [self._rows[id(vitals.parameters[i])] for i in places]
             whole = len(places) == len(vitals.parameters)
             rows.update(mine)
-            for into, names in wanted:
-                for reported, name in names.items():
-                    if name not in METRIC_OF or METRIC_OF[name] in self.metrics:
-                        values = vitals.numbers[reported]
-                        into.add(name, values if whole else values[places], mine)
-            if gradients is not None and full:
+            for name, into in wanted.items():
+                values = vitals.numbers.get(REPORTED.get(name, name))
+                if values is not None and into is not None:
+                    into.add(name, values if whole else values[places], mine)
+            if gradients is not None and due.full:
                 for parameter, norms in vitals.slices.items():
                     row = self._rows.get(id(parameter))
                     if row is not None:
                         gradients.add("heads", norms, self._heads[row].slots)
-            if full and moments:
+            if "first_moment" in wanted:
                 betas |= dict.fromkeys(mine, vitals.betas)
         self._told.clear()
         return rows, betas
@@ -371,7 +350,7 @@ AS_GOOD_AS_ONE = 1 - 1e-6
 
 
 class FactorSums:
-    """Listens to one optimizer during a measured step, if it tells its factors."""
+    """Listens to a variance-reduced optimizer during a full reading."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, on_error: Callable[[Exception], None]) -> None:
         self.optimizer: Any = optimizer
@@ -382,18 +361,18 @@ class FactorSums:
         self._packet = ReadingBuffer()
 
     def listen(self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        """Put what the coming step multiplies gradients by into a buffer."""
+        """Put the factors of the next step into a buffer."""
         self._packet, self._rows = buffer, {id(p): row for p, row in zip(parameters, rows, strict=True)}
         self.stop()
-        self._handle = self.optimizer.register_factors_hook(self._hear)
+        self._handle = self.optimizer.register_factors_hook(self._receive)
 
     def stop(self) -> None:
-        """The step is over."""
+        """Stop listening."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _hear(self, parameters: Sequence[Tensor], factors: Sequence[Tensor], gamma: float) -> None:
+    def _receive(self, parameters: Sequence[Tensor], factors: Sequence[Tensor], gamma: float) -> None:
         try:
             mine = [(self._rows[id(p)], f) for p, f in zip(parameters, factors, strict=True) if id(p) in self._rows]
             if mine:

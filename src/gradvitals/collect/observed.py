@@ -1,4 +1,4 @@
-"""What a loop reports of its step: losses, the samples behind them, and which of these batches it then discarded."""
+"""Keeps what the loop observes in a step: losses, batch sizes, and which of these batches it discarded."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def _number(loss: float) -> float:
 
 
 MOST_WITHOUT_A_PASS = 100
-"""Losses that are kept before the first backward pass of a step."""
+"""Losses to keep before the first backward pass of a step."""
 
 NO_STEP_FOR = 50
-"""Discarded batches in a row after which the loop is reported to make no steps any more."""
+"""Report that the loop makes no more steps after this many discarded batches in a row."""
 
 NO_STEP_AT_THE_END = 5
-"""The same when the run ends."""
+"""The same at the end of the run."""
 
 
-@dataclass(slots=True, eq=False)  # to compare losses would wait for the device
+@dataclass(slots=True, eq=False)  # comparing losses would synchronize
 class Observation:
     """One call of `observe`."""
 
@@ -67,11 +67,11 @@ class Observation:
     size: float | None
     """Samples behind it."""
     passes: int
-    """Backward passes of the step that had come before it."""
+    """Backward passes of the step before it."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether the loss is known not to be finite; one that is on a device is not known yet."""
+        """Whether the loss is known to be non-finite; a loss on a device is not known yet."""
         return isinstance(self.loss, float) and not math.isfinite(self.loss)
 
 
@@ -81,7 +81,7 @@ class Observed:
 
     calls: list[Observation] = field(default_factory=list)
     adds_up: bool = False
-    """Whether the step's loss is the sum of those observed, and not their mean."""
+    """Whether the step's loss is the sum of the observed ones instead of their mean."""
     passes: int = 0
     """Backward passes of the step."""
     given_up: int = 0
@@ -104,26 +104,26 @@ class Observed:
 
     @property
     def without_a_step(self) -> int:
-        """Batches that are known to have been discarded since the last step."""
+        """Batches known to be discarded since the last step."""
         return self.given_up + sum(each.passes == 0 and each.is_broken for each in self.calls)
 
     @property
     def batch_size(self) -> float | None:
-        """Samples of all observed batches together; None if no call named any."""
+        """Samples of all observed batches together; None if no call reported any."""
         sizes = [each.size for each in self.calls if each.size is not None]
         return float(sum(sizes)) if sizes else None
 
     def note(self, loss: Tensor | float | None, batch_size: float | None, passes: int) -> None:
-        """Note a loss, and the samples behind it, observed after so many backward passes.
+        """Keep a loss and its batch size, observed after `passes` backward passes.
 
         Raises:
-            ObserveError: If these are not numbers; nothing of them is kept.
-            NoStepError: If many batches have come since the last step, and all of them were discarded.
+            ObserveError: If these are not numbers; nothing is kept.
+            NoStepError: If many batches in a row were discarded.
         """
         check_observed(loss, batch_size)
         if isinstance(loss, Tensor):
             loss = loss if type(loss) is Tensor else local(loss)
-            # On the host there is nothing to wait for.
+            # On the host, reading it takes no synchronization.
             at_hand = type(loss) is Tensor and loss.is_cpu and loss.is_floating_point()
             at_hand = at_hand and not torch.compiler.is_compiling()
             if loss.dim():
@@ -138,19 +138,19 @@ class Observed:
         self.calls.append(Observation(loss, size, passes))
         if len(self.calls) > MOST_WITHOUT_A_PASS and passes == 0:
             first = self.calls.pop(0)
-            self._lose(first, batches=first.is_broken)  # else it may be no batch of training at all
-        if passes == 0 or self.given_up:  # else every call is of a batch in the step
+            self._lose(first, batches=first.is_broken)  # a finite loss may not be of a training batch
+        if passes == 0 or self.given_up:  # otherwise every call is of a batch in the step
             self._check(NO_STEP_FOR)
 
     def give_up(self, passes: float, counts: bool) -> int:
-        """The gradients of so many backward passes were discarded, as the next pass shows.
+        """The next pass showed that the gradients of `passes` backward passes were discarded.
 
         Args:
-            passes: How many; what was observed of them is no part of the step.
+            passes: Their number. Observations of them are not part of the step.
             counts: Whether this was a skipped batch, as far as can be known.
 
         Returns:
-            How many observations are left.
+            The number of remaining observations.
         """
         # A loop that observes before its backward pass has observed the next batch already.
         before = bool(self.calls) and self.calls[0].passes == 0
@@ -172,7 +172,7 @@ class Observed:
     def _check(self, most: int) -> None:
         if self._reported_no_step or self.without_a_step < most:
             return
-        # Gradients may be discarded for other reasons than to skip a batch: to see what an input does, for one.
+        # Gradients may be discarded for other reasons than skipping a batch, such as a trial pass.
         if self.is_broken or any(each.is_broken for each in self.calls):
             self._reported_no_step = True
             raise NoStepError(self.without_a_step)
@@ -184,19 +184,19 @@ class Observed:
         return not all(map(math.isfinite, known))
 
     def check_end(self) -> None:
-        """The run ends: raise a `NoStepError` if it made no more steps, unless that was reported before."""
-        self.lost = None if self.lost is None else float(self.lost)  # nothing is left that waiting could slow down
+        """At the end of the run, raise a `NoStepError` if it made no more steps and that was not reported yet."""
+        self.lost = None if self.lost is None else float(self.lost)  # training has ended: it is fine to synchronize
         self.lost_norm = None if self.lost_norm is None else float(self.lost_norm)
         self._check(NO_STEP_AT_THE_END)
 
     def _lose(self, one: Observation, batches: int = 1) -> None:
-        """This observation is of a batch that is in no step."""
+        """This observation is of a batch that is not part of any step."""
         self.given_up += batches
         if one.loss is not None:
             self.lost = _with(one.loss, self.lost)
 
     def write(self, record: StepRecord, buffer: ReadingBuffer) -> None:
-        """Put everything into the record of the step; numbers that are on a device go into the buffer."""
+        """Write everything into the record of the step; numbers on a device go into the buffer."""
         for index, each in enumerate(self.calls):
             loss = each.loss
             if isinstance(loss, Tensor):
@@ -214,7 +214,7 @@ class Observed:
 
 
 def _with(last: Tensor | float, before: Tensor | float | None) -> Tensor | float:
-    """The last number, but not finite if one before it was not."""
+    """Returns the last number, or a non-finite one if an earlier one was non-finite."""
     return last if before is None else last + 0 * _beside(last, before)
 
 

@@ -1,4 +1,4 @@
-"""The watched parameters of a model: names, rows, layers in depth order, attention heads."""
+"""Finds the watched parameters of a model: names, rows, layers in depth order, attention heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOMENT_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, tor
 """Optimizers that keep averages of the gradient and of its square."""
 
 COMPILED_PREFIX = "_orig_mod."
-"""What torch.compile puts before the names of the model it wraps."""
+"""The prefix of names in a model wrapped by torch.compile."""
 
 SHARED_HEAD_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
 HEAD_COUNT_NAMES = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
@@ -45,33 +45,33 @@ SEPARATE_NAMES = (
 
 @dataclass(frozen=True)
 class HeadView:
-    """How one weight is seen as attention heads: cut into equal slices, each belonging to one head."""
+    """How one weight is cut into attention heads: equal slices, each of one head."""
 
     row: int
     heads: tuple[int, ...]
-    """For each slice, the head it belongs to, counted over all heads of the model."""
+    """The head of each slice, numbered over the whole model."""
     dim: int
-    """The dimension that is cut: 0, or 1 for weights kept as [in, out]."""
+    """The dimension that is cut: 0, or 1 for weights stored as [in, out]."""
     first_slot: int
-    """Index of the first of this weight's slices among those of all views."""
+    """Index of its first slice among those of all views."""
 
     @property
     def slots(self) -> range:
-        """Where this weight's slices stand among those of all views."""
+        """The indices of its slices among those of all views."""
         return range(self.first_slot, self.first_slot + len(self.heads))
 
     held: range | None = None
-    """Where the weight is sharded: which of its rows along `dim` this rank holds."""
+    """If the weight is sharded: the rows along `dim` that this rank holds."""
     whole: int = 0
-    """Then how many it has in all."""
+    """The number of rows along `dim` of the whole weight."""
 
     def lie_apart(self, tensor: Tensor) -> bool:
-        """Whether the slices of a tensor lie one after the other in memory, each whole."""
+        """Returns whether every slice of a tensor is complete and contiguous in memory."""
         whole = self.held is None or tensor.shape[self.dim] == self.whole
         return self.dim == 0 and whole and tensor.is_contiguous()
 
     def norms(self, grad: Tensor) -> Tensor:
-        """Norm of every slice of this rank's part of a gradient, in float32 or better."""
+        """Returns the norm of every slice of this rank's part of a gradient, in float32 or better."""
         kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if self.held is not None and grad.shape[self.dim] != self.whole:
             return self._norms_of_shard(grad, kind)
@@ -83,7 +83,7 @@ class HeadView:
         return slices
 
     def _norms_of_shard(self, grad: Tensor, kind: torch.dtype) -> Tensor:
-        """A shard may begin and end within a slice: its rows are looked at one by one."""
+        """Returns the same for a shard, which may begin and end within a slice."""
         assert self.held is not None
         norms = torch.linalg.vector_norm(grad, dim=1 - self.dim, dtype=kind)
         slots = torch.arange(self.held.start, self.held.stop, device=grad.device) // (self.whole // len(self.heads))
@@ -94,10 +94,9 @@ class HeadView:
 def watched_parameters(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
 ) -> dict[str, nn.Parameter]:
-    """Name every parameter to watch: the model's trainable ones, and those only an optimizer knows.
+    """Returns every parameter to watch by name: the model's trainable ones, and those that only an optimizer has.
 
-    A tied parameter appears once, under the first of its names. Zero-size parameters have no gradient
-    worth a row and are left out.
+    A tied parameter appears once, under its first name. Parameters without elements are left out.
     """
     stepped = {id(p): (opt, g, i) for opt in optimizers for g, i, p in _optimizer_parameters(opt)}
     named: dict[str, nn.Parameter] = {}
@@ -106,7 +105,7 @@ def watched_parameters(
     for full_name, parameter in model.named_parameters():
         name = prefix + _plain(full_name, model)
         seen.add(id(parameter))
-        # A complex parameter is left out: norms and moments of its kind are not what the rest of this means.
+        # Complex parameters are left out: the metrics are defined for real ones.
         readable = parameter.numel() and not parameter.is_complex()
         if (parameter.requires_grad or id(parameter) in stepped) and readable and config.watches(name):
             named[name] = parameter
@@ -125,12 +124,12 @@ def watched_parameters(
 
 
 def stage_prefix(config: Config) -> str:
-    """What names begin with where stages of a pipeline use the same ones."""
+    """Returns the prefix of names if pipeline stages use the same ones."""
     return "" if config.pipeline_stage is None else f"stage{config.pipeline_stage}."
 
 
 def _plain(name: str, model: nn.Module) -> str:
-    """A name without what wrappers put before it."""
+    """Returns a name without the prefixes of wrappers."""
     name = name.replace(COMPILED_PREFIX, "")
     wrapped = getattr(model, "_orig_mod", model)
     return name.removeprefix("module.") if isinstance(wrapped, nn.parallel.DistributedDataParallel) else name
@@ -143,7 +142,7 @@ def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[tuple[in
 
 
 def layer_of(name: str) -> str:
-    """The layer a parameter belongs to: up to the first number in its name, or its module.
+    """Returns the layer of a parameter: its name up to the first number, or its module.
 
     >>> layer_of("transformer.h.3.attn.qkv.weight"), layer_of("head.weight"), layer_of("scale")
     ('transformer.h.3', 'head', 'scale')
@@ -163,13 +162,13 @@ def build_layout(
     classes: Mapping[int, str] | None = None,
     idle: Container[int] = (),
 ) -> Layout:
-    """Describe the rows of every per-tensor, per-layer and per-head array.
+    """Returns the description of the rows of every per-tensor, per-layer and per-head array.
 
     Args:
         parameters: Watched parameters by name, in row order.
         heads: Head views, to note how many heads a tensor was split into.
         head_names: Name of every head.
-        order: Rows from the input of the network to its output. A layer stands where its first row stands.
+        order: Rows from the input of the network to its output. A layer has the place of its first row.
         classes: By the `id` of a parameter, the class of its module.
         idle: Rows that are not trained, such as those of an average of the weights.
     """
@@ -198,9 +197,9 @@ def build_layout(
 def find_heads(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config
 ) -> tuple[list[HeadView], list[str]]:
-    """Find attention modules and see their q, k and v weights head by head.
+    """Returns the head views of all attention modules, and the names of the heads.
 
-    The number of heads comes from the user's config, else the module, else the model's own config.
+    The number of heads comes from the user's config, the module, or the model's own config, in this order.
     """
     if config.heads == 0:
         return [], []
@@ -239,7 +238,7 @@ def find_heads(
 
 
 def _attention_weights(module: nn.Module) -> list[tuple[Tensor, bool, bool, bool]]:
-    """The q, k, v weights of a module as (weight, fused, interleaved, transposed)."""
+    """Returns the q, k, v weights of a module as (weight, fused, interleaved, transposed)."""
     if isinstance(module, nn.MultiheadAttention):
         fused: Any = module.in_proj_weight  # None where q, k and v have sizes of their own
         if fused is not None:
@@ -279,7 +278,7 @@ def _head_count(path: str, owners: Sequence[Any], config: Config) -> int:
 
 
 def _first_count(owners: Sequence[Any], names: Sequence[str]) -> int:
-    """The first positive whole number that one of the owners has under one of the names, or 0."""
+    """Returns the first positive integer attribute of these names among the owners, or 0."""
     for owner in owners:
         for name in names:
             count = getattr(owner, name, None)
@@ -289,7 +288,7 @@ def _first_count(owners: Sequence[Any], names: Sequence[str]) -> int:
 
 
 class ParameterTable:
-    """The watched parameters of a model. A row, once given, keeps its number; new ones come after the others."""
+    """The watched parameters of a model. A row keeps its number; new ones are appended."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
         self.model = model
@@ -300,21 +299,21 @@ class ParameterTable:
         self.heads: dict[int, HeadView] = {}
         self.head_names: list[str] = []
         self.slots: list[tuple[int, int]] = []
-        """Row and head that each number of the head views belongs to."""
+        """Row and head of each number of the head views."""
         self.order: list[int] = []
-        """Rows from the input to the output: as registered, until a backward pass has shown it."""
+        """Rows from the input to the output: in order of registration until a backward pass shows it."""
         self.arrivals: list[int] = []
         """Rows in the order in which backward reaches them, as far as seen."""
         self.looked_up: set[int] = set()
-        """Rows of embeddings: most of their coordinates do not change at most steps, and need not."""
+        """Rows of embeddings, most of whose coordinates do not change in most steps."""
         self.layout = Layout()
         self.weights: list[float] | None = None
-        """What each row counts beside those of other ranks; None for a single process."""
+        """The weight of each row in a sum over ranks; None for a single process."""
         self.change_weights: list[float] | None = None
-        """The same for how far it was moved: 0 where another rank moves it."""
+        """The same for updates: 0 if another rank makes them."""
         self._summed: dict[int, Tensor] = {}
         self.aside: dict[int, Summand] = {}
-        """Gradients of which this rank holds a summand, as they were when the others were read."""
+        """Gradients of which this rank holds a partial sum, as they were when the others were read."""
         self.is_spread = False
         """Whether a parameter is a DTensor."""
         self.has_sparse = False
@@ -324,13 +323,13 @@ class ParameterTable:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for parameters not watched yet (a new group, an unfrozen layer)."""
+        """Add parameters that are not watched yet (a new group, an unfrozen layer)."""
         known = {id(parameter) for parameter in self.parameters}
         current = watched_parameters(self.model, self.optimizers, self.config)
         fresh = {name: parameter for name, parameter in current.items() if id(parameter) not in known}
         if not fresh:
             return
-        for name in fresh:  # a module was replaced: its row continues with the new tensor, its window does not
+        for name in fresh:  # a replaced module keeps its row but not its window
             if name in self.named:
                 self.windows.pop(list(self.named).index(name), None)
         self.named |= fresh
@@ -348,21 +347,25 @@ class ParameterTable:
         self._open_windows()
 
     def tensor(self, row: int) -> Tensor:
-        """This rank's part of a parameter."""
+        """Returns this rank's part of a parameter."""
         return local(self.parameters[row]).detach()
 
     def gradient(self, row: int) -> Tensor | None:
-        """This rank's part of a parameter's gradient; None where it has none."""
+        """Returns this rank's part of a parameter's gradient; None if it has none."""
         if row in self._summed:
             return self._summed[row]
         grad = self.parameters[row].grad
         return None if grad is None else local(grad).detach()
 
-    def lay_out(self, rows: Sequence[int]) -> None:
-        """Bring gradients that do not lie like their parameters into that form, where they are to be read.
+    def gradients(self, rows: Iterable[int]) -> list[tuple[int, Tensor]]:
+        """Returns the gradients of these rows that have one, each with its row."""
+        return [(row, grad) for row in rows if (grad := self.gradient(row)) is not None]
 
-        Under sequence parallelism every rank holds a summand of some of them, and no norm can be had from these. They
-        are set aside as they are now, to be summed at a moment that all ranks come to: `add_up`.
+    def lay_out(self, rows: Sequence[int]) -> None:
+        """Redistribute gradients whose placements differ from those of their parameters.
+
+        Under sequence parallelism every rank holds a partial sum of some of them. Copy these now, and sum them at a
+        point that all ranks reach: `add_up`.
         """
         self._summed, self.aside = {}, {}
         if not self.is_spread:
@@ -377,17 +380,17 @@ class ParameterTable:
                 self._summed[row] = local_like(grad, parameter)
 
     def add_up(self) -> list[int]:
-        """Sum what was set aside, over the ranks that hold summands; returns the rows."""
+        """Sum the copied partial sums over ranks; returns their rows."""
         aside, self.aside = self.aside, {}
         self._summed |= sums_of_partial(aside)
         return list(aside)
 
     def weight(self, row: int) -> float:
-        """What a row counts in a sum over all ranks: less than 1 where several hold the same."""
+        """Returns the weight of a row in a sum over ranks: less than 1 if several hold the same."""
         return 1.0 if self.weights is None else self.weights[row]
 
     def by_optimizer(self) -> list[list[int]]:
-        """The rows each optimizer steps. Trainable ones that none steps are read with the first."""
+        """Returns the rows that each optimizer steps. The first also gets those that none steps."""
         unclaimed = {id(parameter): row for row, parameter in enumerate(self.parameters)}
         claims = []
         for optimizer in self.optimizers:
@@ -397,9 +400,9 @@ class ParameterTable:
         return [sorted(claim) for claim in claims]
 
     def learn_order(self) -> None:
-        """Take the depth of every layer from the backward passes seen: what they reach last is nearest the input.
+        """Learn the depth of every layer from backward passes: what they reach last is nearest the input.
 
-        Rows they do not reach, such as frozen ones, stand behind the one that the model has registered before them.
+        Rows they do not reach, such as frozen ones, follow the one registered before them.
         """
         reached, order = set(self.arrivals), list(reversed(self.arrivals))
         for row in range(len(self.parameters)):
@@ -409,7 +412,7 @@ class ParameterTable:
         self._describe()
 
     def note_frozen(self) -> None:
-        """Describe the rows anew where one was frozen or thawed since."""
+        """Update the layout if a parameter was frozen or unfrozen."""
         if [parameter.requires_grad for parameter in self.parameters] != self._trainable:
             self._describe()
 
@@ -421,7 +424,7 @@ class ParameterTable:
             for parameter in module.parameters(recurse=False)
         }
         idle: set[int] = set()
-        if self.arrivals:  # what backward does not reach and no optimizer steps, such as an EMA copy
+        if self.arrivals:  # not reached by backward and not stepped, such as an EMA copy
             stepped = {
                 id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
             }
@@ -435,21 +438,21 @@ class ParameterTable:
         chosen = self.config.window_tensors
         if chosen is None:
             if "adam" in self.config.sources and any(isinstance(one, MOMENT_OPTIMIZERS) for one in self.optimizers):
-                return  # Adam's moments say more, of every tensor, and cost nothing between readings
+                return  # Adam's moments cover every tensor and cost nothing between readings
             chosen = tuple(default_tensors(self.model, {id(p): name for name, p in self.named.items()}))
         for row, (name, parameter) in enumerate(self.named.items()):
             if name in chosen and row not in self.windows:
                 self.windows[row] = SlidingWindow(row, local(parameter), self.config.window_steps)
 
     def windows_state(self) -> dict[str, Any]:
-        """The sliding windows by the name of their parameter; none where ranks hold different parts of it."""
+        """Returns the state of the sliding windows by parameter name; empty for sharded parameters."""
         if self.is_spread:
             return {}
         names = list(self.named)
         return {names[row]: window.state_dict() for row, window in self.windows.items()}
 
     def load_windows_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the sliding windows of a saved state."""
+        """Continue with the sliding windows of a saved state."""
         names = list(self.named)
         for row, window in self.windows.items():
             if names[row] in state:

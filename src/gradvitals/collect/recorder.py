@@ -1,9 +1,8 @@
 """StepRecorder: follows the training loop through a step and reads its gradients at the right moment.
 
-Gradients are read once per step, at the first of these moments at which they are complete: inside `clip_grad_norm_`
-(the norms are free there), at `Monitor.observe`, at `GradScaler.step`, or at the optimizer's step. What needs the state
-after the step (moments, weights, updates) is read in the optimizer's post-hook. Nothing here looks at a number that is
-on a device.
+Gradients are read once per step, at the first of these points at which they are complete: inside `clip_grad_norm_`
+(which computes the norms anyway), at `Monitor.observe`, at `GradScaler.step`, or at the optimizer's step. Moments,
+weights and updates are read in the optimizer's post-hook. Nothing here synchronizes with a device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavai
 from gradvitals.collect.observed import Observation, Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
 from gradvitals.collect.plain import PlainStep
-from gradvitals.collect.reductions import LARGEST, NONFINITE, NONZERO, NORM, FusedReducer
+from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
 from gradvitals.collect.transfer import EXACT, DeliverPlain, DeviceRing, HostRing, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
@@ -41,31 +40,32 @@ from gradvitals.distributed.fsdp import Place, parts_of, sharded_units, why_no_p
 from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.errors import ClippedTwiceError, LoopError
+from gradvitals.metrics import METRIC_OF, SUMS, sums_of
 from gradvitals.worker.record import ALTERNATING, CARRIED, CLIPPED, HAS_NORMS, Context, OptimizerStep, Part, StepRecord
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What an optimizer is about to step with, still on the device. For a Guard."""
+    """What an optimizer is about to step with, still on the device, for a Guard."""
 
     norms: Sequence[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
-    """Norms of its gradients, one per tensor, before any clipping: rows, and a vector or a list of single numbers."""
+    """Norms of its gradients before clipping: rows, and a vector or a list of single numbers."""
     parameters: Sequence[nn.Parameter]
     """The parameter of every row."""
     scale: Tensor | None = None
     """The loss scale that the norms still carry; None for none."""
     losses: Sequence[Tensor | float] = ()
-    """What the loop observed in this step."""
+    """The losses observed in this step."""
     clipped: bool = False
-    """Whether the loop clipped the gradients since."""
+    """Whether the loop has clipped the gradients since."""
     max_norm: float | None = None
-    """What it clipped their norm to, if known."""
+    """The limit of the clip, if known."""
     by_hand: bool = False
-    """Whether it did so without torch's functions, so that the gradients may be anything by now."""
+    """Whether it clipped without torch's functions, so that the gradients are not known."""
 
 
 class SafeCall:
-    """Runs parts of the recording by name. An error ends that part, and never reaches the training loop.
+    """Runs parts of the recording by name. An error ends that part and never reaches the training loop.
 
     Args:
         on_error: Called with the name of a part and its error; that part is not run again.
@@ -82,10 +82,10 @@ class SafeCall:
         self._ended = False
 
     def __call__(self, part: str, work: Callable[..., Any], *args: Any) -> Any:
-        """Run one part, unless it failed before. Returns what it returns, None after an error."""
+        """Run one part unless it failed before. Returns its result, None after an error."""
         if self._ended or part in self._broken or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return None  # a CUDA graph must not capture anything of ours
-        if self._depth:  # inside another part, whose time is taken already
+        if self._depth:  # inside another part, which measures the time
             try:
                 return work(*args)
             except Exception as error:
@@ -102,11 +102,11 @@ class SafeCall:
             self.timer.seconds += time.perf_counter() - started
 
     def end(self) -> None:
-        """Run nothing any more."""
+        """Stop running any part."""
         self._ended = True
 
     def fail(self, part: str, error: Exception) -> None:
-        """Report the error of a part. One in what the loop passed concerns that call alone, and is reported once."""
+        """Report the error of a part and disable it. A `LoopError` concerns one call only and is reported once."""
         if not isinstance(error, LoopError):
             self._broken.add(part)
         elif str(error) in self._reported:
@@ -122,20 +122,20 @@ class KnownNorms:
     Args:
         rows: The row of each norm, -1 for a gradient that is not watched.
         norms: One 0-d tensor per row.
-        joined: The same in one tensor, if they are exact and all of them are watched.
+        joined: The same in one tensor; kept if they are exact and all watched.
     """
 
     def __init__(
         self, rows: Sequence[int] = (), norms: Sequence[Tensor] | None = None, joined: Tensor | None = None
     ) -> None:
         self.rows, self._norms = rows, norms
-        # Norms of a sharded model are summands: each rank has its own part.
+        # Norms of a DTensor are of this rank's part.
         whole = type(joined) is Tensor and joined.dtype in EXACT and -1 not in rows
         self.joined = joined if whole else None
 
     @cached_property
     def by_row(self) -> dict[int, Tensor]:
-        """The norms that are exact, by row."""
+        """The exact norms, by row."""
         if self._norms is None:
             return {}
         pairs = zip(self.rows, self._norms, strict=True)
@@ -145,10 +145,10 @@ class KnownNorms:
 NOTHING_KNOWN = KnownNorms()
 
 PLANNED_STEPS = 32
-"""Steps of which it is found out together what is due at them."""
+"""Steps that are planned together."""
 
 SURELY_SINGLE = 4
-"""Steps of one backward pass in a row after which the next ones are expected to have one too."""
+"""After this many steps in a row with one backward pass, expect the next ones to have one too."""
 
 
 @dataclass(slots=True)
@@ -164,25 +164,40 @@ class Draft:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing was put into it."""
+        """Whether it holds nothing yet."""
         return self.buffer.is_empty and self.observed.is_empty
 
 
 class OptimizerState:
-    """One optimizer: its rows, what is read of them, and where it is in the current step."""
+    """One optimizer: its rows, what is read of them, and its progress in the current step."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, config: Config, *, reduced: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        table: ParameterTable,
+        safe: SafeCall,
+        *,
+        reduced: bool,
+    ) -> None:
         self.index = index
         self.optimizer = optimizer
         self.config = config
+        self.table = table
+        self.safe = safe
         self.backward = BackwardCounter(self._discarded)
         self.updates = UpdateNorms()
         self.changes = Changes()
-        self.vitals = VitalSums(optimizer, config.metrics)
+        self.wanted = sums_of(config.metrics)
+        """The sums that the chosen metrics are made of."""
         self.fused = FusedReducer()
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
+        has_moments = self.moments is not None
+        told = [metric for metric in config.metrics if has_moments or not metric.startswith("gsnr")]
+        self.vitals = VitalSums(optimizer, sums_of(told))
         self.micro: MicrobatchSums | None = None
         self.factors: FactorSums | None = None
         self.on_discarded: Callable[[OptimizerState, int, bool], None] = lambda state, passes, surely: None
@@ -210,9 +225,8 @@ class OptimizerState:
         """Whether the last steps had one backward pass each, so that there are no micro-batches to compare."""
         self._single_passes = 0
         self.settled = False
-        """Whether a whole step has shown which parameter backward reaches first."""
+        """Whether a complete step has shown which parameter backward reaches first."""
         self._reported_twice = False
-        self._on_error: Callable[[str, Exception], None] = lambda part, error: None
         self.start_step()
 
     def start_step(self) -> OptimizerStep:
@@ -222,16 +236,14 @@ class OptimizerState:
         self.read_at = -1
         self.clipped = self.stepped = self.windowed = self.arrived = False
         self.loops_limit: float | None = None
-        """What the loop clipped these gradients to."""
+        """The norm that the loop clipped these gradients to."""
         self.defers = False
-        """Whether the reading is left to the optimizer, which sees the gradients in its step anyway."""
+        """Whether the optimizer reads the gradients in its step, so that this need not."""
         return self.step
 
-    def assign(
-        self, rows: list[int], table: ParameterTable, timer: CostTimer, on_error: Callable[[str, Exception], None]
-    ) -> None:
-        """Take charge of these rows."""
-        self._on_error = on_error
+    def assign(self, rows: list[int]) -> None:
+        """Assign these rows to the optimizer."""
+        table = self.table
         self._members = self._current_members()
         parameters = [table.parameters[row] for row in rows]
         if rows == self.rows and all(map(is_, parameters, self.parameters)):
@@ -245,13 +257,14 @@ class OptimizerState:
         self._dense = held if len(kinds) == 1 and not table.is_spread and not table.has_sparse else None
         dense = [row for row in self.held if row not in table.looked_up]
         self.changes.follow(dense, [table.parameters[row] for row in dense], [table.weight(row) for row in dense])
-        self._assign_microbatches(table, timer)
+        self._assign_microbatches()
         self.vitals.follow(self.held, held, table.heads)
         if self.factors is None and "vrgd/mean" in self.config.metrics:
-            self.factors = FactorSums(self.optimizer, partial(on_error, "vrgd/mean"))
-        self.follow_first(table)
+            self.factors = FactorSums(self.optimizer, partial(self.safe.fail, "vrgd/mean"))
+        self.follow_first()
 
-    def _assign_microbatches(self, table: ParameterTable, timer: CostTimer) -> None:
+    def _assign_microbatches(self) -> None:
+        table = self.table
         if self.micro is not None:
             self.micro.disarm()
             self.micro = None
@@ -263,13 +276,14 @@ class OptimizerState:
                 table.heads,
                 rows=self.rows,
                 arrivals=table.arrivals,
-                timer=timer,
-                on_error=partial(self._on_error, "microbatch"),
+                timer=self.safe.timer,
+                on_error=partial(self.safe.fail, "microbatch"),
                 reduced=self._reduced,
             )
 
-    def follow_first(self, table: ParameterTable) -> None:
-        """Count backward passes at the parameter that backward reaches first, or is likely to."""
+    def follow_first(self) -> None:
+        """Count backward passes at the parameter that backward most likely reaches first."""
+        table = self.table
         reached = [table.parameters[row] for row in table.arrivals if row in self.row_set]
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         for parameter in (*reached[:1], *trainable[-1:]):
@@ -277,7 +291,7 @@ class OptimizerState:
             return
 
     def end_passes(self) -> None:
-        """The optimizer has stepped: the next backward pass is the first of a new step."""
+        """The optimizer stepped: the next backward pass is the first of a new step."""
         self._single_passes = self._single_passes + 1 if self.backward.backwards == 1 else 0
         self.has_single_passes = self._single_passes >= SURELY_SINGLE
         self.backward.reset()
@@ -285,7 +299,7 @@ class OptimizerState:
     def _discarded(self, passes: int, surely: bool) -> None:
         if self.micro is not None and self.micro.armed:
             self.micro.restart()
-        if surely:  # what was clipped is gone
+        if surely:  # the clipped gradients are gone
             self.clipped = self.step.clipped = False
         self.on_discarded(self, passes, surely)
 
@@ -293,16 +307,16 @@ class OptimizerState:
         return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def has_changed(self) -> bool:
-        """Whether the optimizer has other parameters than when its rows were assigned."""
+        """Returns whether the optimizer's parameters changed since its rows were assigned."""
         return self._current_members() != self._members
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it has gradients of the current step to read."""
+        """Whether it has gradients of the current step."""
         return not self.stepped and self.backward.backwards > 0
 
     def is_stale(self, observes: int) -> bool:
-        """Whether a reading must be taken (again): none yet, or another backward has run since."""
+        """Returns whether to read gradients (again): not read yet, or another backward ran since."""
         if self.reading is None or self.defers:
             return True
         if self.clipped:
@@ -312,7 +326,7 @@ class OptimizerState:
         return self.read_at != self.backward.backwards or (self.backward.backwards == 0 and observes > 1)
 
     def note_scale(self, assumed: torch.amp.GradScaler | None) -> None:
-        """Put the loss scale in force into the reading; note whether gradients still carry it."""
+        """Add the loss scale to the reading, and note whether gradients still carry it."""
         scaler = self.scaler or assumed
         if scaler is None or scaler._scale is None:
             self.step.stage = "clipped" if self.clipped or self.backward.altered() else "raw"
@@ -320,28 +334,28 @@ class OptimizerState:
         self.step.scaled = self.still_scaled(scaler)
         self.step.stage = "clipped" if self.clipped else "unscaled"
         assert self.reading is not None
-        # The scaler changes its scale in place, and may do so before the buffer leaves.
+        # The scaler changes its scale in place, maybe before the buffer is copied.
         self.reading.add(f"scale{self.index}", scaler._scale.detach().clone())
 
     def still_scaled(self, scaler: torch.amp.GradScaler) -> bool:
-        """Whether the scaler has not divided this optimizer's gradients by its scale yet."""
+        """Returns whether the scaler has not unscaled this optimizer's gradients yet."""
         state = scaler._per_optimizer_states[id(self.optimizer)]
         return bool(state["stage"].name == "READY")
 
     def forget_reading(self, passes: int) -> Known:
-        """Drop the reading of discarded gradients. Returns their norms, if read after so many passes and unscaled."""
+        """Drop the reading of discarded gradients. Returns their norms if read after `passes` passes and not scaled."""
         reading, self.reading = self.reading or ReadingBuffer(), None
         whole = not self.defers and self.read_at == passes and not reading.named(f"scale{self.index}")
         return reading.named("norm") if whole else []
 
-    def inputs(self, draft: Draft, table: ParameterTable) -> StepInputs | None:
-        """What it is about to step with; None if its gradients were not read."""
+    def inputs(self, draft: Draft) -> StepInputs | None:
+        """Returns what it is about to step with; None if its gradients were not read."""
         if self.reading is None:
             return None
         scales = self.reading.named(f"scale{self.index}") if self.step.scaled and not self.step.ignore_scale else []
         return StepInputs(
             norms=self.reading.named("norm"),
-            parameters=table.parameters,
+            parameters=self.table.parameters,
             scale=scales[0][1][0] if scales else None,
             losses=draft.observed.losses,
             clipped=self.clipped or self.clips_by_hand,
@@ -351,34 +365,24 @@ class OptimizerState:
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
-    def read_gradients(
-        self,
-        table: ParameterTable,
-        known: KnownNorms,
-        due: Due,
-        safe: SafeCall,
-        count_nonfinite: bool,
-        *,
-        may_defer: bool,
-    ) -> bool:
+    def read_gradients(self, known: KnownNorms, due: Due, count_nonfinite: bool, *, may_defer: bool) -> bool:
         """Read the gradients as they are now.
 
         Args:
-            table: All parameters.
-            known: Norms from clipping; they are not computed again.
+            known: Norms from clipping, which need not be computed again.
             due: What is due at this step.
-            safe: Runs each part.
             count_nonfinite: Whether to count NaN and infinite elements, which takes a pass of its own.
-            may_defer: Whether the numbers may come as late as after the step, from an optimizer that reports them.
+            may_defer: Whether an optimizer that reports its gradients may do so after the step.
 
         Returns:
             Whether norms were computed that the loop did not compute itself.
         """
+        table = self.table
         self.reading, self.read_at = ReadingBuffer(), self.backward.backwards
         self.backward.note_read()
         buffer, plain = self.reading, not due.full and not count_nonfinite
-        self.reads_wide = count_nonfinite and may_defer  # a Guard needs the same numbers when it runs again
-        if self.reads_wide:  # those of the loop overflow from 2e19 on
+        self.reads_wide = count_nonfinite and may_defer  # a Guard needs the same numbers when it replays a step
+        if self.reads_wide:  # the loop's norms overflow from elements of 2e19 on
             known = NOTHING_KNOWN
         if known.joined is not None and len(known.rows) == len(self.held) and not table.aside:
             self.defers, reused = False, len(self.held)
@@ -401,8 +405,11 @@ class OptimizerState:
         rows = [row for row in self.held if row not in table.aside]
         if self.defers:
             stepped = set(self._members)
-            rows = [row for row in rows if id(table.parameters[row]) not in stepped]
-        self.read_rows(rows, table, known.by_row, due, safe, count_nonfinite)
+            told = [row for row in rows if id(table.parameters[row]) in stepped]
+            if names := self._asked(due, False, fused=False):
+                self._reduce(names, table.gradients(told))
+            rows = [row for row in rows if row not in told]
+        self.read_rows(rows, known.by_row, due, count_nonfinite)
         return reused < len(self.held) and not self.defers
 
     @torch.no_grad()
@@ -416,59 +423,51 @@ class OptimizerState:
         return True
 
     @torch.no_grad()
-    def read_rows(
-        self,
-        wanted: Sequence[int],
-        table: ParameterTable,
-        norms: Mapping[int, Tensor],
-        due: Due,
-        safe: SafeCall,
-        count_nonfinite: bool,
-    ) -> None:
+    def read_rows(self, wanted: Sequence[int], norms: Mapping[int, Tensor], due: Due, count_nonfinite: bool) -> None:
         """Read some rows of a reading that has begun."""
-        buffer, wants = self.reading, self.config.metrics
-        found = [(row, grad) for row in wanted if (grad := table.gradient(row)) is not None]
+        buffer, table, safe = self.reading, self.table, self.safe
+        found = table.gradients(wanted)
         if not found or buffer is None:
             return
         every = [row for row, _ in found]
         heads = table.heads if due.full and self.micro is not None and self.micro.armed else {}
-        asked = {LARGEST: "max"} if due.detail and "grad/max" in wants else {}
-        asked |= {NONZERO: "nonzero"} if due.detail and "grad/zero_fraction" in wants else {}
-        asked |= {NONFINITE: "nonfinite"} if count_nonfinite and "grad/nonfinite" in wants else {}
+        asked = self._asked(due, count_nonfinite)
         left = safe("kernels", self._read_fused, asked, found, norms, heads)
-        found = found if left is None else left
-        if due.detail and "radial_gsnr" in wants:
-            safe("radial_gsnr", self.add_norms, buffer, "weight_before", every, table)
-        rows, grads = [row for row, _ in found], [grad for _, grad in found]
-        if not rows:
-            return
-        own = [(row, grad) for row, grad in found if row not in norms]
-        if own:
-            add_norms = partial(reductions.add_norms, wide=self.reads_wide)
-            safe("norm", add_norms, buffer, "norm", [row for row, _ in own], [grad for _, grad in own])
+        left = found if left is None else left
+        if due.detail and "weight_before" in self.wanted:
+            safe("radial_gsnr", self.add_norms, buffer, "weight_before", every)
+        own = [(row, grad) for row, grad in left if row not in norms]
+        read = partial(reductions.norms, wide=self.reads_wide)
+        safe("norm", reductions.add, buffer, "norm", read, *_columns(own))
         if heads:
-            safe("heads", add_heads, buffer, "heads", table.heads, rows, grads)
-        if LARGEST in asked:
-            safe("grad/max", reductions.add_largest, buffer, "max", rows, grads)
-        if NONZERO in asked:
-            safe("grad/zero_fraction", reductions.add_nonzero_counts, buffer, "nonzero", rows, grads)
-        if NONFINITE in asked:
-            safe("grad/nonfinite", reductions.add_nonfinite_counts, buffer, "nonfinite", rows, grads)
+            safe("heads", add_heads, buffer, "heads", table.heads, *_columns(left))
+        self._reduce(asked, left)
+        self._reduce(self._asked(due, False, fused=False), found)
+
+    def _asked(self, due: Due, count_nonfinite: bool, *, fused: bool = True) -> list[str]:
+        """Returns the sums of gradients due besides norms: those that kernels and optimizers report, or the others."""
+        names = (name for name in REDUCTIONS if name in self.wanted and (name in FUSED) == fused)
+        due_now = [name for name in names if SUMS[name].is_due(full=due.full, detail=due.detail)]
+        return due_now if count_nonfinite else [name for name in due_now if name != "nonfinite"]
+
+    def _reduce(self, names: Sequence[str], found: Sequence[tuple[int, Tensor]]) -> None:
+        for name in names:
+            self.safe(METRIC_OF[name], reductions.add, self.reading, name, REDUCTIONS[name], *_columns(found))
 
     def _read_fused(
         self,
-        asked: dict[int, str],
+        asked: Sequence[str],
         found: list[tuple[int, Tensor]],
         norms: Mapping[int, Tensor],
         heads: Mapping[int, HeadView],
     ) -> list[tuple[int, Tensor]]:
-        """Read everything at once with kernels, if there are any; returns what is left to torch."""
+        """Read everything at once by kernels, if there are any; returns what is left for torch."""
         buffer = self.reading
         assert buffer is not None
         left = []
-        for known in (False, True):  # the norms of some may be known, from clipping
+        for known in (False, True):  # some norms may be known from clipping
             some = [(row, grad) for row, grad in found if (row in norms) == known]
-            names = asked if known else {NORM: "norm"} | asked
+            names = {name: name for name in (asked if known else {"norm", *asked})}
             if not names:
                 some = [(row, grad) for row, grad in some if row in heads]
             rows, grads = [row for row, _ in some], [grad for _, grad in some]
@@ -476,16 +475,13 @@ class OptimizerState:
             left += [some[p] for p in unread]
         return left
 
-    def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int], table: ParameterTable) -> None:
+    def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int]) -> None:
         """Add the norms of weights."""
-        weights = [table.tensor(row) for row in rows]
-        left = self.fused.read(buffer, {NORM: name}, rows, weights)
-        if left:
-            reductions.add_norms(buffer, name, [rows[p] for p in left], [weights[p] for p in left])
+        weights = [self.table.tensor(row) for row in rows]
+        left = self.fused.read(buffer, {"norm": name}, rows, weights)
+        reductions.add(buffer, name, reductions.norms, [rows[p] for p in left], [weights[p] for p in left])
 
-    def push_windows(
-        self, table: ParameterTable, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None
-    ) -> dict[int, int | None]:
+    def push_windows(self, buffer: ReadingBuffer, assumed: torch.amp.GradScaler | None) -> dict[int, int | None]:
         """Add this step's gradients to the sliding windows.
 
         Returns:
@@ -495,120 +491,100 @@ class OptimizerState:
         scaler = self.scaler or assumed
         scale = scaler._scale if scaler is not None and self.still_scaled(scaler) else None
         pushed: dict[int, int | None] = {}
-        for row, window in table.windows.items():
-            grad = table.gradient(row) if row in self.row_set else None
+        for row, window in self.table.windows.items():
+            grad = self.table.gradient(row) if row in self.row_set else None
             if grad is not None:
                 pushed[row] = window.push(grad, scale, buffer)
         return pushed
 
-    def spoil_windows(self, table: ParameterTable) -> None:
-        """What went into the windows was not the whole gradient of the step."""
-        for row, window in table.windows.items():
+    def spoil_windows(self) -> None:
+        """The gradient that was added to the windows was not complete."""
+        for row, window in self.table.windows.items():
             if row in self.row_set:
                 window.spoil()
 
     # -- around the optimizer's step ----------------------------------------------------------------------------
 
     def reads_update(self, due: Due) -> bool:
-        """Whether anything is read right before and after the optimizer's step."""
+        """Returns whether anything is read right before or after the optimizer's step."""
         return due.change or due.full or self.vitals.available or hasattr(self.optimizer, "found_inf")
 
-    def before_update(self, draft: Draft, table: ParameterTable) -> None:
-        """Remember what the optimizer's step is about to change."""
+    def before_update(self, draft: Draft) -> None:
+        """Sample what the optimizer's step is about to change."""
         due = draft.due
         if due.full and self.factors is not None and self.factors.available:
             self.factors.listen(draft.buffer, self.rows, self.parameters)
         if self.vitals.available:
             self.vitals.begin()
-            if self.vitals.max_norm is not None:  # what the moments get is clipped
+            if self.vitals.max_norm is not None:  # the moments receive clipped gradients
                 draft.record.max_norm, self.step.clipped = self._lower_limit(self.vitals.max_norm), True
-        if due.change and "update/norm" in self.config.metrics:
+        if due.change and "update" in self.wanted:
             self.changes.before_step()
             if due.full and not self.vitals.expected:
-                self.updates.before(self.held, [table.tensor(row) for row in self.held])
+                self.updates.before(self.held, [self.table.tensor(row) for row in self.held])
 
     def _lower_limit(self, own: float) -> float:
-        """The norm that gradients end up with at most: the loop may have clipped them before the optimizer does."""
+        """Returns the lower limit of two clips: the loop may clip gradients before the optimizer does."""
         loops = self.loops_limit
         if loops is None or not 0 < loops < math.inf:
             return own
         if not self._reported_twice:
             self._reported_twice = True
-            self._on_error("clip", ClippedTwiceError(loops, own))
+            self.safe.fail("clip", ClippedTwiceError(loops, own))
         return min(loops, own)
 
-    def after_update(self, draft: Draft, table: ParameterTable, safe: SafeCall) -> None:
-        """Read what there is to read right after the optimizer's step."""
-        due, wants = draft.due, self.config.metrics
+    def after_update(self, draft: Draft) -> None:
+        """Read moments, weights and updates right after the optimizer's step."""
+        due, safe = draft.due, self.safe
         if self.factors is not None:
             safe("vrgd/mean", self.factors.stop)
-        if "update/norm" in wants:
+        if "update" in self.wanted:
             if due.change:
                 safe("changes", self.changes.add, draft.buffer)
             else:
                 self.changes.forget()
         reported: set[int] = set()
         if self.vitals.available:
-            reported = safe("vitals", self._take_vitals, draft, table) or set()
+            reported = safe("vitals", self._take_vitals, draft) or set()
         if not due.full:
             return
-        if reported:
-            safe("weights", self._read_other_weights, draft, table, reported)
-            if self.moments is not None and due.detail and "gsnr/median" in wants:
-                safe("medians", self._read_medians, draft, reported)
-            return
         if self.moments is not None:
-            safe("moments", self._read_moments, draft)
-        safe("update", self._read_weights, draft, table)
+            safe("moments", self._read_moments, self.moments, draft, reported)
+        safe("update", self._read_weights, draft, reported)
 
-    def _take_vitals(self, draft: Draft, table: ParameterTable) -> set[int]:
+    def _take_vitals(self, draft: Draft) -> set[int]:
         gradients = self.reading if self.defers else None
         due = draft.due
-        rows, betas = self.vitals.take(
-            draft.buffer, gradients, full=due.full, detail=due.detail, moments=self.moments is not None
-        )
+        rows, betas = self.vitals.take(draft.buffer, gradients, due)
         if due.full and rows:
-            self.betas, self.fractions = {**self.betas, **betas}, {}
+            self.betas, self.fractions = {**self.betas, **betas}, dict.fromkeys(rows, 1.0)
         missing = [row for row in self.held if row not in rows] if self.defers and not rows else []
-        found = [(row, grad) for row in missing if (grad := table.gradient(row)) is not None]
-        if found and self.reading is not None:  # the step was made by other means than the one before
-            reductions.add_norms(self.reading, "norm", [row for row, _ in found], [grad for _, grad in found])
+        found = self.table.gradients(missing)
+        if found and self.reading is not None:  # unlike the last one, this step did not run by kernels
+            reductions.add(self.reading, "norm", reductions.norms, *_columns(found))
         return rows
 
-    def _read_other_weights(self, draft: Draft, table: ParameterTable, reported: set[int]) -> None:
-        others = [row for row in self.held if row not in reported]
-        if others and {"weight/norm", "update/norm"} & set(self.config.metrics):
-            self.add_norms(draft.buffer, "weight", others, table)
-
-    def _read_moments(self, draft: Draft) -> None:
-        assert self.moments is not None
-        held = set(self.held)
-        parameters = [p for row, p in zip(self.rows, self.parameters, strict=True) if row in held]
-        detail, wants = draft.due.detail, self.config.metrics
-        self.betas = self.moments.add(
-            draft.buffer,
-            self.held,
-            parameters,
-            below_one=detail and "gsnr/below_one_fraction" in wants,
-            median=detail and "gsnr/median" in wants,
-        )
-
-    def _read_medians(self, draft: Draft, reported: set[int]) -> None:
-        assert self.moments is not None
-        of = dict(zip(self.rows, self.parameters, strict=True))
-        rows = [row for row in self.held if row in reported]
-        self.moments.add_medians(draft.buffer, rows, [of[row] for row in rows])
+    def _read_moments(self, moments: MomentSums, draft: Draft, reported: set[int]) -> None:
+        due = draft.due
+        wanted = {name for name in self.wanted if SUMS[name].is_due(full=due.full, detail=due.detail)}
+        if reported:  # by the optimizer, but for the medians
+            wanted &= {"median_sum"}
+        chosen = reported or set(self.held)
+        pairs = [(row, p) for row, p in zip(self.rows, self.parameters, strict=True) if row in chosen]
+        betas = moments.add(draft.buffer, [row for row, _ in pairs], [p for _, p in pairs], wanted) if wanted else {}
+        if not reported:
+            self.betas = betas
 
     @torch.no_grad()
-    def _read_weights(self, draft: Draft, table: ParameterTable) -> None:
-        wants, weights = self.config.metrics, [table.tensor(row) for row in self.held]
-        if weights and {"weight/norm", "update/norm"} & set(wants):
-            self.add_norms(draft.buffer, "weight", self.held, table)
-        if "update/norm" in wants:
-            self.fractions = self.updates.after(draft.buffer, weights)
+    def _read_weights(self, draft: Draft, reported: set[int]) -> None:
+        rows = [row for row in self.held if row not in reported]
+        if rows and "weight" in self.wanted:
+            self.add_norms(draft.buffer, "weight", rows)
+        if "update" in self.wanted and not reported:
+            self.fractions = self.updates.after(draft.buffer, [self.table.tensor(row) for row in rows])
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self.backward.unhook()
         self.vitals.stop()
         if self.micro is not None:
@@ -617,19 +593,24 @@ class OptimizerState:
             self.factors.stop()
 
 
-class StepRecorder:
-    """Reads the gradients of a run at the right moment and hands on a record of every step.
+def _columns(found: Sequence[tuple[int, Tensor]]) -> tuple[list[int], list[Tensor]]:
+    """Returns the rows and the tensors as two lists."""
+    return [row for row, _ in found], [tensor for _, tensor in found]
 
-    Hooks of torch call it: the clip and GradScaler (`hooks`), the optimizer before and after its step, and backward at
-    one parameter, or at all of them if the step is due for a full reading. Any thread may clip, of any model; backward
-    changes `.grad` without Python's lock, so only the thread that trains may look at gradients.
+
+class StepRecorder:
+    """Reads the gradients of a run at the right points and delivers a record of every step.
+
+    Hooks call it: around the clip and GradScaler (`hooks`), before and after the optimizer's step, and in backward at
+    one parameter, or at all of them for a full reading. Any thread may clip any model, but backward changes `.grad`
+    without Python's lock, so only the thread that trains may read gradients.
 
     Args:
         table: The parameters to watch.
         optimizers: The optimizers that step them. A step ends when each has stepped, or one steps again.
         config: What to read and how often.
         deliver: Called on the training thread with the record of a step and its numbers, once they are on the host.
-        deliver_plain: Called with the first of some plain steps in a row, how many they are, and their bytes.
+        deliver_plain: Called with consecutive plain steps: the number of the first, their count, and their bytes.
         on_error: Called with the name of a part and its error; that part stops, training does not.
         batch_size: Samples per optimizer step, if it is the same at every step.
         topology: The ranks that train the model; None for a single process.
@@ -654,11 +635,11 @@ class StepRecorder:
         self.schedule = ReadSchedule(config, audits=topology is not None, adapts=alone)
         self.on_schedule_change: Callable[[], None] = lambda: None
         self.autocast: str | None = None
-        """The dtype that autocast computes in, if it was seen to."""
+        """The dtype of autocast, if it was entered."""
         self.count_nonfinite = False
-        """Set once a norm was not finite: how much of it is worth a pass only then."""
+        """Whether to count non-finite elements, which takes a pass: after a non-finite norm."""
         self.guarded = False
-        """Whether a Guard decides, so that gradients are read as they are when the optimizer steps."""
+        """Whether a Guard acts, so that gradients must be read right before the optimizer steps."""
         self.on_scaler_skip: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_groups_end: Callable[[], None] | None = None
         self.table = table
@@ -667,15 +648,15 @@ class StepRecorder:
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
         self.observes = 0
-        self.observes_expected = math.inf  # how often the loop observes in a step is known after the first
+        self.observes_expected = math.inf  # known after the first step
         self.muted = False
         self.thread: int | None = None
-        """The thread that last observed, clipped or stepped: until it is known, norms are left to `on_clip`."""
+        """The thread that last observed, clipped or stepped. Until it is known, `on_total_norm` does nothing."""
         self._clip_order: list[int] = []
         self._first_gradient: _FirstLayerGradient | None = None
         self._inspection: Inspection | None = None
         self._validation: Validation | None = None
-        self._may_grow = topology is None  # ranks have agreed on what they hold
+        self._may_grow = topology is None  # ranks have agreed on their rows
         self._last_end = time.perf_counter()
         self._context = Context()
         self._due_from, self._dues = 0, list[Due]()
@@ -690,7 +671,10 @@ class StepRecorder:
         """Whether steps can be plain: one process, one optimizer."""
         self._on_host, self._deliver_plain = on_host, deliver_plain
         several = topology is not None and topology.num_sources > 1
-        self.optimizers = [OptimizerState(index, one, config, reduced=several) for index, one in enumerate(optimizers)]
+        self.optimizers = [
+            OptimizerState(index, one, config, table, self.safe, reduced=several)
+            for index, one in enumerate(optimizers)
+        ]
         self._assign_rows()
         self._handles: list[Any] = []
         for state in self.optimizers:
@@ -710,7 +694,7 @@ class StepRecorder:
 
     def _assign_rows(self) -> None:
         for state, rows in zip(self.optimizers, self.table.by_optimizer(), strict=True):
-            state.assign(rows, self.table, self.safe.timer, self.safe.fail)
+            state.assign(rows)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -725,7 +709,7 @@ class StepRecorder:
         self.draft = self._new_draft()
 
     def _arm(self, state: OptimizerState, due: Due) -> None:
-        """Collect the gradients of micro-batches from here on if the step to come is due for a full reading."""
+        """Collect the gradients of micro-batches if the coming step is due for a full reading."""
         if state.micro is not None:
             if due.full:
                 self.safe("microbatch", self._arm_micro, state, due)
@@ -747,13 +731,13 @@ class StepRecorder:
 
     def _due_at(self, step: int) -> Due:
         place = step - self._due_from
-        if not 0 <= place < len(self._dues):  # of several steps at once, which takes little more than of one
+        if not 0 <= place < len(self._dues):  # plan several steps at once, which costs little more than one
             self._due_from, place = step, 0
             self._dues[:] = map(self.schedule.due, range(step, step + PLANNED_STEPS))
         return self._dues[place]
 
     def _replan(self) -> None:
-        """The schedule changed: it holds from the step after the one in progress."""
+        """Apply a changed schedule from the next step on."""
         self._due_from, self._dues[:] = self.step, [self.draft.due]
         self.on_schedule_change()
 
@@ -777,7 +761,7 @@ class StepRecorder:
         return Draft(record, due)
 
     def finish(self) -> None:
-        """Hand the step on and start the next."""
+        """Deliver the step and start the next."""
         self._leave_plain()
         draft, record = self.draft, self.draft.record
         for state in self.optimizers:
@@ -963,17 +947,17 @@ class StepRecorder:
 
     @torch.no_grad()
     def _count_infinite(self, parts: list[Part], rows: Sequence[int]) -> None:
-        """Tell infinite elements from finite ones whose squares overflow, which the norm does not.
+        """Count non-finite elements after an infinite norm, which may come from squares that overflow.
 
-        The optimizer has stepped and the gradients may be clipped, which leaves finite elements finite. With a NaN
-        anywhere it would not, but then `np.max` is NaN and nothing is counted here.
+        The gradients may be clipped by now, which leaves finite elements finite unless there is a NaN. Then `np.max` is
+        NaN and this is not called.
         """
         if any(name == "nonfinite" for name, _, _ in parts):
             return
-        found = {row: grad for row in rows if (grad := self.table.gradient(row)) is not None}
+        found = self.table.gradients(rows)
         if len(found) == len(rows):
             buffer = ReadingBuffer()
-            reductions.add_nonfinite_counts(buffer, "nonfinite", list(found), list(found.values()))
+            reductions.add(buffer, "nonfinite", reductions.nonfinite, *_columns(found))
             parts += buffer.host_parts()
 
     def _learn_order(self) -> None:
@@ -982,24 +966,22 @@ class StepRecorder:
         if self._first_gradient is not None:
             self._first_gradient.follow(self.table)
         for state in self.optimizers:
-            state.follow_first(self.table)
+            state.follow_first()
 
     def _note_context(self) -> None:
-        """Describe anew what the numbers stand for, if that changed."""
+        """Update the context if it changed."""
         betas: dict[int, tuple[float, float]] = {}
-        fractions: dict[int, float] = {}
-        sampled: dict[int, tuple[int, int]] = {}
+        shares: dict[str, dict[int, float]] = {"update": {}, "change": {}}
         for state in self.optimizers:
             betas |= state.betas
-            fractions |= state.fractions
-            sampled |= state.changes.lengths
+            shares["update"] |= state.fractions
+            shares["change"] |= state.changes.shares
         context = Context(
             layout=self.table.layout,
             slots=self.table.slots,
             optimizer_rows=[state.rows for state in self.optimizers],
             betas=betas,
-            fractions=fractions,
-            sampled=sampled,
+            shares=shares,
             weights=self.table.change_weights,
             autocast=self.autocast,
         )
@@ -1007,32 +989,32 @@ class StepRecorder:
             self._context, self.context_changed = context, True
 
     def take_context(self) -> Context | None:
-        """What the numbers stand for from here on, if that changed since the last call."""
+        """Returns the context if it changed since the last call."""
         if not self.context_changed:
             return None
         self.context_changed = False
         return self._context
 
     def flush(self) -> None:
-        """Send all finished steps to the host."""
+        """Start to copy all finished steps to the host."""
         self.safe("step", self.transfer.send)
 
     def poll(self) -> None:
-        """Hand on the steps that have arrived on the host."""
+        """Deliver the steps that have arrived on the host."""
         self.safe("step", self.transfer.poll)
 
     def read_every_step(self) -> None:
-        """From now on read every step and send it by itself: someone acts on what is read."""
+        """From now on, read every step and deliver it on its own, because a Guard acts on it."""
         self._dues.clear()
         self.schedule.every_step = self.transfer.each_step = True
 
     def _on_discarded(self, state: OptimizerState, passes: int, surely: bool) -> None:
-        if not self.muted:  # no error may leave: this is in the loop's backward
+        if not self.muted:  # inside the loop's backward: no error may escape
             self.safe("observe", self._forget, state, passes, surely)
 
     def _forget(self, state: OptimizerState, passes: int, surely: bool) -> None:
         self._leave_plain()
-        alone = len(self.optimizers) == 1  # else each of them reports it
+        alone = len(self.optimizers) == 1  # with several, each of them reports it
         norms = state.forget_reading(passes)
         if not any(one.stepped for one in self.optimizers):
             self.observes = self.draft.observed.give_up(passes if alone else math.inf, surely and alone)
@@ -1041,7 +1023,7 @@ class StepRecorder:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _read(self, state: OptimizerState, known: KnownNorms = NOTHING_KNOWN) -> None:
-        """Read an optimizer's gradients as they are now, with norms that are known already."""
+        """Read an optimizer's gradients as they are now."""
         table, due = self.table, self.draft.due
         if due.full:
             if state.has_changed() and self._may_grow:
@@ -1051,19 +1033,19 @@ class StepRecorder:
         if table.is_spread:
             table.lay_out(state.rows)
         if state.windowed:
-            state.spoil_windows(table)
-        if state.read_gradients(table, known, due, self.safe, self.count_nonfinite, may_defer=not self.guarded):
+            state.spoil_windows()
+        if state.read_gradients(known, due, self.count_nonfinite, may_defer=not self.guarded):
             self.draft.paid_norm = True
         state.note_scale(self.assumed_scaler)
 
     def _push_windows(self, state: OptimizerState) -> None:
         """Add an optimizer's gradients to the sliding windows, once per step."""
         if self.table.windows and self.draft.due.window and not state.windowed:
-            pushed = state.push_windows(self.table, self.draft.buffer, self.assumed_scaler)
+            pushed = state.push_windows(self.draft.buffer, self.assumed_scaler)
             self.draft.record.windows |= pushed
 
     def observe(self, loss: Tensor | float | None, batch_size: float | None) -> None:
-        """Note a loss and, if no clipping is expected to come, read the gradients now."""
+        """Keep a loss and, unless a clip is expected later, read the gradients now."""
         self.thread = threading.get_ident()
         if self.muted:
             return
@@ -1071,13 +1053,13 @@ class StepRecorder:
             self.safe("observe", self._note, loss, batch_size)
 
     def end_inspection(self) -> None:
-        """Take the wrappers of the inspection away, before others put theirs back."""
+        """Remove the wrappers of the inspection."""
         if self._inspection is not None:
             self._inspection.disarm()
             self._inspection = None
 
     def correct_observed(self, factor: float, samples: float | None) -> None:
-        """Multiply the loss that was observed in this step, and name the samples behind it, if they are known."""
+        """Multiply the loss that was observed last, and set its batch size."""
         if self._alone:
             self._leave_plain()
         for call in self.draft.observed.calls[-1:]:
@@ -1085,7 +1067,7 @@ class StepRecorder:
             call.size = samples
 
     def validate(self, loss: Tensor | float) -> None:
-        """Note a validation loss; several before a step are averaged."""
+        """Keep a validation loss; several before a step are averaged."""
         value = loss.detach().float().mean() if isinstance(loss, Tensor) else torch.tensor(float(loss))
         self.safe("validation", self.draft.buffer.add, "val", value)
 
@@ -1098,14 +1080,14 @@ class StepRecorder:
                 passes = max(passes, state.backward.backwards)
                 again, fresh = again or state.stepped, fresh or not state.stepped
         if again and not fresh:
-            self.finish()  # an optimizer that has stepped continues alone
+            self.finish()  # an optimizer that stepped continues on its own
         self.observes += 1
         self.draft.observed.note(loss, batch_size, passes)
         for state in states:
             if state.expects_clip or not state.is_fresh or not state.is_stale(self.observes):
                 continue
             certain = self.observes >= self.observes_expected and not self.guarded
-            # A loop that alters gradients by hand after its last observe can only be read at every one.
+            # If the loop alters gradients by hand after its last `observe`, read at every `observe`.
             if certain or state.clips_by_hand or self.observes_expected == math.inf:
                 self._read(state)
             if certain and state.clips_by_hand:
@@ -1114,7 +1096,7 @@ class StepRecorder:
     # -- what torch's own functions show: see `hooks.Listener` --------------------------------------------------
 
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
-        """The loop computed norms, most likely to clip: read now and reuse them."""
+        """The loop computed norms, most likely to clip: read gradients now and reuse the norms."""
         if self.muted or threading.get_ident() != self.thread:
             return
         if not (self._plain.active and self._plainly(self._total_norm_plain, grads, joined)):
@@ -1128,7 +1110,7 @@ class StepRecorder:
                 self._read(state, KnownNorms(rows, norms, joined))
 
     def _rows_of(self, grads: Sequence[Tensor]) -> list[int]:
-        """The row of each gradient, -1 for one of another model. As a rule they come in the same order each time."""
+        """Returns the row of each gradient, -1 for other models. Usually their order is the same each time."""
         parameters, order = self.table.parameters, self._clip_order
         if order and len(grads) == len(order):
             if not self.draft.due.full:
@@ -1145,7 +1127,7 @@ class StepRecorder:
         return rows
 
     def on_clip(self, parameters: Sequence[Tensor], max_norm: float | None = None) -> None:
-        """These gradients are about to be clipped: the last moment to read them whole."""
+        """These gradients are about to be clipped: read them now if not read yet."""
         if self.muted or not parameters:
             return
         is_plain = self._plain.active and self.thread == threading.get_ident()
@@ -1169,17 +1151,17 @@ class StepRecorder:
             self.draft.record.max_norm = state.loops_limit = max_norm
 
     def on_autocast(self, device: str, dtype: torch.dtype) -> None:
-        """Lower precision is in use; that of the first step is taken for that of training."""
+        """Autocast was entered; the dtype of the first step stands for the run."""
         if self.observes_expected == math.inf and any(p.device.type == device for p in self.table.parameters):
             self.autocast = str(dtype).removeprefix("torch.")
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is in use; until the first step shows who steps us, assume that it scales our loss."""
+        """A scaler is in use. Until the first step shows whose, assume that it scales this model's loss."""
         if self.observes_expected == math.inf:
             self.assumed_scaler = scaler
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Read here at the latest: the scaler may skip the optimizer's step and its hooks."""
+        """Read now at the latest: the scaler may skip the optimizer's step and its hooks."""
         self.safe("plain", self._leave_plain)
         for state in self.optimizers:
             if state.optimizer is optimizer:
@@ -1195,14 +1177,14 @@ class StepRecorder:
             self.skip_step(optimizer)
 
     def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
-        """A pipeline turned sums into means: the micro-batches are to be divided alike."""
+        """A pipeline divided the gradients by the number of micro-batches: divide the micro-batches as well."""
         self.safe("plain", self._leave_plain)
         for state in self.optimizers:
             if not state.members.isdisjoint(map(id, parameters)):
                 state.step.divided *= factor
 
     def before_groups_end(self) -> None:
-        """Process groups are about to end: what ranks have read so far is all there is."""
+        """Process groups are about to end: finish what is in progress."""
         self.safe("step", self.transfer.finish, 10.0)
         if self.on_groups_end is not None:
             self.safe("ranks", self.on_groups_end)
@@ -1210,7 +1192,7 @@ class StepRecorder:
     # -- the optimizer's step -----------------------------------------------------------------------------------
 
     def _hook_steps(self, state: OptimizerState) -> list[Any]:
-        """Have this recorder called before and after every step of an optimizer; returns the handles."""
+        """Register hooks before and after every step of an optimizer; returns their handles."""
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self.thread = threading.get_ident()
@@ -1225,7 +1207,7 @@ class StepRecorder:
                 if state.reads_update(self.draft.due):
                     self.safe("update", self._before_update, state)
                 return None
-            # Gradients are stale until the closure has run, so they are read from inside it.
+            # The closure computes the gradients, so read them after its first call.
             if state.stepped:
                 self.safe("step", self.finish)
             self.safe("update", self._before_update, state)
@@ -1245,7 +1227,7 @@ class StepRecorder:
             if self._plain.active and self._plainly(self._end_plain):
                 return
             if state.reads_update(self.draft.due):
-                self.safe("after", state.after_update, self.draft, self.table, self.safe)
+                self.safe("after", state.after_update, self.draft)
             else:
                 state.changes.forget()
             if self._audit is not None and self.draft.due.audit:
@@ -1256,7 +1238,7 @@ class StepRecorder:
         return [of.register_step_pre_hook(before_step), of.register_step_post_hook(after_step)]
 
     def _reach_alone(self, state: OptimizerState) -> None:
-        """An optimizer is about to step, and no scaler steps it."""
+        """An optimizer is about to step, not through a scaler."""
         self._reach(state)
         state.scaler = None
         if self.assumed_scaler is not None:
@@ -1268,7 +1250,7 @@ class StepRecorder:
         """An optimizer is about to step: its gradients are complete."""
         if state.stepped:
             self.finish()
-        # Between the last backward and here only the loop can have changed gradients, unless a scaler divided them.
+        # Since the last backward, only the loop can have changed gradients, unless a scaler unscaled them.
         if not state.clipped and state.scaler is None and state.backward.altered():
             state.clips_by_hand = True
         if state.is_stale(self.observes):
@@ -1290,25 +1272,25 @@ class StepRecorder:
 
     @torch.no_grad()
     def _read_sums(self, state: OptimizerState) -> None:
-        """Read what ranks hold summands of: here, where all of them come once per step."""
+        """Read gradients of which ranks hold partial sums, at a point that all ranks reach once per step."""
         rows = self.table.add_up()
-        state.read_rows(rows, self.table, {}, self.draft.due, self.safe, self.count_nonfinite)
+        state.read_rows(rows, {}, self.draft.due, self.count_nonfinite)
 
     def _before_update(self, state: OptimizerState) -> None:
         """An optimizer is about to change its weights."""
         found_inf = getattr(state.optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
-            self.draft.buffer.add("found_inf", found_inf.detach().clone())  # a loop may use one tensor for all
-        state.before_update(self.draft, self.table)
+            self.draft.buffer.add("found_inf", found_inf.detach().clone())  # a loop may reuse the tensor
+        state.before_update(self.draft)
 
     def _take_audit(self, audit: Audit, state: OptimizerState) -> None:
-        """Take fingerprints of what this optimizer made, to be compared with those of other ranks."""
+        """Take fingerprints of this optimizer's parameters and state, to compare them with other ranks."""
         audit.after_step(self.draft.buffer, state.rows, state.parameters, state.optimizer)
         if state is self.optimizers[0]:
             audit.fingerprints(self.draft.buffer)
 
     def _leave(self, state: OptimizerState) -> None:
-        """An optimizer has stepped, or was skipped."""
+        """An optimizer stepped, or was skipped."""
         record = self.draft.record
         if state is self.optimizers[0]:
             lr = state.optimizer.param_groups[0].get("lr")
@@ -1327,7 +1309,7 @@ class StepRecorder:
             self.finish()
 
     def _prepare(self, state: OptimizerState, due: Due, step: int) -> None:
-        """Install the hooks that the step to come needs, and take away those of this one."""
+        """Install the hooks that the coming step needs, and remove those of this one."""
         if due.full or due.audit or self.draft.due.full:
             self._arm(state, due)
         inspection = self._inspection
@@ -1337,7 +1319,7 @@ class StepRecorder:
     # -- for a Guard --------------------------------------------------------------------------------------------
 
     def arrive(self, optimizer: torch.optim.Optimizer) -> StepInputs | None:
-        """Read what this optimizer is about to step with; its own hook then reads nothing again."""
+        """Read what this optimizer is about to step with; its own hook then does not read again."""
         self.safe("plain", self._leave_plain)
         state = self._state_of(optimizer)
         if not self.guarded:
@@ -1346,7 +1328,7 @@ class StepRecorder:
         if not state.in_scaler_step and (state.stepped or not state.arrived):
             self.safe("read", self._reach_alone, state)
         state.arrived = True
-        return state.inputs(self.draft, self.table)
+        return state.inputs(self.draft)
 
     def abandon(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer's step ended in an error."""
@@ -1367,12 +1349,12 @@ class StepRecorder:
 
     def _failed(self, part: str, error: Exception) -> None:
         self.on_error(part, error)
-        if part == "step":  # without it no step would ever end
+        if part == "step":  # without this part, no step would ever end
             self.safe.end()
             self._unhook()
 
     def close(self) -> None:
-        """Hand on a step that some optimizer has made, and take every hook away."""
+        """Deliver a step in progress that some optimizer has made, and remove every hook."""
         self.safe("plain", self._leave_plain)
         if any(state.stepped for state in self.optimizers):
             self.safe("step", self.finish)
@@ -1384,7 +1366,7 @@ class StepRecorder:
             handle.remove()
 
     def _unhook(self) -> None:
-        """Take away every hook but those of optimizers, which may not go while they are being called."""
+        """Remove every hook but those of optimizers, which must not be removed while they run."""
         hooks.detach(self)
         for state in self.optimizers:
             state.close()
@@ -1419,9 +1401,9 @@ class StepRecorder:
 
 
 class _FirstLayerGradient:
-    """Takes the norm of one small gradient of this rank alone, at every step, before the reduction hides whose it was.
+    """Reads the norm of one small gradient at every step before the reduction: it shows which rank made a NaN.
 
-    Backward reaches it last, so NaN from anywhere is in it.
+    Backward reaches it last, so a NaN from any layer is in it.
 
     Args:
         table: The watched parameters.
@@ -1454,13 +1436,13 @@ class _FirstLayerGradient:
         self._hook(table.parameters[chosen])
 
     def _follow_whole(self, unit: nn.Module, place: Place) -> None:
-        """Hook what `fully_shard` puts in the place of a parameter, which is there when its unit runs."""
+        """Hook the gathered parameter of `fully_shard`, which exists when its unit runs."""
         reference = weakref.ref(self)
 
         def before_forward(*_: Any) -> None:
             own = reference()
             if own is not None:
-                with contextlib.suppress(Exception):  # in the middle of forward: it must continue
+                with contextlib.suppress(Exception):  # inside forward: no error may escape
                     own._hook(place.current())
 
         self._forward_handle = unit.register_forward_pre_hook(torch.compiler.disable(before_forward))
@@ -1481,12 +1463,12 @@ class _FirstLayerGradient:
 
     @torch.no_grad()
     def _take(self, grad: Tensor) -> None:
-        with contextlib.suppress(Exception):  # in the middle of backward: it must continue
+        with contextlib.suppress(Exception):  # inside backward: no error may escape
             if not grad.is_sparse and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._buffer().add("own_norm", torch.linalg.vector_norm(local(grad), dtype=torch.float32))
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in (self._handle, self._forward_handle):
             if handle is not None:
                 handle.remove()
@@ -1496,7 +1478,7 @@ class _FirstLayerGradient:
 def missing_sources(
     config: Config, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module
 ) -> Iterator[tuple[str, str]]:
-    """GSNR sources that were asked for and cannot be had, each with the reason."""
+    """Yields the chosen GSNR sources that are not available, each with the reason."""
     if "gsnr" not in config.metrics:
         return
     if "adam" in config.sources:

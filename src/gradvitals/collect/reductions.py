@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from gradvitals.collect.parameters import HeadView
 
 CHUNK_ELEMENTS = 2**21
-"""Elements looked at together where an elementwise result is needed: 8 MB of float32."""
+"""Elements processed together if an elementwise result is needed: 8 MB of float32."""
 
 SMALL_ELEMENTS = 2**16
-"""Tensors of up to this size are handled many at a time; for larger ones a launch of their own does not matter."""
+"""Tensors up to this size are processed many at a time; for larger ones a launch of their own does not matter."""
 
 SAMPLE_ELEMENTS = 2**12
-"""Coordinates that stand for a whole tensor where only a sample is read."""
+"""Coordinates sampled per tensor, if not all are read."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are kept in: float32, or float64 for float64 tensors."""
+    """Returns the dtype of sums: float32, or float64 for float64 tensors."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The stored values of a sparse tensor, each index once; a dense tensor as it is.
+    """Returns the coalesced values of a sparse tensor; a dense tensor as it is.
 
-    On a GPU `coalesce` waits for the device, as every optimizer for sparse gradients does too.
+    On a GPU `coalesce` synchronizes, as every optimizer for sparse gradients does too.
     """
     if not tensor.is_sparse:
         return tensor
@@ -43,7 +43,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Split tensors into lists that one multi-tensor call can take."""
+    """Yield tensors in groups that one multi-tensor call can take."""
     if len({(tensor.device, tensor.dtype, tensor.layout) for tensor in tensors}) == 1 and not tensors[0].is_sparse:
         yield list(rows), list(tensors)  # nearly always
         return
@@ -57,7 +57,7 @@ def by_device_and_dtype(rows: Sequence[int], tensors: Sequence[Tensor]) -> Itera
 
 
 def norm_of_all(known: Known) -> Tensor | None:
-    """The norm of everything whose norms a buffer has; None where there are none, or on several devices."""
+    """Returns the norm over all given norms; None if there are none, or on several devices."""
     norms = [numbers if isinstance(numbers, Tensor) else torch.stack(list(numbers)) for _, numbers in known]
     if len({some.device for some in norms}) != 1:
         return None
@@ -65,50 +65,83 @@ def norm_of_all(known: Known) -> Tensor | None:
     return whole
 
 
-def norms(tensors: Sequence[Tensor], *, wide: bool = False) -> Sequence[Tensor]:
-    """L2 norm of every tensor of one device and dtype, as one multi-tensor call.
+Reduction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Reduces each tensor, all of one device and dtype, to a number; all numbers have one dtype."""
 
-    In float32 squares overflow from elements of 2e19 on, and lose digits below 1e-19. `wide` sums in float64 where the
-    device has it, at ten times the cost on a CPU.
+REDUCTIONS: dict[str, Reduction] = {}
+"""The reductions of gradients, by their names in `metrics.SUMS`."""
+
+
+def of_gradients(reduction: Reduction) -> Reduction:
+    """Register a reduction of gradients. `metrics.SUMS` has its name and says when it is due."""
+    REDUCTIONS[reduction.__name__] = reduction
+    return reduction
+
+
+def add(buffer: ReadingBuffer, name: str, reduction: Reduction, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Put a number of every tensor into the buffer, by one call for each device and dtype."""
+    for group_rows, group in by_device_and_dtype(rows, tensors):
+        buffer.add_each(name, reduction(group), group_rows)
+
+
+def norms(tensors: Sequence[Tensor], *, wide: bool = False) -> Sequence[Tensor]:
+    """Returns the L2 norm of every tensor, by one multi-tensor call.
+
+    In float32, squares of elements above 2e19 overflow, and those below 1e-19 lose digits. `wide` sums in float64 if
+    the device has it, at ten times the cost on a CPU.
     """
     kind = accumulator(tensors[0].dtype)
     if wide and tensors[0].device.type in ("cpu", "cuda"):
         kind = torch.float64
-    # Naming the dtype it would use anyway makes the call half again as slow on a CPU.
+    # Passing the dtype that it uses anyway makes the call 50 % slower on a CPU.
     return torch._foreach_norm(list(tensors), 2.0, dtype=None if tensors[0].dtype == kind else kind)
 
 
-def add_norms(
-    buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor], *, wide: bool = False
-) -> None:
-    """L2 norm of every tensor: one multi-tensor call for each device and dtype."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        buffer.add_each(name, norms(group, wide=wide), group_rows)
+def sums_of_positive(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the sum of every tensor; no element may be negative."""
+    kind = accumulator(tensors[0].dtype)
+    if tensors[0].is_cuda:
+        return torch._foreach_norm(list(tensors), 1.0, dtype=kind)
+    return [tensor.sum(dtype=kind) for tensor in tensors]
 
 
-def add_sums_of_positive(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Sum of every tensor whose elements are not negative."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        kind = accumulator(group[0].dtype)
-        if group[0].is_cuda:
-            buffer.add_each(name, torch._foreach_norm(group, 1.0, dtype=kind), group_rows)
-        else:
-            buffer.add_each(name, [tensor.sum(dtype=kind) for tensor in group], group_rows)
+@of_gradients
+def largest(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the largest absolute value of every tensor; NaN if it holds one."""
+    if tensors[0].is_cuda:
+        return torch._foreach_norm(list(tensors), float("inf"), dtype=accumulator(tensors[0].dtype))
+    return [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors]
 
 
-def add_largest(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Largest absolute value of every tensor; nan where it holds one."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        if group[0].is_cuda:
-            kind = accumulator(group[0].dtype)
-            buffer.add_each(name, torch._foreach_norm(group, float("inf"), dtype=kind), group_rows)
-        else:
-            extremes = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in group]
-            buffer.add_each(name, extremes, group_rows)
+@of_gradients
+def nonzero(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the number of nonzero elements of every tensor; for small ones on a GPU, the sum of |sign|."""
+    if not tensors[0].is_cuda:
+        return [torch.count_nonzero(tensor) for tensor in tensors]
+    kind = accumulator(tensors[0].dtype)
+    batches, large = batches_of_small(tensors)
+    counts = {p: torch.linalg.vector_norm(tensors[p], 0, dtype=kind) for p in large}
+    for batch in batches:
+        signs = torch._foreach_sign([tensors[p] for p in batch])
+        counts |= dict(zip(batch, torch._foreach_norm(signs, 1.0, dtype=kind), strict=True))
+    return [counts[p] for p in range(len(tensors))]
+
+
+@of_gradients
+def nonfinite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the number of NaN and infinite elements of every tensor: x - x is 0 for all others."""
+    kind = torch.float64 if tensors[0].device.type in ("cpu", "cuda") else accumulator(tensors[0].dtype)
+    counts = []
+    for tensor in tensors:
+        pieces = [
+            torch.linalg.vector_norm(piece - piece, 0, dtype=accumulator(piece.dtype)) for piece in chunks(tensor)
+        ]
+        counts.append(torch.stack(pieces).sum(dtype=kind))
+    return counts
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A one-dimensional view in storage order, whatever the strides; a copy only where none exists."""
+    """Returns a one-dimensional view in storage order; a copy only if no view exists."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     storage_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -116,64 +149,38 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Cut a tensor into flat pieces of bounded size."""
+    """Returns a tensor in flat pieces of bounded size."""
     return list(flat(tensor).split(CHUNK_ELEMENTS))
 
 
-def batches_of_small(
-    rows: Sequence[int], tensors: Sequence[Tensor]
-) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
+def batches_of_small(tensors: Sequence[Tensor]) -> tuple[list[list[int]], list[int]]:
     """Sort tensors by size.
 
     Returns:
-        Batches of small tensors, each of bounded size, as (rows, positions in the list given), and the positions of
-        the large ones.
+        The positions of small tensors, in batches of bounded size, and those of the large ones.
     """
-    batches: list[tuple[list[int], list[int]]] = []
+    batches: list[list[int]] = []
     large: list[int] = []
     room = 0
-    for position, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
+    for position, tensor in enumerate(tensors):
         if tensor.numel() > SMALL_ELEMENTS:
             large.append(position)
             continue
         if tensor.numel() > room:
-            batches.append(([], []))
+            batches.append([])
             room = CHUNK_ELEMENTS
         room -= tensor.numel()
-        batches[-1][0].append(row)
-        batches[-1][1].append(position)
+        batches[-1].append(position)
     return batches, large
-
-
-def add_nonzero_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Number of elements of every tensor that are not zero; for small ones on a GPU the sum of |sign|."""
-    for group_rows, group in by_device_and_dtype(rows, tensors):
-        kind = accumulator(group[0].dtype)
-        if not group[0].is_cuda:
-            buffer.add_each(name, [torch.count_nonzero(tensor) for tensor in group], group_rows)
-            continue
-        batches, large = batches_of_small(group_rows, group)
-        for batch_rows, positions in batches:
-            signs = torch._foreach_sign([group[p] for p in positions])
-            buffer.add_each(name, torch._foreach_norm(signs, 1.0, dtype=kind), batch_rows)
-        counts = [torch.linalg.vector_norm(group[p], 0, dtype=kind) for p in large]
-        buffer.add_each(name, counts, [group_rows[p] for p in large])
-
-
-def add_nonfinite_counts(buffer: ReadingBuffer, name: str, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Number of NaN and infinite elements of every tensor: x - x is 0 for all others."""
-    for row, tensor in zip(rows, tensors, strict=True):
-        for piece in chunks(dense(tensor)):
-            buffer.add(name, torch.linalg.vector_norm(piece - piece, 0, dtype=accumulator(piece.dtype)), [row])
 
 
 def add_inner_products(
     buffer: ReadingBuffer, name: str, rows: Sequence[int], left: Sequence[Tensor], right: Sequence[Tensor]
 ) -> None:
-    """Inner product of each pair of tensors, accumulated in float32 or better. Sparse ones are left out.
+    """Add the inner product of each pair of tensors, accumulated in float32 or better. Skips sparse ones.
 
-    For small tensors on a GPU there is no multi-tensor sum, but one of absolute values: the positive products less
-    the negative ones.
+    On a GPU, small tensors use the multi-tensor sum of absolute values: of the positive products, then of the negative
+    ones.
     """
     together = {
         row: (a, b if a.stride() == b.stride() else torch.empty_like(a, dtype=b.dtype).copy_(b))
@@ -183,15 +190,16 @@ def add_inner_products(
     for group_rows, group in by_device_and_dtype(list(together), [b for _, b in together.values()]):
         kind = accumulator(group[0].dtype)
         weights = [together[row][0] for row in group_rows]
-        batches, large = batches_of_small(group_rows, group) if group[0].is_cuda else ([], range(len(group)))
-        for batch_rows, chosen in batches:
+        batches, large = batches_of_small(group) if group[0].is_cuda else ([], range(len(group)))
+        for chosen in batches:
+            batch_rows = [group_rows[p] for p in chosen]
             products = torch._foreach_mul([weights[p].to(kind) for p in chosen], [group[p].to(kind) for p in chosen])
             buffer.add_each(name, torch._foreach_norm(torch._foreach_clamp_min(products, 0.0), 1.0), batch_rows)
             negative = torch._foreach_norm(torch._foreach_clamp_max(products, 0.0), 1.0)
             buffer.add_each(name, torch._foreach_neg(negative), batch_rows)
         for p in large:
             converts = group[p].dtype != kind or weights[p].dtype != kind
-            cut: Callable[[Tensor], Sequence[Tensor]] = chunks if converts else _whole  # converting takes memory
+            cut: Callable[[Tensor], Sequence[Tensor]] = chunks if converts else _whole  # converting needs memory
             for x, y in zip(cut(weights[p]), cut(group[p]), strict=True):
                 buffer.add(name, torch.dot(x.to(kind), y.to(kind)), [group_rows[p]])
 
@@ -199,12 +207,11 @@ def add_inner_products(
 class Sampler:
     """Reads the same evenly spread coordinates of many tensors into one flat buffer.
 
-    Tensors of up to `most` elements are read whole; of larger ones every s-th element in storage order: see
-    `sample_stride`.
+    Tensors of up to `most` elements are read whole, larger ones with a stride in storage order: see `sample_stride`.
     """
 
     def __init__(self, rows: Sequence[int], tensors: Sequence[Tensor], most: int) -> None:
-        # Whole tensors first: they can be joined in one launch, strided ones take one each.
+        # Whole tensors first: one launch joins them all, strided views take one each.
         self.order = sorted(range(len(rows)), key=lambda p: tensors[p].numel() > most)
         self.rows = [rows[p] for p in self.order]
         sizes = [tensors[p].numel() for p in self.order]
@@ -216,7 +223,7 @@ class Sampler:
         self.lengths = torch.tensor(lengths).to(tensors[0].device, non_blocking=True)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sampled coordinates of all tensors, in the order of `rows`."""
+        """Returns the sampled coordinates of all tensors, in the order of `rows`."""
         flats = [flat(tensors[p]) for p in self.order]
         whole = flats[: self.num_whole]
         strided = [t[::s] for t, s in zip(flats[self.num_whole :], self.strides[self.num_whole :], strict=True)]
@@ -225,14 +232,14 @@ class Sampler:
         return samples.to(accumulator(samples.dtype))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Sum of the samples of each tensor."""
+        """Returns the sum of each tensor's samples."""
         return torch.segment_reduce(samples, "sum", lengths=self.lengths, axis=0, unsafe=True)
 
 
 def samplers(
     rows: Sequence[int], tensors: Sequence[Tensor], most: int = SAMPLE_ELEMENTS
 ) -> list[tuple[Sampler, list[int]]]:
-    """A Sampler for each device and dtype, with the positions of its tensors in the list given."""
+    """Returns a Sampler per device and dtype, with the positions of its tensors in the given list."""
     position = {row: index for index, row in enumerate(rows)}
     return [
         (Sampler(group_rows, group, most), [position[row] for row in group_rows])
@@ -241,14 +248,14 @@ def samplers(
 
 
 GOLDEN = (0.382, 0.618)
-"""Shares of a row. Points that move on by one of these, again and again, never cluster."""
+"""Golden sections of a row: points spaced by these shares never cluster."""
 
 
 def sample_stride(tensor: Tensor, most: int) -> int:
-    """The step between sampled elements, in storage order, that leaves at most `most` of them.
+    """Returns the stride, in storage order, that samples at most `most` elements.
 
-    A step close to a multiple of a row would sample a few neighboring columns alone: the pixels at the edge of an
-    image, say, whose weights never change. So the step moves on by a golden section of a row.
+    A stride close to a multiple of a row would sample only a few neighboring columns: pixels at the edge of an image,
+    say, whose weights never change. So it is shifted by a golden section of a row.
 
     >>> sample_stride(torch.zeros(128, 784), 64) % 784  # of 784 columns
     299
@@ -260,13 +267,13 @@ def sample_stride(tensor: Tensor, most: int) -> int:
     row = size // max(zip(tensor.stride(), tensor.shape, strict=True))[1]
     if row > 2 and 4 * stride > row:
         stride += min((round(share * row) - stride) % row for share in GOLDEN)
-        while math.gcd(stride, row) > 1:  # else some columns are never met
+        while math.gcd(stride, row) > 1:  # otherwise it misses some columns
             stride += 1
     return stride
 
 
 def odd_stride(numel: int, most: int) -> int:
-    """The step that leaves at most `most` of `numel` elements that have no rows."""
+    """Returns the stride that samples at most `most` of `numel` elements without rows."""
     return math.ceil(numel / most) | 1 if numel > most else 1
 
 
@@ -275,26 +282,26 @@ def _whole(tensor: Tensor) -> tuple[Tensor]:
 
 
 MOST_SETS = 256
-"""Sets remembered at a time: a model's gradients may come in other portions once in a while."""
+"""Sets of tensors whose chunks are remembered: gradients may come in different portions."""
 
 MOST_LAYOUTS = 2**16
-"""Ways to lie in memory that are remembered."""
+"""Memory layouts that are remembered."""
 
-NORM, LARGEST, NONZERO, NONFINITE, INNER = range(5)
-"""What can be asked of every tensor."""
+FUSED = ("norm", "largest", "nonzero", "nonfinite", "inner")
+"""What kernels read of a tensor in one pass, in their order of rows."""
 
 
 class FusedReducer:
-    """Remembers how each set of tensors was cut into chunks, and where it lay."""
+    """Reads tensors by kernels, and remembers how each set of them is cut into chunks."""
 
     def __init__(self) -> None:
         self._readers: dict[tuple[Any, ...], Any] = {}
-        self._known: dict[tuple[Any, ...], bool] = {}  # whether kernels can read what lies like this
+        self._known: dict[tuple[Any, ...], bool] = {}  # whether kernels can read this layout
 
     def read(
         self,
         buffer: ReadingBuffer,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         tensors: Sequence[Tensor],
         *,
@@ -303,20 +310,20 @@ class FusedReducer:
         name_of_heads: str = "",
         heads_instead: bool = False,
     ) -> list[int]:
-        """Put what is asked for into the buffer.
+        """Put the sums that are asked for into the buffer.
 
         Args:
             buffer: Takes the numbers.
-            names: Under which name each of them goes there.
+            names: The names of `FUSED` that are asked for, each with its name in the buffer.
             rows: Of the tensors.
             tensors: To read.
-            others: What `INNER` products are taken with; None for those that are to be read without.
-            heads: Views of rows that are to be read head by head too.
-            name_of_heads: The name that the heads' norms go by.
-            heads_instead: Whether the norm of a tensor with heads is left out.
+            others: The tensors to take ``inner`` products with; None for tensors without one.
+            heads: Views of rows to read head by head as well.
+            name_of_heads: The name of the heads' norms in the buffer.
+            heads_instead: Whether to leave out the norm of a tensor with heads.
 
         Returns:
-            Positions of the tensors that kernels cannot read; all of them where there are no kernels.
+            Positions of the tensors that kernels cannot read; all of them if there are no kernels.
         """
         every = list(range(len(rows)))
         if not tensors or not kernels.on_device(tensors[0]) or kernels.ready("reductions") is None:
@@ -326,7 +333,7 @@ class FusedReducer:
         left = []
         for position, (row, tensor, other) in enumerate(zip(rows, tensors, others, strict=True)):
             view = heads.get(row) if heads else None
-            # For every tensor, in every reading: as little as can be.
+            # Runs for every tensor in every reading.
             layout = (row, view is None, *_layout_of(tensor), *(() if other is None else _layout_of(other)))
             well = self._known.get(layout)
             if well is None:
@@ -359,7 +366,7 @@ class FusedReducer:
 
     def _numbers(
         self,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         tensors: Sequence[Tensor],
         beside: Sequence[Tensor],
@@ -372,14 +379,14 @@ class FusedReducer:
             reader: Any = kernels.ready("reductions")
             self._readers[key] = reader.Reader()
         slices = {place: len(view.heads) for place, view in views.items()}
-        counts = any(name in names for name in (LARGEST, NONZERO, NONFINITE))
+        counts = any(which in names for which in REDUCTIONS)
         numbers: Tensor = self._readers[key].read(tensors, counts=counts, others=beside or None, slices=slices)
         return numbers
 
     @staticmethod
     def _add(
         buffer: ReadingBuffer,
-        names: Mapping[int, str],
+        names: Mapping[str, str],
         rows: Sequence[int],
         numbers: Tensor,
         views: Mapping[int, HeadView],
@@ -388,20 +395,20 @@ class FusedReducer:
         has_others: bool,
     ) -> None:
         for which, name in names.items():
-            if which == INNER and not has_others:
+            if which == "inner" and not has_others:
                 continue
-            values = numbers[which, : len(rows)]
-            number = len(rows) - len(views) if which == NORM and heads_instead else len(rows)
+            values = numbers[FUSED.index(which), : len(rows)]
+            number = len(rows) - len(views) if which == "norm" and heads_instead else len(rows)
             if number:
                 buffer.add(name, values[:number], rows[:number])
         begin = len(rows)
         for view in views.values():
-            buffer.add(name_of_heads, numbers[NORM, begin : begin + len(view.heads)], view.slots)
+            buffer.add(name_of_heads, numbers[0, begin : begin + len(view.heads)], view.slots)
             begin += len(view.heads)
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What decides whether kernels can read a tensor."""
+    """Returns what decides whether kernels can read a tensor."""
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return type(tensor), tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride()

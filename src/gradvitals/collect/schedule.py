@@ -1,4 +1,4 @@
-"""Which steps are read, and which in full: a function of the step number, thinned to stay within a budget."""
+"""Decides what is due at a step: a function of its number, thinned to stay within a budget."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from dataclasses import dataclass
 from gradvitals.config import Config
 
 YOUNG_STEPS = 500
-"""While a run is this young it is read more often: most of what goes wrong is there from the start."""
+"""A run is read more often during its first steps: most faults are there from the start."""
 
 FIRST_STEPS, FIRST_EVERY = 100, 10
 YOUNG_EVERY = 25
 AUDIT_YOUNG_EVERY = 50
 
 YOUNG_CHANGE_EVERY, CHANGE_EVERY = 10, 25
-"""After the first steps, weights are sampled in two consecutive steps out of so many, to compare their directions."""
+"""After the first steps, weights are sampled in two consecutive steps out of this many, to compare directions."""
 
 WINDOW_EVERY = 10
-"""Of so many windows of steps, one is read, unless the config names the tensors to follow."""
+"""One out of this many windows of steps is read, unless the config names the tensors to follow."""
 
 NORM_EVERY = (1, 2, 5, 10, 20, 50)
-"""Steps from one norm that costs a pass over the gradients to the next."""
+"""Possible intervals between norms that cost a pass over the gradients."""
 
 DEFAULT_SHARE = 0.01
-"""What readings may take of a run's time if `Config.overhead_budget` does not say. A plain step comes on top."""
+"""The default of `Config.overhead_budget`: the share of a run's time for readings, besides plain steps."""
 
 FREE_SECONDS = 0.5
-"""Work that is done before the default takes hold: a short run is read whole, and no long one notices."""
+"""Time for readings before the default budget applies: a short run is read completely."""
 
 WARM_UP_STEPS = 10
 REVIEW_STEPS = 50
-"""Steps from one look at the budget to the next."""
+"""Steps between reviews of the budget."""
 
 MAX_EVERY = 10_000
 
 PAUSE_FACTOR = 3.0
-"""A step that took so many times the shortest one was interrupted: by an evaluation, a checkpoint, or a stop."""
+"""A step that took this many times the shortest one was interrupted, as by an evaluation or a checkpoint."""
 
 
 def is_due(step: int, every: int, factor: int = 1, young_every: int | None = None) -> bool:
-    """Whether a step is one of every n; in a young run one of fewer, and at first a power of two.
+    """Returns whether a step is a multiple of `every`, of a smaller interval in a young run, or an early power of two.
 
     Args:
         step: The step.
-        every: Steps from one reading to the next.
-        factor: For what is read only with every so many of these readings.
-        young_every: Steps from one reading to the next at most, while the run is young; None for 10, then 25.
+        every: Steps between readings.
+        factor: For what is part of only every `factor`-th reading.
+        young_every: The largest interval while the run is young; None for 10, then 25.
 
     >>> [step for step in range(45) if is_due(step, 50)]
     [0, 1, 2, 4, 8, 10, 20, 30, 40]
@@ -79,7 +79,7 @@ class Due:
 
 
 class CostTimer:
-    """Adds up the time spent inside it, on the training thread."""
+    """Adds up the time spent inside its `with` blocks, on the training thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -97,27 +97,27 @@ class CostTimer:
             self.seconds += time.perf_counter() - self._entered
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Returns the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class ReadSchedule:
-    """Says what is due at a step. Ranks that ask about the same step get the same answer.
+    """Decides what is due at a step, the same on all ranks.
 
     Args:
-        config: What was asked for.
+        config: The settings.
         audits: Whether there are ranks to compare.
-        adapts: Whether readings may be thinned to stay within a budget: in one process.
+        adapts: Whether readings may be thinned to stay within the budget: only in a single process.
     """
 
     def __init__(self, config: Config, *, audits: bool, adapts: bool) -> None:
         self.every = config.tensor_every
-        """Steps from one per-tensor reading to the next."""
+        """Steps between full readings."""
         self.norm_every = 1
-        """Steps from one norm to the next, if it costs a pass over the gradients."""
+        """Steps between norms that cost a pass over the gradients."""
         self.every_step = False
-        """Whether someone acts on what is read, so that every step must be read."""
+        """Whether every step must be read, because a Guard acts on it."""
         self._factor = config.detail_factor
         self._window = config.window_steps if config.window_tensors is None else None
         self._audit_every = config.audit_every if audits else None
@@ -131,7 +131,7 @@ class ReadSchedule:
         self._free = FREE_SECONDS if config.overhead_budget is None else 0.0
 
     def due(self, step: int) -> Due:
-        """What is due at this step."""
+        """Returns what is due at this step."""
         times = self.every // self._least_every
         window = self._window is None or step % (WINDOW_EVERY * self._window) < self._window
         young = None if times <= 1 else times * (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY)
@@ -148,10 +148,10 @@ class ReadSchedule:
         return Due(False, False, False, norm, change, window)
 
     def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:
-        """Account for one step; returns whether this changed the schedule.
+        """Account for the cost of one step; returns whether this changed the schedule.
 
         A plain step that reads a norm costs c, a full reading C more, a step takes t. With norms every k steps and full
-        readings every n the share is (c / k + C / n) / t: each may take half of the budget.
+        readings every n, the share is (c / k + C / n) / t. Each of the two may take half of the budget.
         """
         if not self._adapts:
             return False
@@ -160,7 +160,7 @@ class ReadSchedule:
         if self._seen <= WARM_UP_STEPS:
             return False
         self._typical = min(self._typical, wall_seconds) if self._typical else wall_seconds
-        self._wall[0] += min(wall_seconds, PAUSE_FACTOR * self._typical)  # an evaluation is not part of a step
+        self._wall[0] += min(wall_seconds, PAUSE_FACTOR * self._typical)  # do not count an evaluation
         self._wall[1] += 1
         if full or paid_norm:
             self._costs[full][0] += cost_seconds
@@ -171,7 +171,7 @@ class ReadSchedule:
 
     def _review(self) -> bool:
         step_seconds = self._wall[0] / self._wall[1]
-        if self._costs[False][1]:  # else all norms were read with full readings, and the last value still holds
+        if self._costs[False][1]:  # otherwise only full readings had norms: keep the last value
             self._plain_cost = self._costs[False][0] / self._costs[False][1]
         plain = self._plain_cost
         full = self._costs[True][0] / self._costs[True][1]
@@ -182,7 +182,7 @@ class ReadSchedule:
         every = int(min(times * self._least_every, MAX_EVERY))
         norm_every = 1 if self.every_step else norm_every
         now = (self.every, self.norm_every)
-        # Thin at once, but read more often again only if there is room to spare.
+        # Thin at once, but read more often again only if there is ample room.
         changed = every > now[0] or norm_every > now[1] or 2 * every < now[0] or 2 * norm_every < now[1]
         if changed:
             self.every, self.norm_every = every, norm_every

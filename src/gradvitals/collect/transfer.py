@@ -1,4 +1,4 @@
-"""From device to host without waiting: the numbers of several steps leave in one copy per device."""
+"""Copies the numbers of several steps to the host at once, without waiting."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from gradvitals.worker.record import (
 )
 
 SEND_SECONDS = 0.25
-"""Steps are sent together, as many as fit into this time."""
+"""Steps within this time are sent together."""
 
 SEND_STEPS = 32
-"""And at most so many."""
+"""The most steps to send together."""
 
 HOST = torch.device("cpu")
 
 EXACT = (torch.float32, torch.float64)
-"""Norms of half-precision gradients come rounded to half precision: not good enough to keep."""
+"""Norms of half-precision gradients are rounded to half precision, which is not exact enough."""
 
 Known = list[tuple[Sequence[int], Tensor | Sequence[Tensor]]]
-"""Rows and numbers that a buffer has under one name."""
+"""The rows and numbers of one name in a buffer."""
 
 Later = Callable[[], Iterable[tuple[str, Sequence[int], NDArray[Any]]]]
-"""Names, rows and numbers, computed when they are asked for."""
+"""Computes names, rows and numbers when called."""
 
 
 class ReadingBuffer:
-    """Collects small tensors under names during a step.
+    """Collects small tensors by name during a step.
 
-    Nothing is launched: numbers wait until they can be joined, all at once. So what is added must not change any more.
+    Launches nothing: all numbers are joined at once later. So do not change a tensor after adding it.
     """
 
     __slots__ = ("_later", "_parts")
@@ -56,7 +56,7 @@ class ReadingBuffer:
         self._later: list[Later] = []
 
     def add(self, name: str, values: Tensor, rows: Sequence[int] = (0,)) -> None:
-        """Add a tensor of one number per row. A name may come more than once."""
+        """Add a tensor with one number per row. A name may be added more than once."""
         parts = self._parts.setdefault(values.device, [])
         parts.append((name, rows, [values] if values.dim() == 0 else values.detach().reshape(-1)))
 
@@ -66,11 +66,11 @@ class ReadingBuffer:
             self._parts.setdefault(numbers[0].device, []).append((name, rows, numbers))
 
     def add_later(self, work: Later) -> None:
-        """Add numbers that are computed from host memory when the step is written."""
+        """Add numbers that are computed on the host when the step is written."""
         self._later.append(work)
 
     def extend(self, other: ReadingBuffer) -> None:
-        """Add everything of another buffer, which is used no more."""
+        """Add everything of another buffer, which must not be used afterwards."""
         if not self._parts:
             self._parts = other._parts
         else:
@@ -79,16 +79,16 @@ class ReadingBuffer:
         self._later += other._later
 
     def parts(self, device: torch.device) -> list[tuple[str, Sequence[int], Tensor | Sequence[Tensor]]]:
-        """What is on one device."""
+        """Returns what is on one device."""
         return self._parts.get(device, [])
 
     def named(self, name: str) -> Known:
-        """Rows and numbers that were added under a name, as they were added."""
+        """Returns the rows and numbers of a name, as they were added."""
         return [(rows, values) for parts in self._parts.values() for known, rows, values in parts if known == name]
 
     @property
     def devices(self) -> Iterable[torch.device]:
-        """Where its numbers are."""
+        """The devices of its numbers."""
         return self._parts.keys()
 
     @property
@@ -98,11 +98,11 @@ class ReadingBuffer:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether nothing needs to be copied."""
+        """Whether all numbers are in host memory."""
         return not self._parts.keys() - {HOST}
 
     def host_parts(self) -> list[Part]:
-        """What is in host memory already."""
+        """Returns what is in host memory."""
         found: list[Part] = []
         for name, rows, values in self._parts.get(HOST, ()):
             whole = values if isinstance(values, Tensor) else torch.stack(list(values))
@@ -242,7 +242,7 @@ def landed(steps: NDArray[np.void], numbers: NDArray[np.float32]) -> tuple[NDArr
 
 
 class _Copy:
-    """The numbers of some steps on their way to the host.
+    """The numbers of some steps that are being copied to the host.
 
     Args:
         steps: Each with the number of plain steps before it.
@@ -276,9 +276,9 @@ class _Copy:
         return host
 
     def _joined(self, device: torch.device) -> tuple[Tensor, list[tuple[int, str, Sequence[int], int]]]:
-        """One flat tensor of everything on a device, and where in it each part of each step starts.
+        """Returns one flat tensor of everything on a device, and where each part of each step starts.
 
-        All single numbers of one dtype are stacked together: hundreds of them come with every reading.
+        Stacks all single numbers of a dtype at once: every reading has hundreds of them.
         """
         singles: dict[torch.dtype, list[Tensor]] = {}
         waiting: dict[torch.dtype, list[tuple[int, str, Sequence[int]]]] = {}
@@ -302,11 +302,11 @@ class _Copy:
         return (torch.cat(joined) if len(joined) > 1 else joined[0]), places
 
     def is_done(self) -> bool:
-        """Whether everything has arrived. Never waits."""
+        """Returns whether the copy is complete. Never waits."""
         return all(event.query() for event in self._events)
 
     def parts(self) -> list[list[Part]]:
-        """The numbers of every step. Only once they have arrived."""
+        """Returns the numbers of every step, once the copy is complete."""
         found: list[list[Part]] = [buffer.host_parts() for _, buffer, _ in self.steps]
         for host, places in self._arrays:
             array = host.numpy()
@@ -316,7 +316,7 @@ class _Copy:
 
 
 class Transfer:
-    """Brings the numbers of finished steps to the host and hands the steps on, in order.
+    """Copies the numbers of finished steps to the host and delivers the steps in order.
 
     Args:
         deliver: Called on the training thread with a step and its numbers.
@@ -327,7 +327,7 @@ class Transfer:
         self._deliver = deliver
         self._deliver_plain = deliver_plain
         self.each_step = False
-        """Whether every step is sent by itself: someone acts on what is read."""
+        """Whether to send every step on its own, because a Guard acts on it."""
         self._ring: DeviceRing | None = None
         self._waiting: list[tuple[StepRecord, ReadingBuffer, int]] = []
         self._copies: deque[_Copy] = deque()
@@ -339,7 +339,7 @@ class Transfer:
         self._ring = ring
 
     def add(self, record: StepRecord, buffer: ReadingBuffer) -> None:
-        """Take a finished step. One that is in host memory already is handed on at once."""
+        """Add a finished step. Delivers it at once if its numbers are in host memory and nothing waits."""
         before = self._ring.count if self._ring is not None else 0
         if not self._waiting and not self._copies and not before and buffer.is_on_host:
             self._deliver(record, buffer.host_parts())
@@ -350,14 +350,14 @@ class Transfer:
         self.note_time(record.time)
 
     def note_time(self, time: float) -> None:
-        """Send what has waited too long, or has no more room, and hand on what has arrived."""
+        """Send what has waited long enough or fills the ring, and deliver what has arrived."""
         if time - self._sent_at >= SEND_SECONDS or (self._ring is not None and self._ring.is_full):
             self.send(time)
         if self._copies:
             self.poll()
 
     def send(self, time: float | None = None) -> None:
-        """Start to copy what is waiting."""
+        """Start to copy waiting steps."""
         if time is not None:
             self._sent_at = time
         if self._waiting or (self._ring is not None and self._ring.count):
@@ -365,7 +365,7 @@ class Transfer:
             self._copies.append(_Copy(waiting, self._ring))
 
     def poll(self) -> None:
-        """Hand on the steps that have arrived. Never waits."""
+        """Deliver the steps that have arrived. Never waits."""
         while self._copies and self._copies[0].is_done():
             copy = self._copies.popleft()
             done = 0
@@ -385,7 +385,7 @@ class Transfer:
         self._deliver_plain(int(steps["step"][0]), len(steps), encode_plain(rows, steps, norms))
 
     def finish(self, seconds: float) -> None:
-        """Send everything and wait for it, for at most so many seconds."""
+        """Send everything and wait up to `seconds` until it is delivered."""
         self.send()
         deadline, pause = time.monotonic() + seconds, 0.0002
         while self._copies and time.monotonic() < deadline:

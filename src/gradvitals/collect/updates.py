@@ -1,4 +1,4 @@
-"""How far a step moved the weights: sampled coordinates, read before and after it."""
+"""Measures how far a step moved the weights, from coordinates sampled before and after it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local, placements
 
 COORDINATES = 64
-"""Coordinates of each tensor, evenly spread."""
+"""Coordinates sampled per tensor, evenly spread."""
 
 
 class _Group:
-    """Tensors of one device and dtype."""
+    """Tensors of one device and dtype, read by torch."""
 
     def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
         self.rows = rows
@@ -42,14 +42,14 @@ class _Group:
         now = self.gather()
         change = now - self.before
         sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
-        buffer.add("change_sq", sums, self.rows)
+        buffer.add("change", sums, self.rows)
         if self.last is not None:
             buffer.add("change_dot", torch.dot(change, self.last), self.rows[:1])
         self.before, self.last = now, change
 
 
 class _HostGroup:
-    """Tensors in the host's memory, which numpy reads many times faster than torch joins strided views there."""
+    """Tensors in host memory: numpy gathers strided views many times faster than torch."""
 
     def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
         self.rows = rows
@@ -71,10 +71,10 @@ class _HostGroup:
 def _compared(
     rows: list[int], starts: NDArray[Any], now: NDArray[Any], before: NDArray[Any], earlier: NDArray[Any] | None
 ) -> list[tuple[str, list[int], NDArray[Any]]]:
-    """What the coordinates of all rows have done in a step, and how that agrees with the step before."""
-    with np.errstate(all="ignore"):  # weights that are no longer finite, or soon will not be
+    """Returns the squared change of each row's coordinates, and its inner product with the previous change."""
+    with np.errstate(all="ignore"):  # weights may be non-finite
         change = now - before
-        compared = [("change_sq", rows, np.add.reduceat(change * change, starts))]
+        compared = [("change", rows, np.add.reduceat(change * change, starts))]
         if earlier is not None:
             last = before - earlier
             compared.append(("change_dot", rows[:1], (change @ last).reshape(1)))
@@ -82,7 +82,7 @@ def _compared(
 
 
 class _KernelGroup:
-    """Tensors on a GPU, read in one launch: to join many strided views takes torch a large part of a millisecond."""
+    """Tensors on a GPU, read in one launch: torch takes a large part of a millisecond to join many strided views."""
 
     def __init__(self, rows: list[int], tensors: list[Tensor], reader: Any) -> None:
         self.rows = rows
@@ -97,7 +97,7 @@ class _KernelGroup:
 
     def add(self, buffer: ReadingBuffer) -> None:
         squares, products = self._reader.look().unbind(0)
-        buffer.add("change_sq", squares, self.rows)
+        buffer.add("change", squares, self.rows)
         if self._has_last:
             buffer.add("change_dot", products, self.rows)
         self._has_last = True
@@ -120,8 +120,8 @@ class Changes:
     """Follows sampled coordinates of one optimizer's parameters from step to step."""
 
     def __init__(self) -> None:
-        self.lengths: dict[int, tuple[int, int]] = {}
-        """Coordinates read of each row, and all that this rank has of it."""
+        self.shares: dict[int, float] = {}
+        """The share of each row, of what this rank has of it, that is read."""
         self._rows: list[int] = []
         self._parameters: Sequence[nn.Parameter] = ()
         self._weights: Sequence[float] = ()
@@ -129,12 +129,12 @@ class Changes:
         self._addresses: list[int] = []
         self._groups: list[Group] | None = None
         self._is_known = False
-        """Whether it is known where the last step has left the weights."""
+        """Whether the sample after the last step exists."""
 
     def follow(
         self, rows: Sequence[int], parameters: Sequence[nn.Parameter], weights: Sequence[float] | None = None
     ) -> None:
-        """Follow these parameters from the next step on; those of one weight among ranks are summed together."""
+        """Follow these parameters from the next step on, in groups that have one weight in a sum over ranks."""
         self._rows, self._parameters, self._groups = list(rows), list(parameters), None
         self._weights = weights if weights is not None else [1.0] * len(self._rows)
         self._are_spread = any(map(placements, self._parameters))
@@ -149,7 +149,7 @@ class Changes:
             self._is_known = True
 
     def forget(self) -> None:
-        """A step moved the weights without a sample after it."""
+        """A step was made without a sample after it."""
         self._is_known = False
 
     @torch.no_grad()
@@ -161,12 +161,12 @@ class Changes:
             rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
             self._groups += [_group(*group) for group in reductions.by_device_and_dtype(rows, tensors)]
         sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
-        self.lengths = {
-            row: (n, sizes[row]) for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
+        self.shares = {
+            row: n / sizes[row] for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
         }
 
     def add(self, buffer: ReadingBuffer) -> None:
-        """After a step: put the sum of squared changes of every tensor, and their agreement with the last, in."""
+        """After a step, add the sum of squared changes of every tensor, and their inner product with the last ones."""
         if self._groups is None or not self._is_known or self._moved():
             return
         for group in self._groups:
@@ -177,7 +177,7 @@ class Changes:
         return [tensor.data_ptr() for tensor in tensors]
 
     def _moved(self) -> bool:
-        return self._where() != self._addresses  # the loop has put other storage under a parameter
+        return self._where() != self._addresses  # the loop has replaced the storage of a parameter
 
 
 class UpdateNorms:
@@ -196,13 +196,13 @@ class UpdateNorms:
 
     @torch.no_grad()
     def after(self, buffer: ReadingBuffer, parameters: Sequence[Tensor]) -> dict[int, float]:
-        """Put sums of squared changes into the buffer; return the share of each tensor they cover."""
+        """Put sums of squared changes into the buffer; returns the share of each tensor that they cover."""
         fractions: dict[int, float] = {}
         if self._samplers is None:
             return fractions
         for (sampler, chosen), before in zip(self._samplers[1], self._before, strict=True):
             change = sampler.gather([parameters[p] for p in chosen]) - before
-            buffer.add("update_sq", sampler.sums(change.square()), sampler.rows)
+            buffer.add("update", sampler.sums(change.square()), sampler.rows)
             fractions.update(zip(sampler.rows, sampler.fractions, strict=True))
         self._before = []
         return fractions

@@ -1,4 +1,4 @@
-"""GSNR over a sliding window of steps, for a few chosen tensors."""
+"""Gradients of a few chosen tensors over a sliding window of steps, for their GSNR."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ class SlidingWindow:
 
     @torch.no_grad()
     def push(self, grad: Tensor, scale: Tensor | None, buffer: ReadingBuffer) -> int | None:
-        """Add one step's gradient; put the window's sums, once it is full, into the buffer.
-
-        The squared norm of the sample goes along at every step.
+        """Add one step's gradient. Puts its squared norm and, at the end of a block, the window's sums into the buffer.
 
         Returns:
-            Steps in a block, where the buffer now holds the sums of a full window; else None.
+            Steps in a block, if the buffer now holds the sums of a full window; otherwise None.
         """
         block, position = divmod(self.seen % (NUM_BLOCKS * self.block_steps), self.block_steps)
         values = reductions.flat(grad.to_dense() if grad.is_sparse else grad)
@@ -51,21 +49,21 @@ class SlidingWindow:
         if position + 1 < self.block_steps or self.seen < NUM_BLOCKS * self.block_steps:
             return None
         total = self.sums.sum(0)
-        # Oldest block first, as the host's squared norms are.
+        # Oldest block first, like the squared norms in the worker.
         without = torch.linalg.vector_norm(total - self.sums.roll(-(block + 1), 0), dim=1).square()
         buffer.add(f"window{self.row}", torch.cat([torch.dot(total, total)[None], without]), range(NUM_BLOCKS + 1))
         return self.block_steps
 
     def spoil(self) -> None:
-        """The gradient pushed last was not the step's whole one: be silent until its block has passed."""
+        """Ignore the window until the last block has passed: it holds a gradient that was not complete."""
         self._blocks[(self.seen - 1) // self.block_steps % NUM_BLOCKS].fill_(math.nan)
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """Everything needed to go on after a restart."""
+        """The state needed to resume."""
         return {"sums": self.sums.clone(), "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        """Go on from a saved state; one of another shape (a changed model or setting) is left aside."""
+        """Continue from a saved state; ignore one of another shape."""
         sums = state["sums"]
         if isinstance(sums, Tensor) and sums.shape == self.sums.shape:
             self.sums.copy_(sums)
@@ -73,7 +71,7 @@ class SlidingWindow:
 
 
 def default_tensors(model: nn.Module, names: dict[int, str]) -> list[str]:
-    """The embedding and the output head: the first embedding's weight and the last linear layer's.
+    """Returns the names of the first embedding's and the last linear layer's weight.
 
     Args:
         model: The model.

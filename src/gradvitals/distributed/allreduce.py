@@ -1,4 +1,4 @@
-"""How the sums of a step are packed, added up over all ranks and unpacked."""
+"""Packs the sums of a step, adds them up over all ranks without waiting, and unpacks them."""
 
 from __future__ import annotations
 
@@ -17,335 +17,278 @@ from torch import distributed as dist
 
 from gradvitals.distributed.audit import Comparison
 from gradvitals.distributed.topology import Topology
+from gradvitals.metrics import METRICS, SUMS
 from gradvitals.worker.aggregate import NUM_BLOCKS, PartSums, RowSums, StepSums, Table, WindowSums
 from gradvitals.worker.record import STAGES, Context, Floats
 
-EVERY_STEP = ("norm", "nonfinite", "change")
-FULL_STEP = (
-    "weight",
-    "update",
-    "first_moment",
-    "second_moment",
-    "adam_step",
-    "beta1",
-    "beta2",
-    "factor_sum",
-    "factor_low",
-    "factor_one",
-    "parts",
-)
-DETAIL_STEP = ("nonzero", "alive", "below_one", "weight_before", "inner", "inner_squares")
-
-OF_PARTS = frozenset({"parts", "inner", "inner_squares"})
-"""Gradients before they are reduced: every data worker has others."""
-
-OF_WEIGHTS = frozenset({"weight", "update", "change"})
-
-AVERAGED = frozenset({"adam_step", "beta1", "beta2"})
-"""Rows that are the same on all who hold a shard, so that they are averaged rather than added up."""
-
-LARGEST = "max"
-"""The row of which the largest is wanted: in a second vector, of detail steps only."""
-
 SLOTS = ("heads", "parts")
+"""Sums of every slice of an attention head, at full steps."""
+
+FLAGS = ("under_scaler", "skipped", "carried", "alternating")
+"""True for a step if true on any rank."""
+
+MEANS = ("loss", "lr", "max_norm")
+"""Averaged over the ranks that know it."""
+
+PARTS = {"count": 0, "samples": 0, "weight": 1, "weight_per_sample": 1, "square_per_sample": 2}
+"""The numbers of `PartSums`, each with the power of the weights that it contains."""
 
 SCALARS = (
-    "loss",
-    "loss_weight",
-    "batch_size",
-    "batch_told",
-    "lr",
-    "lr_told",
-    "max_norm",
-    "max_norm_told",
-    "under_scaler",
-    "skipped",
-    "carried",
-    "alternating",
-    "uncounted",
-    "unscaled",
-    "clipped",
-    "moments_clipped",
-    "change_square",
-    "change_dot",
-    "change_dot_told",
-    "parts_count",
-    "parts_samples",
-    "parts_known",
-    "parts_told",
-    "parts_weight",
-    "parts_weight_per_sample",
-    "parts_square_per_sample",
+    *FLAGS,
+    *MEANS,
+    *(f"{name}_weight" for name in MEANS),
+    *("batch_size", "batch_told", "uncounted", "unscaled", "clipped", "moments_clipped"),
+    *("change_square", "change_dot", "change_dot_told"),
+    *("parts_told", "parts_known", *(f"parts_{name}" for name in PARTS)),
 )
+"""The numbers of a whole step."""
 
-RANK_NUMBERS = ("ranks/step_seconds", "ranks/errors", "ranks/lr")
-"""One number of every rank, at full steps."""
+RANK_NUMBERS = tuple(name for name, metric in METRICS.items() if metric.of_ranks == "full")
+"""One number per rank, at full steps."""
 
-RANK_FLAGS = ("ranks/nonfinite",)
-"""One number of every rank, at every step; kept where one of them is not 0."""
+RANK_FLAGS = tuple(name for name, metric in METRICS.items() if metric.of_ranks == "step")
+"""One number per rank, at every step; kept if one of them is not 0."""
+
+LARGEST = tuple(name for name, kind in SUMS.items() if kind.combine == "max")
+"""Combined by taking the largest: in a second vector, of detail steps only."""
 
 WINDOW_NUMBERS = 3 + NUM_BLOCKS + 1
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of step it is; the same on all ranks."""
+    """What a step records; the same on all ranks."""
 
     full: bool
     detail: bool
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The row sums that such a step may have."""
-        return EVERY_STEP + (FULL_STEP if self.full else ()) + (DETAIL_STEP if self.detail else ())
+    def sums(self) -> tuple[str, ...]:
+        """The sums that ranks add up."""
+        due = (name for name, one in SUMS.items() if one.is_due(full=self.full, detail=self.detail))
+        return tuple(name for name in due if name not in LARGEST)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The sums of slices of attention heads."""
+        return SLOTS if self.full else ()
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The numbers that every rank sends of its own."""
+        return RANK_FLAGS + RANK_NUMBERS if self.full else RANK_FLAGS
 
 
 class StepPacker:
-    """Packs the steps of this rank, and unpacks what all ranks together have sent."""
+    """Packs the steps of this rank into vectors, and unpacks the sum of all ranks' vectors.
+
+    A vector holds the numbers of the whole step (`SCALARS`); for every sum and tensor, the weighted value and the
+    weight, which is 0 on a rank that did not read it; and matrices for slots, ranks and sliding windows.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.num_rows = len(topology.layout.tensors)
-        self.num_slots = len(topology.slots)
         self._local_of = {int(row): index for index, row in enumerate(topology.rows)}
 
-    # -- the layout ---------------------------------------------------------------------------------------------
+    def _shapes(self, kind: Kind) -> list[tuple[int, ...]]:
+        topology = self.topology
+        return [
+            (len(SCALARS),),
+            (len(kind.sums), 2, self.num_rows),
+            (len(kind.slots), len(topology.slots)),
+            (len(kind.ranks), topology.world),
+            (len(topology.windows), WINDOW_NUMBERS),
+        ]
 
     def length(self, kind: Kind) -> int:
-        """Numbers in the vector of such a step."""
-        rows = 2 * self.num_rows * len(kind.names)
-        slots = self.num_slots * len(SLOTS) if kind.full else 0
-        ranks = self.topology.world * (len(RANK_FLAGS) + (len(RANK_NUMBERS) if kind.full else 0))
-        return len(SCALARS) + rows + slots + ranks + WINDOW_NUMBERS * len(self.topology.windows)
+        """Returns the length of the vector of such a step."""
+        return sum(map(math.prod, self._shapes(kind)))
+
+    def _views(self, vector: Floats, kind: Kind) -> list[Floats]:
+        """Returns the parts of a vector, as views."""
+        shapes = self._shapes(kind)
+        parts = np.split(vector, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     # -- packing ------------------------------------------------------------------------------------------------
 
     def pack(self, step: StepSums, kind: Kind) -> Floats:
-        """This rank's share of a step."""
-        vector = np.zeros(self.length(kind))
-        cursor = _Cursor(vector)
-        cursor.put([self._scalars(step)[name] for name in SCALARS])
-        topology = self.topology
-        for name in kind.names:
-            values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
-            sums = step.rows.get(name)
-            if sums is not None:
-                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
-                # Inner products would have to be summed over the shards before they are squared.
-                read = sums.present & topology.is_whole if name in ("inner", "inner_squares") else sums.present
-                # Who does not step a tensor that another rank steps has yet to be sent its new values.
-                read = read & topology.is_current if name in OF_WEIGHTS else read
+        """Returns this rank's vector of a step."""
+        topology, vector = self.topology, np.zeros(self.length(kind))
+        scalars, rows, slots, ranks, windows = self._views(vector, kind)
+        scalars[:] = self._scalars(step)
+        for name, (values, present) in zip(kind.sums, rows, strict=True):
+            if (sums := step.rows.get(name)) is not None:
+                of, read = SUMS[name], sums.present
+                weights = self._weights(is_local=of.is_local)
+                if of.of_whole:
+                    read = read & topology.is_whole
+                if of.after_step:  # a rank that does not step this tensor receives its new values later
+                    read = read & topology.is_current
                 values[topology.rows] = np.where(read, sums.values * weights, 0.0)
                 present[topology.rows] = np.where(read, weights, 0.0)
-        for name in SLOTS if kind.full else ():
-            values = cursor.take(self.num_slots)
-            of_slots = step.slots.get(name)
-            if of_slots is not None:
-                weights = topology.part_weights / topology.num_sources if name in OF_PARTS else topology.weights
+        for name, values in zip(kind.slots, slots, strict=True):
+            if (of_slots := step.slots.get(name)) is not None:
+                weights = self._weights(is_local=name == "parts")
                 values[topology.slot_numbers] = of_slots * weights[step.table.slot_rows]
-        for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
-            cursor.take(topology.world)[topology.rank] = step.ranks[name][0] if name in step.ranks else 0.0
-        for row in topology.windows:
-            self._put_window(cursor.take(WINDOW_NUMBERS), step, row)
+        for name, values in zip(kind.ranks, ranks, strict=True):
+            values[topology.rank] = step.ranks[name][0] if name in step.ranks else 0.0
+        for row, numbers in zip(topology.windows, windows, strict=True):
+            here = self._local_of.get(row, -1)
+            if (window := step.windows.get(here)) is not None:
+                weight = topology.weights[here]
+                numbers[:2] = weight, weight * window.square
+                if window.block_steps is not None and window.sums is not None:
+                    numbers[2], numbers[3:] = weight * window.block_steps, weight * window.sums
         return vector
 
-    def _scalars(self, step: StepSums) -> dict[str, float]:
-        topology = self.topology
-        once = topology.share  # a data worker counts once, however many ranks it has
-        size = step.batch_size
-        loss_weight = once * (size if size is not None else 1.0) if step.loss is not None else 0.0
-        square, dot = step.changes if step.changes is not None else (0.0, None)
-        parts, shares = step.parts, topology.num_sources
-        numbers = {
-            "loss": step.loss * loss_weight if step.loss is not None else 0.0,
-            "loss_weight": loss_weight,
-            "batch_size": once * size if size is not None else 0.0,
-            "batch_told": float(size is not None),
-            "lr": step.lr if step.lr is not None else 0.0,
-            "lr_told": float(step.lr is not None),
-            "max_norm": step.max_norm if step.max_norm is not None else 0.0,
-            "max_norm_told": float(step.max_norm is not None),
-            "under_scaler": float(step.under_scaler),
-            "skipped": float(step.skipped),
-            "carried": float(step.carried),
-            "alternating": float(step.alternating),
-            "uncounted": float("nonfinite" in step.rows and not step.counted),
-            "unscaled": float(step.stage == "unscaled"),
-            "clipped": float(step.stage == "clipped"),
-            "moments_clipped": float(step.moments_stage == "clipped"),
-            "change_square": square,
-            "change_dot": dot if dot is not None else 0.0,
-            "change_dot_told": float(dot is not None),
-        }
-        if parts is None:
-            return numbers | dict.fromkeys((name for name in SCALARS if name.startswith("parts")), 0.0)
-        return numbers | {
-            "parts_count": once * parts.count,
-            "parts_samples": once * parts.samples,
-            "parts_known": float(parts.sizes_known),
-            "parts_told": 1.0,
-            "parts_weight": once * parts.weight / shares,
-            "parts_weight_per_sample": once * parts.weight_per_sample / shares,
-            "parts_square_per_sample": once * parts.square_per_sample / shares**2,
-        }
+    def _weights(self, *, is_local: bool) -> Floats:
+        """Returns the weights of this rank's rows in the sum; before the reduction, each rank has other gradients."""
+        return self.topology.part_weights / self.topology.num_sources if is_local else self.topology.weights
 
-    def _put_window(self, numbers: Floats, step: StepSums, row: int) -> None:
-        here = self._local_of.get(row)
-        window = step.windows.get(here) if here is not None else None
-        if here is None or window is None:
-            return
-        weight = self.topology.weights[here]
-        numbers[0], numbers[1] = weight, weight * window.square
-        if window.block_steps is not None and window.sums is not None:
-            numbers[2] = weight * window.block_steps
-            numbers[3:] = weight * window.sums
+    def _scalars(self, step: StepSums) -> list[float]:
+        once = self.topology.share  # a data-parallel worker counts once, however many ranks it has
+        size, parts = step.batch_size, step.parts
+        numbers = dict.fromkeys(SCALARS, 0.0) | {name: float(getattr(step, name)) for name in FLAGS}
+        for name in MEANS:
+            value = getattr(step, name)
+            if value is not None:
+                weight = once * (1.0 if size is None else size) if name == "loss" else 1.0
+                numbers[name], numbers[f"{name}_weight"] = weight * value, weight
+        if size is not None:
+            numbers |= {"batch_size": once * size, "batch_told": 1.0}
+        numbers["uncounted"] = float("nonfinite" in step.rows and not step.counted)
+        numbers["unscaled"], numbers["clipped"] = float(step.stage == "unscaled"), float(step.stage == "clipped")
+        numbers["moments_clipped"] = float(step.moments_stage == "clipped")
+        if step.changes is not None:
+            square, dot = step.changes
+            numbers |= {"change_square": square, "change_dot": dot or 0.0, "change_dot_told": float(dot is not None)}
+        if parts is not None:
+            numbers |= {"parts_told": 1.0, "parts_known": float(parts.sizes_known)}
+            for name, power in PARTS.items():
+                numbers[f"parts_{name}"] = once * getattr(parts, name) / self.topology.num_sources**power
+        return list(numbers.values())
 
     def pack_largest(self, step: StepSums) -> Floats:
-        """This rank's share of what is not added up: the largest is taken, nan counting as infinite."""
-        vector = np.full(self.num_rows, -math.inf)
-        sums = step.rows.get(LARGEST)
-        if sums is not None:
-            values = np.where(np.isnan(sums.values), math.inf, sums.values)
-            vector[self.topology.rows] = np.where(sums.present, values, -math.inf)
-        return vector
+        """Returns this rank's numbers of which the largest is taken. NaN counts as infinite."""
+        vector = np.full((len(LARGEST), self.num_rows), -math.inf)
+        for row, name in zip(vector, LARGEST, strict=True):
+            if (sums := step.rows.get(name)) is not None:
+                values = np.where(np.isnan(sums.values), math.inf, sums.values)
+                row[self.topology.rows] = np.where(sums.present, values, -math.inf)
+        return vector.reshape(-1)
 
     # -- unpacking ----------------------------------------------------------------------------------------------
 
     def unpack(self, vector: Floats, kind: Kind, own: StepSums, table: Table) -> StepSums:
-        """The step of all ranks, from the sum of their vectors.
+        """Returns the step of all ranks.
 
         Args:
-            vector: The sum.
-            kind: What sort of step it is.
+            vector: The sum of their vectors.
+            kind: What the step records.
             own: The step as this rank packed it, for what is the same everywhere.
             table: The rows of all ranks.
-
         """
-        topology, cursor = self.topology, _Cursor(vector)
-        told = dict(zip(SCALARS, cursor.take(len(SCALARS)).tolist(), strict=True))
-        world = topology.world
+        topology, world = self.topology, self.topology.world
+        scalars, rows, slots, ranks, windows = self._views(vector, kind)
+        told = dict(zip(SCALARS, scalars.tolist(), strict=True))
         step = StepSums(step=own.step, time=own.time, full=own.full, table=table, wall_seconds=own.wall_seconds)
         step.stage = STAGES[2 if told["clipped"] else 1 if told["unscaled"] else 0]
         step.moments_stage = "clipped" if told["moments_clipped"] else None
         step.batch_size = told["batch_size"] if told["batch_told"] == world else None
-        step.loss = told["loss"] / told["loss_weight"] if told["loss_weight"] else None
-        # The mean of different rates is one that no rank has: this rank's own, where it has one.
-        step.lr = own.lr if own.lr is not None else told["lr"] / told["lr_told"] if told["lr_told"] else None
-        step.max_norm = told["max_norm"] / told["max_norm_told"] if told["max_norm_told"] else None
-        step.under_scaler, step.skipped = told["under_scaler"] > 0, told["skipped"] > 0
-        step.carried, step.alternating = told["carried"] > 0, told["alternating"] > 0
+        for name in FLAGS:
+            setattr(step, name, told[name] > 0)
+        for name in MEANS:
+            weight = told[f"{name}_weight"]
+            setattr(step, name, told[name] / weight if weight else None)
+        if own.lr is not None:
+            step.lr = own.lr  # no rank uses the mean of different rates
         step.single_part, step.num_sources = own.single_part, topology.num_sources
         step.weights_unknown = own.weights_unknown
-        for name in kind.names:
-            values, present = cursor.take(self.num_rows), cursor.take(self.num_rows)
-            read = present > 0
-            if read.any():
+        for name, (values, present) in zip(kind.sums, rows, strict=True):
+            if (read := present > 0).any():
                 step.rows[name] = RowSums(self._whole(name, values, present, read), read)
-        # Ranks begin to count elements when they have seen that there are any, some a step later than others. Until
-        # all do, a tensor counts once, however many say so.
+        # Ranks begin to count elements once they see a non-finite norm, some a step later than others. Until all
+        # count, a tensor counts as one.
         if "nonfinite" in step.rows and told["uncounted"]:
             step.rows["nonfinite"].values = (step.rows["nonfinite"].values > 0).astype(np.float64)
-        for name in SLOTS if kind.full else ():
-            step.slots[name] = cursor.take(self.num_slots).copy()
-        for name in (*RANK_FLAGS, *(RANK_NUMBERS if kind.full else ())):
-            numbers = cursor.take(world)
+        step.slots = {name: values.copy() for name, values in zip(kind.slots, slots, strict=True)}
+        for name, numbers in zip(kind.ranks, ranks, strict=True):
             if name in RANK_NUMBERS or numbers.any():
                 step.ranks[name] = numbers.copy()
         if topology.num_stages > 1:
-            step.ranks.pop("ranks/lr", None)  # stages train different parameters, maybe at different rates
+            step.ranks.pop("ranks/lr", None)  # pipeline stages may use different rates
         if "change" in step.rows:
             step.changes = (told["change_square"], told["change_dot"] if told["change_dot_told"] else None)
         if told["parts_told"] == world and "parts" in step.rows:
-            step.parts = PartSums(
-                count=told["parts_count"],
-                samples=told["parts_samples"],
-                sizes_known=told["parts_known"] == told["parts_told"],
-                weight=told["parts_weight"],
-                weight_per_sample=told["parts_weight_per_sample"],
-                square_per_sample=told["parts_square_per_sample"],
-            )
-        for row in topology.windows:
-            self._get_window(cursor.take(WINDOW_NUMBERS), step, row)
+            known = told["parts_known"] == told["parts_told"]
+            step.parts = PartSums(sizes_known=known, **{name: told[f"parts_{name}"] for name in PARTS})
+        for row, (weight, square, block_steps, *sums) in zip(topology.windows, windows.tolist(), strict=True):
+            if weight > 0:
+                whole = topology.expected[row] / weight
+                steps = round(block_steps / weight) if block_steps > 0 else None
+                step.windows[row] = WindowSums(square * whole, steps, np.array(sums) * whole if steps else None)
         return step
 
     def _whole(self, name: str, values: Floats, present: Floats, read: NDArray[np.bool_]) -> Floats:
-        """A number of the whole tensor, where some of those who hold the same may not have read it."""
-        if name in OF_PARTS:
+        """Returns the sum of the whole tensor, even if some ranks that hold the same shard did not read it."""
+        kind = SUMS[name]
+        if kind.is_local:
             return values
         with np.errstate(invalid="ignore", divide="ignore"):
-            shares = 1.0 if name in AVERAGED else self.topology.expected
+            shares = 1.0 if kind.combine == "mean" else self.topology.expected
             return np.where(read, values * (shares / present), 0.0)
 
-    def _get_window(self, numbers: Floats, step: StepSums, row: int) -> None:
-        weight, square, block_steps = numbers[:3]
-        if weight > 0:
-            whole = self.topology.expected[row] / weight
-            steps = round(block_steps / weight) if block_steps > 0 else None
-            step.windows[row] = WindowSums(square * whole, steps, numbers[3:] * whole if steps else None)
-
     def unpack_largest(self, vector: Floats, step: StepSums) -> None:
-        """Put the largest of all ranks into a step."""
-        if (vector > -math.inf).any():
-            step.rows[LARGEST] = RowSums(vector.copy(), vector > -math.inf)
+        """Add the largest of all ranks to a step."""
+        for name, row in zip(LARGEST, vector.reshape(len(LARGEST), -1), strict=True):
+            if (row > -math.inf).any():
+                step.rows[name] = RowSums(row.copy(), row > -math.inf)
 
 
 class OutOfStepError(RuntimeError):
-    """Ranks have met at different steps."""
-
-
-class _Cursor:
-    """Goes through a vector from front to back."""
-
-    def __init__(self, vector: Floats) -> None:
-        self._vector, self._at = vector, 0
-
-    def take(self, count: int) -> Floats:
-        part = self._vector[self._at : self._at + count]
-        self._at += count
-        return part
-
-    def put(self, numbers: Sequence[float]) -> None:
-        self.take(len(numbers))[:] = numbers
+    """Ranks are at different steps."""
 
 
 STEPS_TOGETHER = 8
-"""Plain steps that ranks add up at once."""
+"""Steps that ranks add up at once, at most."""
 
 ROLL_CALL_SECONDS = 5.0
 ROLL_CALL_PAUSE = 1.0
-"""When ranks are lost, those that are left answer within these times: in all, and after the one before."""
+"""How long to wait for the remaining ranks to respond after some are lost: in all, and for each further one."""
 
 LOST_WORDS = ("connection", "peer", "socket", "gloo", "nccl", "timed out", "broken pipe")
-"""What the errors of collectives mention when a rank is gone."""
+"""What errors of collectives mention when a rank is gone."""
 
 HEADER_NUMBERS = 7
-"""Numbers that are compared before those of a chunk are added up."""
+"""Numbers that ranks compare before they add up a chunk."""
 
 
 class LostRanksError(RuntimeError):
-    """Other ranks do not answer any more."""
+    """Other ranks no longer respond."""
 
 
 @dataclass
 class _Chunk:
-    """Some steps on their way to the other ranks."""
+    """Some steps that are being added up."""
 
     steps: list[StepSums]
     kinds: list[Kind]
     vectors: list[Floats]
     audits: list[Floats]
     found: Tensor | None
-    """What ranks bring: the first and the last step, and how many numbers; the largest and the smallest of each."""
+    """The largest and the smallest over ranks of: the first step, the last step, and the count of numbers."""
     check: Any
-    """The collective that finds it."""
+    """The collective that fills `found`."""
 
 
 Collectives = Generator[Any, None, Floats]
-"""Yields each collective it started; is resumed once that is done."""
+"""Yields each collective it starts; resumed when that is done."""
 
 
 class RankReducer:
-    """Adds up what all ranks read of some steps, asynchronously. Every rank must bring the same steps in order.
+    """Adds up the steps of all ranks, asynchronously. Every rank must add the same steps in the same order.
 
     Nothing waits: a chunk of steps is a generator that starts one collective after the other, and `poll`, called once
     per step, resumes it when the last one is done.
@@ -353,8 +296,8 @@ class RankReducer:
     Args:
         topology: The ranks that take part.
         deliver: Called with every step once it is added up.
-        on_lost: Called once, with the error and the ranks that are missing if known, when the exchange ended for good.
-            From then on steps pass through as this rank alone saw them.
+        on_lost: Called once, when the exchange fails for good, with the error and the missing ranks if known. From
+            then on, this rank delivers its own steps.
     """
 
     def __init__(
@@ -369,14 +312,14 @@ class RankReducer:
         self.ended = False
         """Whether ranks stopped exchanging numbers."""
         self.leaving = False
-        """Whether this rank says so the next time."""
+        """Whether this rank asks the others to end with the next chunk."""
         self.each_step = False
-        """Whether every step is a chunk of its own: someone acts on what is read."""
+        """Whether to send every step on its own, because a Guard acts on it."""
         self.collectives = 0
-        """Collectives so far."""
+        """Number of collectives so far."""
         self.bytes_sent = 0
         self.errors = 0
-        """Errors of gradvitals on this rank, which the one that keeps the run is to know of."""
+        """Number of errors of gradvitals on this rank, reported to the rank that writes the run."""
         self._deliver = deliver
         self._on_lost = on_lost
         self._table = Table(Context(layout=topology.layout, slots=topology.slots))
@@ -390,13 +333,13 @@ class RankReducer:
     # -- from the training thread -------------------------------------------------------------------------------
 
     def add(self, step: StepSums) -> None:
-        """Take a step of this rank. Chunks end at full readings and fixed step numbers, so all ranks cut alike."""
+        """Add a step of this rank. Chunks end at full readings and at fixed step numbers, the same on all ranks."""
         self._waiting.append(step)
         if step.full or self.each_step or step.step % STEPS_TOGETHER == 0:
             self.send()
 
     def send(self) -> None:
-        """Start with what is waiting."""
+        """Start to add up the waiting steps."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             try:
@@ -406,7 +349,7 @@ class RankReducer:
         self.poll()
 
     def poll(self) -> None:
-        """Continue as far as possible. Never waits."""
+        """Continue as far as possible without waiting."""
         while self._running is not None or self._chunks:
             if self._running is None:
                 chunk = self._chunks.popleft()
@@ -419,7 +362,7 @@ class RankReducer:
                 return
 
     def finish(self, seconds: float) -> bool:
-        """Wait until everything is added up, for at most so many seconds; returns whether it is."""
+        """Wait up to `seconds` until everything is added up; returns whether it is."""
         self.send()
         deadline = time.monotonic() + seconds
         while self._running is not None and time.monotonic() < deadline:
@@ -428,12 +371,12 @@ class RankReducer:
         return self._running is None
 
     def explain(self, error: BaseException) -> None:
-        """Training ended with an error: if it is that other ranks are gone, find out which."""
+        """Training ended with an error: if other ranks are gone, find out which."""
         if not self.ended and speaks_of_loss(error):
             self._lose(LostRanksError(_first_line(error)))
 
     def end(self) -> None:
-        """Take no part any more, nor wait for others: these find out when they wait for this rank."""
+        """Stop exchanging numbers at once. Other ranks notice at their next collective."""
         self.ended = True
         self._running = self._work = None
         self._pass_through()
@@ -442,7 +385,7 @@ class RankReducer:
         self.poll()
 
     def leave(self) -> None:
-        """This rank missed a step: tell the others the next time, and all of them end."""
+        """This rank missed a step: ask all ranks to end with the next chunk."""
         self.leaving = True
 
     def _advance(self) -> bool:
@@ -465,7 +408,7 @@ class RankReducer:
         return True
 
     def _fail(self, error: Exception, steps: list[StepSums]) -> None:
-        if dist.is_initialized():  # else the training has ended, and with it the ranks
+        if dist.is_initialized():  # else training has ended on all ranks
             self._lose(error)
         self.ended = True
         self._steps = steps
@@ -487,7 +430,7 @@ class RankReducer:
             self._on_lost(error, [] if out_of_step else missing_ranks(self.topology))
 
     def _pass_through(self) -> None:
-        """Hand steps on as this rank alone saw them: everything but how the gradient came about, if replicated."""
+        """Deliver this rank's own steps, without what depends on other ranks, if it holds the whole model."""
         steps, self._steps = self._steps, []
         if self.topology.is_replicated:
             for step in steps:
@@ -497,9 +440,9 @@ class RankReducer:
     # -- one chunk ----------------------------------------------------------------------------------------------
 
     def _new_chunk(self, steps: list[StepSums]) -> _Chunk:
-        """Pack some steps, and start to compare with other ranks what each of them brings.
+        """Pack some steps, and start to compare with other ranks which steps they pack.
 
-        This has a process group of its own, so that it need not wait for the chunk before.
+        The comparison has its own process group, so it does not wait for the previous chunk.
         """
         kinds = [Kind(full=step.full, detail=step.detail) for step in steps]
         if self.ended:
@@ -545,9 +488,9 @@ class RankReducer:
         return shared
 
     def _compare(self, chunk: _Chunk) -> None:
-        """Find that all ranks bring the same steps, before anything is added up.
+        """Check that all ranks pack the same steps, before anything is added up.
 
-        Gloo ends the process if ranks bring vectors of different lengths, so these are compared first.
+        Gloo aborts the process if ranks pass vectors of different lengths.
 
         Raises:
             OutOfStepError: On all ranks alike.
@@ -563,7 +506,7 @@ class RankReducer:
             )
 
     def _note_own(self, steps: Sequence[StepSums]) -> None:
-        """What this rank reports of itself: whether it had NaN by itself, and at full steps how long they took."""
+        """Note this rank's own numbers: whether its gradient holds NaN; at full steps, step time, errors and rate."""
         for step in steps:
             broken = step.is_broken or (step.loss is not None and not math.isfinite(step.loss))
             if (parts := step.rows.get("parts")) is not None:
@@ -578,7 +521,7 @@ class RankReducer:
                 self._seconds = []
 
     def _table_of(self, own: StepSums) -> Table:
-        """The rows of all ranks; if all have the same ones, as this rank describes them by now."""
+        """Returns the rows of all ranks; without pipeline stages, this rank's own, which are current."""
         return own.table if self.topology.num_stages == 1 else self._table
 
     def _reduce(self, vector: Floats, how: dist.ReduceOp.RedOpType) -> Collectives:
@@ -593,19 +536,19 @@ class RankReducer:
 
 
 def speaks_of_loss(error: BaseException) -> bool:
-    """Whether an error is what a rank gets to see when others are gone."""
+    """Returns whether an error shows that other ranks are gone."""
     return not isinstance(error, OSError) and any(word in str(error).lower() for word in LOST_WORDS)
 
 
 def missing_ranks(topology: Topology) -> list[int]:
-    """Ranks that have not said that they, too, miss others; none where that cannot be found out."""
+    """Returns the ranks that did not report that they miss others; none if that cannot be found out."""
     from torch.distributed import distributed_c10d as c10d
 
     try:
         store = c10d.PrefixStore(f"gradvitals/lost/{topology.group.group_name}", c10d._get_default_store())
         store.set(f"here/{topology.rank}", "1")
         missing, since, deadline = list(range(topology.world)), time.monotonic(), time.monotonic() + ROLL_CALL_SECONDS
-        # Those who live have noticed at the same moment; wait until nobody more has come for a while.
+        # The remaining ranks notice at the same time: wait until no further one reports.
         while missing and time.monotonic() < min(deadline, since + ROLL_CALL_PAUSE):
             time.sleep(0.02)
             still = [rank for rank in missing if not store.check([f"here/{rank}"])]

@@ -1,4 +1,4 @@
-"""Do ranks agree: checksums of replicas, fingerprints of samples and random numbers, and what they show."""
+"""Checks whether ranks agree, by checksums of replicas and fingerprints of samples and random numbers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HALF = 2**32
 
 
 def mixed(numbers: ArrayLike) -> Prints:
-    """Every 64-bit number as another one that looks random; no two become the same (the finalizer of splitmix64).
+    """Returns a one-to-one hash of every 64-bit number: the finalizer of splitmix64.
 
     >>> hex(int(mixed(0)))
     '0xe220a8397b1dcdaf'
     """
-    # At least one dimension: numpy warns of a wrapped product of scalars, which is what is wanted here.
+    # At least one dimension: numpy warns if a product of scalars wraps, which is intended here.
     x = np.atleast_1d(np.asarray(numbers, dtype=np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,17 +43,17 @@ def mixed(numbers: ArrayLike) -> Prints:
 
 
 def print_of(data: bytes) -> int:
-    """Sixty-four bits of some bytes, never 0: that stands for nothing."""
+    """Returns a 64-bit hash of some bytes, never 0, which stands for nothing."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
 def row_salt(name: str) -> int:
-    """What sets a row apart from another one of the same content; equal on all ranks."""
+    """Returns what distinguishes a row from another one with the same content; equal on all ranks."""
     return print_of(name.encode())
 
 
 def split(prints: Prints) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The low and the high halves, which float64 holds exactly.
+    """Returns the low and the high halves, which float64 holds exactly.
 
     >>> low, high = split(np.array([2**63 + 5], dtype=np.uint64))
     >>> float(low[0]), float(high[0])
@@ -63,7 +63,7 @@ def split(prints: Prints) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def digest(low: ArrayLike, high: ArrayLike) -> Prints:
-    """The inverse of `split`, also of sums of a few halves; 0 where there is nothing (nan).
+    """Returns the inverse of `split`, also of sums of a few halves; 0 for NaN.
 
     >>> digest([5.0, float("nan")], [1.0, float("nan")])
     array([4294967301,          0], dtype=uint64)
@@ -74,7 +74,7 @@ def digest(low: ArrayLike, high: ArrayLike) -> Prints:
 
 
 def fold(digests: Prints, salts: ArrayLike) -> np.uint64:
-    """One digest of many rows, in any order; rows with nothing in them do not count, and 0 is nothing at all."""
+    """Returns one digest of many rows, in any order. Empty rows do not count; 0 if all are empty."""
     there = np.asarray(digests, np.uint64) != 0
     if not there.any():
         return np.uint64(0)
@@ -83,10 +83,10 @@ def fold(digests: Prints, salts: ArrayLike) -> np.uint64:
 
 
 def grad_print(norms: NDArray[np.floating[Any]]) -> np.uint64:
-    """A digest of one gradient by the norms of its tensors, bit for bit; nan for tensors without one.
+    """Returns a digest of one gradient from the exact norms of its tensors, NaN for tensors without one.
 
-    Two different batches agree in one norm now and then, but not in all. Returns 0, nothing to compare, where there is
-    no gradient, or one that is not finite.
+    Two different batches may agree in one norm, but not in all. Returns 0, nothing to compare, if there is no gradient
+    or it is not finite.
     """
     known = np.nan_to_num(np.asarray(norms, np.float64), nan=-1.0, posinf=np.inf)
     if np.isinf(known).any() or not (known > 0).any():
@@ -95,43 +95,43 @@ def grad_print(norms: NDArray[np.floating[Any]]) -> np.uint64:
 
 
 PIECE_WORDS = 2**20
-"""Words looked at together: 8 MB as 64-bit numbers."""
+"""Words processed together: 8 MB as 64-bit numbers."""
 
 HOST_WORDS = 2**14
-"""The same in the host's memory, where it is what stays in a cache that counts. The outcome does not depend on it."""
+"""The same on the host, to stay in the cache. The result does not depend on it."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16}
-"""By the size of an element; all others are read as words of 32 bits."""
+"""Word types by the size of an element; all others are read as words of 32 bits."""
 
 _weights: dict[torch.device, Tensor] = {}
 
 
 class Item(NamedTuple):
-    """A tensor whose bits count towards one row."""
+    """A tensor whose bits are part of one row's checksum."""
 
     row: int
     salt: int
-    """Sets it apart from other tensors of the row."""
+    """Distinguishes it from other tensors of the row."""
     tensor: Tensor
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is what it holds: not so for sparse ones, wrappers, and those without memory."""
+    """Returns whether a tensor's memory is its content: not for sparse, wrapper and meta tensors."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     in_transform = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return plain and not in_transform and tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The bits of a contiguous tensor as whole numbers along its last dimension.
+    """Returns the bits of a contiguous tensor as integers along its last dimension.
 
-    The size of a word must not depend on where in memory a tensor begins, which replicas need not share.
+    The size of a word must not depend on the address of a tensor, which differs between replicas.
     """
     return tensor.view(_WORDS.get(tensor.element_size(), torch.int32))
 
 
 def weights(device: torch.device, count: int) -> Tensor:
-    """Odd pseudo-random numbers, the same on every device."""
+    """Returns odd pseudo-random numbers, the same on every device."""
     known = _weights.get(device)
     if known is None or len(known) < count:
         size = min(max(count, 2**12), PIECE_WORDS) if count <= PIECE_WORDS else count
@@ -141,13 +141,13 @@ def weights(device: torch.device, count: int) -> Tensor:
 
 
 def signed(number: int) -> int:
-    """A number modulo 2**64 as torch's 64-bit integers have it."""
+    """Returns a number modulo 2**64 as a signed 64-bit integer."""
     return (int(number) + 2**63) % 2**64 - 2**63
 
 
 @torch.no_grad()
 def checksums(items: Iterable[Item]) -> Iterator[tuple[list[int], Tensor]]:
-    """The checksums of all rows, for each device: the rows, and one 64-bit integer for each.
+    """Yields, for each device, rows and one 64-bit checksum per row.
 
     A row with tensors on several devices comes once for each; its checksums add up.
     """
@@ -178,14 +178,14 @@ def checksums(items: Iterable[Item]) -> Iterator[tuple[list[int], Tensor]]:
 
 
 def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The low and the high 32 bits, as numbers that a float64 holds exactly."""
+    """Returns the low and the high 32 bits, which a float64 holds exactly."""
     if numbers.device.type not in ("cpu", "cuda"):
-        numbers = numbers.cpu()  # not every device has the float64 that they travel in
+        numbers = numbers.cpu()  # not every device has float64
     return numbers & (HALF - 1), (numbers >> 32) & (HALF - 1)
 
 
 def _sums_on_host(pieces: Sequence[Tensor]) -> Tensor:
-    """The weighted sum of every piece, by numpy, which is twice as fast as torch at this."""
+    """Returns the weighted sum of every piece, by numpy, which is twice as fast as torch here."""
     weight = weights(torch.device("cpu"), max(piece.numel() for piece in pieces)).numpy()
     sums = []
     for piece in pieces:
@@ -198,13 +198,13 @@ def _sums_on_host(pieces: Sequence[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=2**14)
 def _constants(salt: int, length: int, parts: int) -> tuple[int, list[int]]:
-    """What a tensor of this length adds to its row, and the factor of each of its pieces."""
+    """Returns the constant that a tensor of this length adds to its row, and the factor of each of its pieces."""
     factors = mixed(np.uint64(salt) ^ mixed(np.arange(parts))) | np.uint64(1)
     return int(mixed(int(mixed(salt)) ^ length)) | 1, [signed(factor) for factor in factors.tolist()]
 
 
 def _sums(pieces: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """The weighted sum of every piece, in their order; small ones are handled many at a time."""
+    """Yields the weighted sum of every piece, in order; processes many small ones at a time."""
     weight = weights(device, max(piece.numel() for piece in pieces))
     together: list[Tensor] = []
     size = 0
@@ -222,7 +222,7 @@ def _weighted(pieces: Sequence[Tensor], weight: Tensor) -> Tensor:
         return (pieces[0].to(torch.int64) * weight[: pieces[0].numel()]).sum().reshape(1)
     lengths = [piece.numel() for piece in pieces]
     terms = torch.cat(list(pieces)).to(torch.int64) * torch.cat([weight[:length] for length in lengths])
-    # Differences of running totals: exact, as whole numbers wrap around.
+    # Differences of running totals: exact, because integers wrap around.
     ends = terms.cumsum(0)[_to_device((np.cumsum(lengths) - 1).tolist(), weight.device)]
     return ends.diff(prepend=ends.new_zeros(1))
 
@@ -232,20 +232,20 @@ def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 SAMPLES = 16
-"""Samples of a batch that are looked at."""
+"""Samples of a batch that get a fingerprint."""
 
 SAMPLE_ELEMENTS = 2**16
-"""Elements of each that are, evenly spread."""
+"""Elements of each sample that enter it, evenly spread."""
 
 MAX_DEPTH = 8
-"""Containers inside containers that are searched for tensors."""
+"""The deepest nesting of containers that is searched for tensors."""
 
 
 class Audit:
-    """Adds to the packets of audited steps what ranks must agree in, or must not.
+    """Reads, at audited steps, what ranks must agree in (replicas) or must not (samples).
 
     Args:
-        model: The root that the training loop calls. Its first training forward after `arm` shows the samples.
+        model: The module that the training loop calls. Its first training forward after `arm` shows the samples.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -258,10 +258,10 @@ class Audit:
     # -- samples ------------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Look at the samples of the next training forward, once. Compiled models are left alone.
+        """Look at the samples of the next training forward, once. Skips compiled models.
 
-        The first call is for nothing: the loop may have the model compiled in its first forward, and what is compiled
-        with a hook is compiled again when that is gone. A hook that comes later is not noticed there.
+        The first call does nothing: the loop may compile the model in its first forward, and a model compiled with a
+        hook is compiled again when the hook is removed. Compiled code ignores hooks that are added later.
         """
         self._samples, self._error = None, None
         first, self._is_first = self._is_first, False
@@ -269,22 +269,22 @@ class Audit:
             self._hook = self._model.register_forward_pre_hook(_FirstLook(self), with_kwargs=True)
 
     def disarm(self) -> None:
-        """Do not wait for a forward any more."""
+        """Stop waiting for a forward."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the prints of the samples in the first argument that holds tensors."""
+        """Take fingerprints of the samples in the first argument that holds tensors."""
         self.disarm()
         try:
             self._samples = sample_prints(args, kwargs)
-        except Exception as error:  # it must not end training; told with the other instruments' errors
+        except Exception as error:  # training must continue; `fingerprints` raises it
             self._error = error
 
     @torch.no_grad()
     def fingerprints(self, buffer: ReadingBuffer) -> None:
-        """Put prints of the samples seen since `arm`, and of the state of random numbers, into the buffer."""
+        """Add fingerprints of the samples seen since `arm`, and of the state of random numbers."""
         self.disarm()
         samples, self._samples = self._samples, None
         state = print_of(b"".join(_random_states(self._model)))
@@ -302,13 +302,13 @@ class Audit:
     def after_step(
         self, buffer: ReadingBuffer, rows: Sequence[int], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Put checksums of this rank's part of parameters, and of their optimizer state, into the buffer.
+        """Add checksums of this rank's part of parameters, and of their optimizer state.
 
-        Rows whose memory cannot be read, or that have no state, are skipped.
+        Skips rows whose memory cannot be read, or that have no state.
         """
         held = [(row, local(parameter)) for row, parameter in zip(rows, parameters, strict=True)]
         _add(buffer, "check", [Item(row, 0, tensor) for row, tensor in held if is_readable(tensor)])
-        # ZeRO spreads the state over ranks: nobody has a copy of another one's.
+        # ZeRO shards the state over ranks: there are no replicas.
         state: Mapping[Any, Any] = optimizer.state if stepping(optimizer) is optimizer else {}
         items = [
             Item(row, print_of(name.encode()), tensor)
@@ -319,9 +319,9 @@ class Audit:
 
 
 def sample_prints(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """One 64-bit print for each of the first samples; None where the input holds none that can be read.
+    """Returns a 64-bit fingerprint of each of the first samples; None if the input holds none that can be read.
 
-    All tensors of the argument that have as many rows as its first one count. Padding by zeros does not.
+    Covers all tensors of the argument with as many rows as its first one. Zero padding does not change it.
     """
     for argument in (*args, *kwargs.values()):
         tensors = [tensor for tensor in _tensors(argument) if tensor.dim() and tensor.numel()]
@@ -329,7 +329,7 @@ def sample_prints(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | 
             break
     else:
         return None
-    # What requires a gradient is no data: the activations that a later stage of a pipeline is given.
+    # Tensors that require a gradient are not data: a later pipeline stage receives activations.
     if any(tensor.requires_grad for tensor in tensors) or not all(is_readable(local(tensor)) for tensor in tensors):
         return None
     count = len(local(tensors[0]))
@@ -351,7 +351,7 @@ def _of_rows(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """All tensors in a container, in order."""
+    """Yields all tensors in a container, in order."""
     if isinstance(value, Tensor):
         yield value
     elif depth < MAX_DEPTH:
@@ -370,7 +370,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors and numbers of an optimizer's state, by where they are in it."""
+    """Yields all tensors and numbers of an optimizer's state, with their paths."""
     for path, leaf in pytree.tree_leaves_with_path(state):
         if isinstance(leaf, (bool, int, float)):
             yield pytree.keystr(path), torch.tensor(float(leaf), dtype=torch.float64)
@@ -397,15 +397,15 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 class _FirstLook:
-    """The hook. Copies of the model, in memory or in a file, get one that does nothing."""
+    """The hook. Copies of the model, in memory or in a file, get a hook that does nothing."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # it must not become part of what is compiled
+        if torch.compiler.is_compiling():  # the hook must not be compiled into the model
             return
-        # A forward without gradients is an evaluation, where ranks may well share their data.
+        # A forward without gradients is an evaluation, where ranks may share data.
         if not module.training or not torch.is_grad_enabled() or _is_capturing():
             return
         self._audit.look(args, kwargs)
@@ -429,19 +429,19 @@ def _is_capturing() -> bool:
 Ints = NDArray[np.int64]
 
 SHARED = 0.5
-"""Share of its samples that a data worker must have in common with one other to be its double."""
+"""Share of its samples that a data-parallel worker has in common with its duplicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one audit has gathered of W ranks, which are D data workers and hold C kinds of replicas."""
+    """What one audit gathered from W ranks, which are D data-parallel workers and hold C classes of replicas."""
 
     norms: Floats
-    """[D] Norms of the data workers' own gradients; nan where not known."""
+    """[D] Norms of the workers' own gradients; NaN if not known."""
     data_index: Ints
-    """[W] Which data worker a rank is part of; -1 where not known."""
+    """[W] The worker that a rank is part of; -1 if not known."""
     rng_prints: Prints
-    """[W] States of random numbers. Of this and all other prints, 0 is nothing."""
+    """[W] States of random numbers. In this and all other fingerprints, 0 is nothing."""
     sample_prints: Prints
     """[W, samples]"""
     grad_prints: Prints
@@ -456,15 +456,15 @@ class Seen:
 
 @dataclass
 class Memory:
-    """What one audit leaves for the next."""
+    """What one audit remembers for the next."""
 
     rng_equal: bool = False
-    """Whether the random numbers of all ranks had been in one state, and have not all gone their own ways since."""
+    """Whether the random numbers of all ranks were once in the same state, and most still are."""
     samples: Prints = field(default_factory=lambda: np.zeros((0, 0), dtype=np.uint64))
-    """The sample prints of the last audit."""
+    """The sample fingerprints of the last audit."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values."""
         return {"rng_equal": self.rng_equal, "samples": self.samples.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -475,19 +475,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Ranks that should hold the same bits of a class of rows, and do not."""
+    """Ranks whose copies of a class of rows should be equal and are not."""
 
     place: int
     """The class."""
     replica_set: int
     ranks: tuple[int, ...]
     odd: tuple[int, ...]
-    """Those that are not with the majority; all of them where there is none."""
+    """Those that differ from the majority; all of them if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The numbers of an audit. A metric that nothing could be compared for is not among them."""
+    """The metrics of an audit, without those that nothing could be compared for."""
 
     values: dict[str, float]
     ranks: dict[str, Floats]
@@ -495,11 +495,11 @@ class Verdict:
 
 
 def audit_numbers(seen: Seen, memory: Memory) -> Verdict:
-    """Make the numbers of an audit of what was gathered.
+    """Returns the metrics of an audit.
 
     Args:
-        seen: What all ranks have sent.
-        memory: What the last audit left; it is brought up to date.
+        seen: What all ranks sent.
+        memory: What the last audit remembered; updated in place.
     """
     values: dict[str, float] = {}
     ranks: dict[str, Floats] = {}
@@ -512,7 +512,7 @@ def audit_numbers(seen: Seen, memory: Memory) -> Verdict:
 
 
 def tensor_mismatch(param_digest: Prints, state_digest: Prints, replica_set: Ints) -> Floats:
-    """For every row, how many ranks do not hold the bits of the majority, in weights or optimizer state.
+    """Returns, for every row, how many ranks differ from the majority in weights or optimizer state.
 
     Args:
         param_digest: [R, W] Digests of single tensors; 0 where a rank has none.
@@ -542,7 +542,7 @@ def _compare_norms(seen: Seen, values: dict[str, float], ranks: dict[str, Floats
 
 
 def _by_rank(seen: Seen, of_workers: Floats) -> Floats:
-    """Numbers of the data workers, at each of their ranks."""
+    """Returns the number of each rank's worker."""
     return np.append(of_workers, np.nan)[seen.data_index]
 
 
@@ -561,7 +561,7 @@ def _find_twins(seen: Seen, memory: Memory, values: dict[str, float], ranks: dic
 
 
 def _lowest_ranks(seen: Seen) -> Ints:
-    """The first rank of every data worker that has shown samples, or its first."""
+    """Returns each worker's first rank with samples, or its first rank."""
     lowest = np.zeros(len(seen.norms), dtype=np.int64)
     shown = np.asarray(seen.sample_prints.any(axis=1))
     order = np.lexsort((-np.arange(len(shown)), shown))  # the last to be written wins
@@ -571,10 +571,10 @@ def _lowest_ranks(seen: Seen) -> Ints:
 
 
 def _informative(seen: Seen, memory: Memory) -> Prints:
-    """Sample prints that can tell data apart, 0 elsewhere.
+    """Returns the sample fingerprints that can tell data apart, 0 elsewhere.
 
-    Inputs that are the same for all samples (a mask), or that were the same at the last audit (a grid of positions, one
-    batch that is trained on again and again), say nothing about whose data they are.
+    Inputs that are the same for all samples (a mask), or that were the same at the last audit (a grid of positions, a
+    single batch that is repeated), do not identify whose data they are.
     """
     prints = np.sort(seen.sample_prints, axis=1)
     count = (prints != 0).sum(axis=1)
@@ -586,9 +586,9 @@ def _informative(seen: Seen, memory: Memory) -> Prints:
 
 
 def _partners(workers: NDArray[Any], prints: Prints) -> Ints:
-    """For every worker the lowest other one that it shares enough prints with; -1 for none.
+    """Returns, for every worker, the lowest other one that it shares enough fingerprints with; -1 for none.
 
-    Sorting all prints finds who shares them, whatever the number of workers.
+    Sorts all fingerprints, which scales to any number of workers.
     """
     result = np.full(len(workers), -1, dtype=np.int64)
     who = np.repeat(workers, prints.shape[1])
@@ -605,7 +605,7 @@ def _partners(workers: NDArray[Any], prints: Prints) -> Ints:
     own = np.bincount(owner, minlength=len(workers))
     (mine, theirs), votes = np.unique(np.stack([owner[shared], other[shared]]), axis=1, return_counts=True)
     enough = votes >= SHARED * own[mine]
-    # In reverse, so that the lowest is what stays.
+    # In reverse, so that the lowest is written last.
     result[mine[enough][::-1]] = theirs[enough][::-1]
     return result
 
@@ -662,7 +662,7 @@ def _compare_replicas(seen: Seen, values: dict[str, float], ranks: dict[str, Flo
 
 
 def _replicas(sets: Ints) -> Iterator[tuple[int, Ints]]:
-    """Every set of several ranks: its number and its ranks."""
+    """Yields the number and the ranks of every set of several ranks."""
     order = np.argsort(sets, kind="stable")
     numbers, starts, sizes = np.unique(sets[order], return_index=True, return_counts=True)
     for number, start, size in zip(numbers.tolist(), starts, sizes, strict=True):
@@ -671,7 +671,7 @@ def _replicas(sets: Ints) -> Iterator[tuple[int, Ints]]:
 
 
 def _groups(prints: Prints) -> Ints:
-    """The group of equal prints that each is in: 0 the largest, then by size, then by who comes first."""
+    """Returns the group of equal fingerprints that each is in: 0 the largest, then by size, then by first member."""
     _, first, inverse, counts = np.unique(prints, return_index=True, return_inverse=True, return_counts=True)
     place = np.empty(len(counts), dtype=np.int64)
     place[np.lexsort((first, -counts))] = np.arange(len(counts))
@@ -679,7 +679,7 @@ def _groups(prints: Prints) -> Ints:
 
 
 def _is_odd(prints: Prints) -> NDArray[np.bool_]:
-    """Who is not with the majority. Where two groups are the largest there is none: then all, if they differ."""
+    """Returns who differs from the majority. If the two largest groups are equal, all do."""
     groups = _groups(prints)
     sizes = np.bincount(groups)
     tied = len(sizes) > 1 and sizes[0] == sizes[1]
@@ -687,11 +687,11 @@ def _is_odd(prints: Prints) -> NDArray[np.bool_]:
 
 
 MAX_WITNESSES = 6
-"""Ranks whose checksums are compared tensor by tensor, once they are known to differ."""
+"""Ranks whose checksums are compared tensor by tensor once copies differ."""
 
 
 class Comparison:
-    """Packs this rank's fingerprints into slots of its own, and judges those of all ranks."""
+    """Packs this rank's fingerprints into slots of its own, and compares those of all ranks."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -700,59 +700,65 @@ class Comparison:
         self._salts = np.array([row_salt(name) for name in names], dtype=np.uint64)
         self._own_kinds = topology.kinds[topology.rows]
         self.num_kinds = len(topology.replica_sets)
+        # The low and the high half of every fingerprint; those of tensors are folded into one per class of rows.
+        self._of_rank = np.dtype(
+            [
+                ("rng", "f8", (2,)),
+                ("samples", "f8", (2, SAMPLES)),
+                ("check", "f8", (2, self.num_kinds)),
+                ("state", "f8", (2, self.num_kinds)),
+            ]
+        )
+        self._of_worker = np.dtype([("square", "f8"), ("known", "f8"), ("gradient", "f8", (2,))])
 
     def pack(self, step: StepSums) -> Floats:
-        """This rank's numbers, in its slots; those of all others are 0."""
+        """Returns this rank's numbers, in its slots; those of all others are 0."""
         topology, prints = self.topology, step.prints
-        of_rank = np.zeros((topology.world, 2 + 2 * SAMPLES + 4 * self.num_kinds))
+        of_rank = np.zeros(topology.world, self._of_rank)
         mine = of_rank[topology.rank]
-        mine[0:2] = _halves(prints, "rng", 1)[:, 0]
-        mine[2 : 2 + 2 * SAMPLES] = _halves(prints, "sample", SAMPLES).reshape(-1)
-        for place, what in ((0, "check"), (2, "state")):
+        mine["rng"] = _halves(prints, "rng", 1)[:, 0]
+        mine["samples"] = _halves(prints, "sample", SAMPLES)
+        for what in ("check", "state"):
             digests = self._digests(step, what)
             for kind in range(self.num_kinds):
                 chosen = self._own_kinds == kind
-                salts = self._salts[topology.rows][chosen]
-                low, high = split(np.array([fold(digests[chosen], salts)]))
-                mine[2 + 2 * SAMPLES + 4 * kind + place :][:2] = low[0], high[0]
-        of_worker = np.zeros((topology.num_data, 4))
+                folded = fold(digests[chosen], self._salts[topology.rows][chosen])
+                mine[what][:, kind] = np.concatenate(split(np.array([folded])))
+        of_worker = np.zeros(topology.num_data, self._of_worker)
         parts = step.rows.get("parts")
         if parts is not None and parts.present.any():
             squares = np.where(parts.present, parts.values * topology.part_weights, 0.0)
-            low, high = split(np.array([grad_print(np.where(parts.present, parts.values, 0.0))]))
-            of_worker[topology.data_index[topology.rank]] = squares.sum(), 1.0, low[0], high[0]
-        return np.concatenate([of_rank.reshape(-1), of_worker.reshape(-1)])
+            halves = split(np.array([grad_print(np.where(parts.present, parts.values, 0.0))]))
+            of_worker[topology.data_index[topology.rank]] = squares.sum(), 1.0, np.concatenate(halves)
+        return np.concatenate([of_rank.view("f8"), of_worker.view("f8")])
 
     def _digests(self, step: StepSums, what: str) -> Prints:
-        """One a row of this rank; 0 where there is none."""
+        """Returns one digest per row of this rank; 0 if there is none."""
         low, high = (step.prints.get(f"{what}_{half}") for half in ("lo", "hi"))
         if low is None or high is None:
             return np.zeros(len(self.topology.rows), dtype=np.uint64)
-        # What some ranks step for others is not the same everywhere until it has been sent to them.
+        # A tensor that some ranks step for others differs until they have received it.
         return np.where(self.topology.is_shared_out[self.topology.rows], np.uint64(0), digest(low, high))
 
     def unpack(
         self, vector: Floats, own: StepSums, step: StepSums, reduce: Callable[..., Generator[Any, None, Floats]]
     ) -> Generator[Any, None, None]:
-        """Put into a step what the fingerprints of all ranks say. Where copies differ, a second round finds where."""
+        """Add the metrics of the audit to a step. If copies differ, a second round finds the tensors."""
         topology = self.topology
-        width = 2 + 2 * SAMPLES + 4 * self.num_kinds
-        of_rank = vector[: topology.world * width].reshape(topology.world, width)
-        of_worker = vector[topology.world * width :].reshape(topology.num_data, 4)
-        samples = of_rank[:, 2 : 2 + 2 * SAMPLES].reshape(topology.world, 2, SAMPLES)
-        checks = of_rank[:, 2 + 2 * SAMPLES :].reshape(topology.world, self.num_kinds, 2, 2)
-        # Gradients of single pipeline stages are of different tensors.
+        end = topology.world * self._of_rank.itemsize // 8
+        of_rank, of_worker = vector[:end].view(self._of_rank), vector[end:].view(self._of_worker)
+        # Gradients of different pipeline stages cannot be compared.
         comparable = topology.num_sources == topology.num_data
         with np.errstate(invalid="ignore"):
-            norms = np.where((of_worker[:, 1] > 0) & comparable, np.sqrt(of_worker[:, 0]), np.nan)
+            norms = np.where((of_worker["known"] > 0) & comparable, np.sqrt(of_worker["square"]), np.nan)
         seen = Seen(
             norms=norms,
             data_index=topology.data_index,
-            rng_prints=digest(of_rank[:, 0], of_rank[:, 1]),
-            sample_prints=digest(samples[:, 0], samples[:, 1]),
-            grad_prints=np.where(comparable, digest(of_worker[:, 2], of_worker[:, 3]), 0).astype(np.uint64),
-            param_digest=digest(checks[:, :, 0, 0], checks[:, :, 0, 1]).T,
-            state_digest=digest(checks[:, :, 1, 0], checks[:, :, 1, 1]).T,
+            rng_prints=digest(*of_rank["rng"].T),
+            sample_prints=digest(of_rank["samples"][:, 0], of_rank["samples"][:, 1]),
+            grad_prints=np.where(comparable, digest(*of_worker["gradient"].T), 0).astype(np.uint64),
+            param_digest=digest(of_rank["check"][:, 0], of_rank["check"][:, 1]).T,
+            state_digest=digest(of_rank["state"][:, 0], of_rank["state"][:, 1]).T,
             replica_set=topology.replica_sets,
         )
         verdict = audit_numbers(seen, self.memory)
@@ -788,7 +794,7 @@ class Comparison:
 
 
 def _halves(prints: dict[str, Floats], name: str, count: int) -> Floats:
-    """Both halves of some fingerprints, zeros where there are fewer."""
+    """Returns both halves of some fingerprints, padded with zeros."""
     halves = np.zeros((2, count))
     for place, half in enumerate(("lo", "hi")):
         found: Any = prints.get(f"{name}_{half}", ())

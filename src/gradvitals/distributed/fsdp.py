@@ -1,4 +1,4 @@
-"""The gradients of single ranks under `fully_shard`, before they are reduced."""
+"""Reads the gradients of single ranks under `fully_shard`, before they are reduced."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gradvitals.distributed.shards import local, rows_held
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model keeps a parameter."""
+    """The module and name of a parameter."""
 
     row: int
     module: nn.Module
     name: str
 
     def current(self) -> Tensor | None:
-        """What the model computes with right now: the whole parameter, or the rank's shard of it."""
+        """Returns what the model computes with now: the whole parameter, or this rank's shard of it."""
         return self.module._parameters.get(self.name)
 
 
@@ -41,20 +41,20 @@ def parts_of(
     on_error: Callable[[Exception], None],
     reduced: bool,
 ) -> tuple[MicrobatchSums | None, str | None]:
-    """What measures the gradients that a step's gradient is made of, as this model computes them.
+    """Returns what measures the gradients of single micro-batches and ranks of this model.
 
     Args:
-        model: The model as it is watched, with its wrappers.
+        model: The watched model, with its wrappers.
         parameters: All watched parameters, by row.
-        heads: How weights are seen as attention heads, by row.
+        heads: Attention heads of weights, by row.
         rows: The rows that the optimizer steps.
-        arrivals: Rows in the order in which backward reaches them; added to.
-        timer: Accounts for what this costs.
-        on_error: Called with an error of ours, after which nothing is collected any more.
+        arrivals: Rows in the order in which backward reaches them; extended in place.
+        timer: Measures the cost.
+        on_error: Called with an internal error, which ends the collection.
         reduced: Whether gradients are reduced over ranks, during backward or after it.
 
     Returns:
-        The instrument, or None and the reason why there is none.
+        The collector, or None and the reason why there is none.
     """
     reason = why_no_parts(model)
     if reason is not None:
@@ -67,7 +67,7 @@ def parts_of(
 
 
 def why_no_parts(model: nn.Module) -> str | None:
-    """Why the gradients of single ranks and micro-batches of this model cannot be seen; None where they can."""
+    """Returns why the gradients of single ranks and micro-batches of this model cannot be read; None if they can."""
     flat = _fsdp_class("FullyShardedDataParallel")
     if flat is not None and any(isinstance(module, flat) for module in model.modules()):
         return (
@@ -82,9 +82,9 @@ def why_no_parts(model: nn.Module) -> str | None:
 
 
 class ShardedParts(MicrobatchSums):
-    """Norms of the gradient of every micro-batch, of parameters that `fully_shard` has cut up, and of others.
+    """Norms of the gradient of every micro-batch, for models with parameters under `fully_shard`.
 
-    A rank's numbers are of the whole gradient of its own samples, not of the shard that it keeps.
+    A rank reads the whole gradient of its own samples, not the shard that it keeps.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ShardedParts(MicrobatchSums):
                 self._forward_handles.append(module.register_forward_pre_hook(self._before_forward(module)))
 
     def disarm(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         super().disarm()
         for handle in self._forward_handles:
             handle.remove()
@@ -134,7 +134,7 @@ class ShardedParts(MicrobatchSums):
         return torch.compiler.disable(before_forward)  # type: ignore[no-any-return]
 
     def _find_leaves(self, module: nn.Module) -> None:
-        """Called when the parameters of a module have been put together, before they are used."""
+        """Hook the parameters of a module, which have been gathered and are about to be used."""
         for place in self._units[module]:
             leaf = place.current()
             if leaf is None or (leaf is self._leaves.get(place.row) and place.row in self._handles):
@@ -172,7 +172,7 @@ class ShardedParts(MicrobatchSums):
 def sharded_units(
     model: nn.Module, parameters: Sequence[nn.Parameter], rows: Sequence[int]
 ) -> dict[nn.Module, list[Place]]:
-    """The modules that `fully_shard` was called with, and where the parameters of each are."""
+    """Returns the modules that `fully_shard` was called with, and the place of each parameter."""
     row_of = {id(parameters[row]): row for row in rows}
     units: dict[nn.Module, list[Place]] = {}
     for unit, module in _owners(model, None):
@@ -183,7 +183,7 @@ def sharded_units(
 
 
 def _owners(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
-    """Every module, with the innermost around it (or itself) that `fully_shard` was called with."""
+    """Yields every module with the innermost `fully_shard` module around it, which may be itself."""
     sharded = _fsdp_class("FSDPModule")
     if sharded is not None and isinstance(module, sharded):
         unit = module
@@ -193,14 +193,14 @@ def _owners(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Modu
 
 
 def _fsdp_class(name: str) -> Any:
-    """A class of torch.distributed.fsdp, where anybody has imported it."""
+    """Returns a class of torch.distributed.fsdp, if it was imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 
 def groups_of(module: nn.Module) -> dict[int, Any]:
-    """For each parameter of a unit, by its id, the group that is reduced together with it.
+    """Returns, by parameter id, the FSDP parameter group of each parameter of a unit.
 
-    Where torch keeps them differs between its versions; empty where they are not found.
+    Torch versions keep them in different places; empty if they are not found.
     """
     try:
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -217,6 +217,6 @@ def groups_of(module: nn.Module) -> dict[int, Any]:
 
 
 def _factor_of(group: Any) -> float:
-    """What makes the reduced gradient the mean over ranks, where the loop has it divided by another number."""
+    """Returns the factor that makes the reduced gradient the mean over ranks, if the loop set another divisor."""
     divisor = getattr(group, "gradient_divide_factor", None)
     return 1.0 if divisor is None else float(group.mesh_info.mesh.size() / divisor)

@@ -1,4 +1,4 @@
-"""The part of a DTensor that this rank holds, read without going through DTensor's own operations."""
+"""Access to a rank's own part of a DTensor, without DTensor operations."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types that are never spread over ranks: to look for attributes they do not have would take longer."""
+"""Types that are never DTensors: checking them first is faster than looking for missing attributes."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rank's own part of a tensor that is spread over ranks; any other tensor as it is.
+    """Returns this rank's part of a DTensor; any other tensor as it is.
 
-    Operations on DTensors go through a dispatcher that takes longer than what we do, and may start collectives.
+    Operations on DTensors go through a slow dispatcher, and may start collectives.
     """
     part: Any = None if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", None)
     if part is None:
         return tensor
-    # What an asynchronous collective has yet to fill; waiting is for the device, not for the host.
+    # An asynchronous collective may still be filling it. This waits on the device, not on the host.
     wait = getattr(part, "trigger_wait", None)
     result: Tensor = part if wait is None else wait()
     return result
 
 
 def placements(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies on each dimension of its mesh; nothing for a plain tensor."""
+    """Returns the placements of a DTensor; nothing for a plain tensor."""
     if type(tensor) in PLAIN:
         return ()
     return tuple(getattr(tensor, "placements", ()) or ()) if hasattr(tensor, "_local_tensor") else ()
 
 
 def is_sharded(placement: Any) -> bool:
-    """Whether a tensor is cut along this dimension of the mesh."""
-    return hasattr(placement, "dim")  # Shard, and what FSDP makes of it on top of tensor parallelism
+    """Returns whether a placement shards the tensor."""
+    return hasattr(placement, "dim")  # Shard, and the strided shards of FSDP on top of tensor parallelism
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Into how many different parts a tensor is cut."""
+    """Returns the number of different shards of a tensor."""
     count = 1
     for size, placement in zip(_mesh_shape(tensor), placements(tensor), strict=True):
         count *= size if is_sharded(placement) else 1
@@ -49,7 +49,7 @@ def num_shards(tensor: Tensor) -> int:
 
 
 def shard_index(tensor: Tensor) -> int:
-    """Which of its parts this rank holds: replicas have the same number."""
+    """Returns the index of the shard that this rank holds. Replicas have the same index."""
     if not placements(tensor):
         return 0
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def shard_index(tensor: Tensor) -> int:
 
 
 def rows_held(tensor: Tensor, dim: int) -> range:
-    """Which of the tensor's rows along a dimension lie on this rank."""
+    """Returns the range along a dimension that this rank holds."""
     start, length = 0, tensor.shape[dim]
     if placements(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def rows_held(tensor: Tensor, dim: int) -> range:
             for size, here, placement in zip(mesh.shape, mesh.get_coordinate(), placements(tensor), strict=True)
             if is_sharded(placement) and placement.dim == dim
         ]
-        # FSDP cuts what tensor parallelism has left, though its dimension of the mesh comes first.
+        # FSDP shards the shards of tensor parallelism, although its mesh dimension comes first.
         for size, here, _ in sorted(cuts, key=lambda cut: cut[2]):
             chunk = -(-length // size)
             first = min(here * chunk, length)
@@ -79,7 +79,7 @@ def rows_held(tensor: Tensor, dim: int) -> range:
 
 
 def is_summand(grad: Tensor, leaf: Tensor) -> bool:
-    """Whether all that keeps a gradient from lying like its parameter is a sum over ranks."""
+    """Returns whether a gradient only needs a sum over ranks to have its parameter's placements."""
     if type(grad) in PLAIN:
         return False
     lie, wanted = placements(grad), placements(leaf)
@@ -88,9 +88,9 @@ def is_summand(grad: Tensor, leaf: Tensor) -> bool:
 
 
 def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
-    """This rank's part of a gradient, laid out like its parameter.
+    """Returns this rank's part of a gradient, in the placements of its parameter.
 
-    Gradients of tensor-parallel embeddings may come in another layout: whole on every rank, or as summands of it.
+    Gradients of tensor-parallel embeddings may have other placements: replicated, or partial sums.
     """
     if type(leaf) not in PLAIN and placements(leaf) and placements(grad) != placements(leaf):
         grad = grad.detach().redistribute(placements=placements(leaf))  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def local_like(grad: Tensor, leaf: Tensor) -> Tensor:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that only add a prefix to its names: DDP, DataParallel and torch.compile."""
+    """Returns the module inside DDP, DataParallel and torch.compile, which only add a prefix to its names."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -109,7 +109,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
-    """The ranks that a tensor is spread over; nothing for a plain tensor."""
+    """Returns the ranks of a DTensor's mesh; nothing for a plain tensor."""
     if not placements(tensor):
         return ()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def _mesh_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Summand(NamedTuple):
-    """A rank's summand of a tensor, and over which ranks it is to be summed."""
+    """A rank's partial sum of a tensor, and the mesh to sum it over."""
 
     part: Tensor
     mesh: Any
@@ -130,16 +130,16 @@ class Summand(NamedTuple):
 
 @torch.no_grad()
 def set_aside(tensor: Tensor) -> Summand:
-    """Keep a rank's summand as it is now. DTensor's own clone would sum it, with a collective of its own."""
+    """Returns a copy of a rank's partial sum. DTensor's own clone would start a collective."""
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     return Summand(local(tensor).detach().clone(), mesh, placements(tensor))
 
 
 @torch.no_grad()
 def sums_of_partial(summands: Mapping[int, Summand]) -> dict[int, Tensor]:
-    """The sum of each.
+    """Returns the sum of each over its ranks, by one collective per process group.
 
-    One collective a process group sums all of them; they are few and small, and the ranks of a group hold the same.
+    They are few and small, and all ranks of a group hold the same ones.
     """
     sums = {row: summand.part for row, summand in summands.items()}
     by_group: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}

@@ -1,4 +1,4 @@
-"""How the ranks of a run stop: who reports the error that ended training."""
+"""Ends a run on several ranks: one of them reports the error that ended training."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from gradvitals.distributed.topology import Topology
 from gradvitals.types import Finding
 
 LISTEN_SECONDS = 0.5
-"""How often the first rank looks whether another has left a word."""
+"""How often the first rank checks whether another one reported an error."""
 LOOKS = 6
-"""How often it looks, twice as fast, whether its own training stands."""
+"""How often `is_still` checks, at twice that rate, whether training makes steps."""
 WAIT_SECONDS = 5.0
-"""How long a rank that stops waits for the first one to keep it."""
+"""How long a rank that stops waits until the first rank has stored its error."""
 
 _said: collections.Counter[str] = collections.Counter()
 
 
 class Shutdown:
-    """The end of a run on this rank, which may be the only one.
+    """Ends a run on this rank, which may be the only one.
 
-    A rank that stops with an error leaves its reason in the store of torch.distributed, where the rank that keeps the
-    run looks for it. None of this raises: the store may have died with its rank.
+    A rank that stops with an error writes it to the store of torch.distributed, where the rank that writes the run
+    looks for it. None of this raises: the store may have died with its rank.
 
     Args:
         topology: The ranks; None for a single process.
-        leads: Whether this rank keeps the run.
+        leads: Whether this rank writes the run.
         reducer: Adds up the numbers of all ranks; None for a single process.
-        keep: On the rank that keeps the run: keeps why another one stopped, with all steps up to there. Called once, on
-            a thread of its own; when it returns, the other rank goes.
+        keep: On the rank that writes the run: stores why another one stopped, and all steps until then. Called once on
+            a thread of its own; when it returns, the other rank exits.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class Shutdown:
         keep: Callable[[Finding], None],
     ) -> None:
         self.stopped_elsewhere = False
-        """Whether another rank was the first to stop; an error of this one only follows from that."""
+        """Whether another rank stopped first, so that an error of this one is only a consequence."""
         self._leads = leads
         self._reducer = reducer
         self._was_kept = False
-        """Whether the reason of this rank was kept by the first one."""
+        """Whether the first rank stored the error of this one."""
         self._store = None if topology is None else _store_of(topology)
         self._over = threading.Event()
         if self._store is not None and leads:
-            # What the thread holds must not hold the Monitor: it ends when that is dropped.
+            # The thread must not hold the Monitor, so that it ends when that is dropped.
             held = (self._store, keep, self._over)
             threading.Thread(target=_listen, args=held, name="gradvitals-ranks", daemon=True).start()
 
     def on_error(self, error: BaseException) -> None:
-        """Training has ended with an error here: other ranks may be at another step, or gone."""
+        """Training ended with an error on this rank: other ranks may be at another step, or gone."""
         if self._reducer is not None:
             self._reducer.explain(error)
             self._reducer.end()
 
     def tell(self, error: BaseException, finding: Finding) -> None:
-        """Tell the rank that keeps the run, and wait until it has, since it is ended soon after this one."""
+        """Report the error to the rank that writes the run, and wait until it is stored."""
         if self._store is None or self._leads or speaks_of_loss(error):
             return
         try:
@@ -84,7 +84,7 @@ class Shutdown:
             self._store = None
 
     def end(self) -> None:
-        """Everything is written: listen no more. A rank that still waits for the first one need not."""
+        """Everything is written: stop listening, and release a rank that still waits."""
         self._over.set()
         store, self._store = self._store, None
         if store is not None and self._leads:
@@ -93,12 +93,12 @@ class Shutdown:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says how the run has ended: the first to stop, or the one that keeps the run."""
+        """Whether this rank reports how the run ended: the first to stop, or the one that writes the run."""
         return self._was_kept or (self._leads and not self.stopped_elsewhere)
 
 
 def is_still(step: Callable[[], int]) -> bool:
-    """Wait until training stands, as it does where it waits for a rank that has stopped; False where it does not."""
+    """Wait until training makes no more steps, because it waits for a stopped rank; returns False if it goes on."""
     before = -1
     for _ in range(LOOKS):
         if before == (before := step()):
@@ -108,7 +108,7 @@ def is_still(step: Callable[[], int]) -> bool:
 
 
 def _listen(store: Any, keep: Callable[[Finding], None], over: threading.Event) -> None:
-    with suppress(Exception):  # without a store there is nobody to listen to
+    with suppress(Exception):  # the store may be gone
         while not over.wait(LISTEN_SECONDS):
             if store.check(["word"]):
                 keep(Finding.from_json(json.loads(store.get("word"))))
@@ -120,23 +120,23 @@ def _store_of(topology: Topology) -> Any:
     with suppress(Exception):
         name = str(topology.group.group_name)
         _said[name] += 1
-        # Ranks that were started again may meet in the store of those before them.
+        # Restarted ranks may share the store with those before them.
         place = f"gradvitals/last_word/{name}/{_said[name]}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return c10d.PrefixStore(place, c10d._get_default_store())
     return None
 
 
 def close_at_exit(close: Callable[[BaseException | None], None]) -> None:
-    """Have a method called when the program ends, when the last steps are still on their way, with what ended it.
+    """Call a method when the program exits, with the exception that ended it.
 
-    By a weak reference, so that a Monitor that is dropped can go, and its model with it.
+    Holds it weakly, so that a Monitor that is dropped, and its model, can be freed.
     """
     reference = weakref.WeakMethod(close)
 
     def at_exit() -> None:
         method = reference()
         if method is not None:
-            # Set where an exception nobody caught has ended the program; at a prompt it may be any earlier one.
+            # Set if an uncaught exception ended the program; at a prompt it may be any earlier one.
             method(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
     atexit.register(at_exit)

@@ -1,4 +1,4 @@
-"""Which ranks take part in a run, what each of them holds, and how they meet."""
+"""Describes the ranks of a run and what each of them holds, and how they find each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _made: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 def own_group(group: Any = None, seconds: float = 1800.0) -> Any:
-    """A new group for messages of the host, of the ranks of `group`; of all for None. All of them must call it.
+    """Returns a new gloo group of the ranks of `group`, of all ranks for None. All of them must call it.
 
     Args:
         group: Another group.
@@ -43,8 +43,8 @@ def own_group(group: Any = None, seconds: float = 1800.0) -> Any:
     ranks = dist.get_process_group_ranks(group)
     _made[tuple(ranks)] += 1
     name = hashlib.sha1(f"gradvitals {ranks} {_made[tuple(ranks)]}".encode(), usedforsecurity=False).hexdigest()
-    # Torch would name a group of some ranks after the number of groups that this rank is in. Where that is not the
-    # same on all of them they never find each other.
+    # Torch names a group of some ranks after the number of groups that this rank is in. If that differs between
+    # ranks, they never find each other.
     original = getattr(c10d, "_hash_ranks_to_str", None)
     if original is not None:
         c10d._hash_ranks_to_str = lambda ranks: name
@@ -57,7 +57,7 @@ def own_group(group: Any = None, seconds: float = 1800.0) -> Any:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The tensors of a rank: the same for all ranks but those of another pipeline stage."""
+    """The tensors of a rank: the same on all ranks of a pipeline stage."""
 
     tensors: tuple[TensorInfo, ...]
     layers: tuple[str, ...]
@@ -66,34 +66,34 @@ class Holdings:
     windows: tuple[int, ...]
     """Rows that a sliding window follows."""
     shards: tuple[int, ...]
-    """Into how many parts each row is cut."""
+    """The number of shards of each row."""
     worker_shards: tuple[int, ...]
-    """Into how many of these the ranks of one data worker cut it, before gradients are reduced."""
+    """The number of shards within one data-parallel worker, before gradients are reduced."""
     kinds: tuple[int, ...]
-    """Rows of one kind are cut alike: their replicas are on the same ranks."""
+    """The kind of each row: rows of one kind have their replicas on the same ranks."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What every rank tells all others when watching begins. Small: a thousand of them are read by a thousand."""
+    """What every rank tells all others when watching starts. Small: a thousand ranks read a thousand of them."""
 
     version: str
     settings: Mapping[str, str]
-    """Each setting, as a short text."""
-    stock: str
+    """Each setting as a short text."""
+    holdings: str
     """Fingerprint of its Holdings."""
     shards: tuple[int, ...]
     """For each kind of row, which shard it holds."""
     empty: tuple[int, ...]
     """Rows of which it holds nothing."""
     data_ranks: tuple[int, ...]
-    """Ranks that see the same samples, itself among them."""
+    """Ranks that see the same samples, including itself."""
     idle: tuple[int, ...]
     """Rows that none of its optimizers steps."""
     stage: int | None
 
 
-def take_stock(
+def describe_holdings(
     layout: Layout,
     slots: Sequence[tuple[int, int]],
     windows: Sequence[int],
@@ -110,7 +110,7 @@ def take_stock(
         data_dims: By a parameter's id, the dimensions of its mesh along which ranks see different samples.
 
     Returns:
-        The stock, the shard it holds of each kind of row, and the rows of which it holds nothing.
+        The holdings, the shard it holds of each kind of row, and the rows of which it holds nothing.
     """
     patterns: dict[tuple[Any, ...], int] = {}
     kinds, held = [], []
@@ -120,7 +120,7 @@ def take_stock(
             patterns[pattern] = len(patterns)
             held.append(shard_index(parameter))
         kinds.append(patterns[pattern])
-    stock = Holdings(
+    holdings = Holdings(
         tensors=layout.tensors,
         layers=layout.layers,
         heads=layout.heads,
@@ -131,7 +131,7 @@ def take_stock(
         kinds=tuple(kinds),
     )
     empty = tuple(row for row, parameter in enumerate(parameters) if not local(parameter).numel())
-    return stock, tuple(held), empty
+    return holdings, tuple(held), empty
 
 
 def _worker_shards(parameter: Tensor, data_dims: Sequence[int]) -> int:
@@ -143,7 +143,7 @@ def _worker_shards(parameter: Tensor, data_dims: Sequence[int]) -> int:
 
 
 def data_dimensions(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """For each parameter that FSDP shards, the dimensions of its mesh that are data parallel; all others are not."""
+    """Returns, by the id of each parameter that FSDP shards, the data-parallel dimensions of its mesh."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     return {
         identity: _dims_within(parameters[identity], set(group.mesh_info.mesh.mesh.flatten().tolist()))
@@ -154,7 +154,7 @@ def data_dimensions(model: nn.Module) -> dict[int, tuple[int, ...]]:
 
 
 def _dims_within(parameter: Tensor, ranks: set[int]) -> tuple[int, ...]:
-    """Dimensions of a parameter's mesh that lead from this rank to ranks of a set only."""
+    """Returns the dimensions of a parameter's mesh along which this rank only meets ranks of a set."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     here = mesh.get_coordinate()
     dims = []
@@ -166,7 +166,7 @@ def _dims_within(parameter: Tensor, ranks: set[int]) -> tuple[int, ...]:
 
 
 def data_ranks(parameters: Sequence[Tensor], data_dims: Mapping[int, tuple[int, ...]]) -> set[int]:
-    """Global ranks that see the same samples as this one: those it cuts tensors with, other than to share data."""
+    """Returns the global ranks that see the same samples: those that share tensor, not data parallelism with it."""
     ranks = {dist.get_rank()}
     for parameter in parameters:
         if not placements(parameter):
@@ -179,7 +179,7 @@ def data_ranks(parameters: Sequence[Tensor], data_dims: Mapping[int, tuple[int, 
 
 
 def settings_of(config: Config, batch_told: bool) -> dict[str, str]:
-    """Every setting that ranks must agree on, as a short text."""
+    """Returns every setting that ranks must agree on, as a short text."""
     own = ("quiet", "extra", "pipeline_stage")
     settings = {name: value for name, value in asdict(config).items() if name not in own}
     settings["batch_size"] = "told" if batch_told else "not told"
@@ -188,58 +188,58 @@ def settings_of(config: Config, batch_told: bool) -> dict[str, str]:
 
 
 def fingerprint(text: str) -> str:
-    """A short name for a text."""
+    """Returns a short hash of a text."""
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 EXCHANGE_SECONDS = 1800.0
-"""How long a rank may be behind the others before they go on without it. Training does not wait for it."""
+"""How long a rank may be behind before the others stop exchanging numbers with it. Training does not wait."""
 
-_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
+_rendezvous_count: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a run and what each of them holds. Everything but `rank` and `rows` is the same on all."""
+    """The ranks of a run and what each of them holds."""
 
     rank: int
     world: int
     group: Any
-    """A process group of our own, on the host: training never waits for it."""
+    """A gloo group of our own: training never waits for it."""
     check_group: Any
-    """Another one, for what ranks compare before they add anything up: nobody waits for the sums before it."""
+    """Another one, to compare what ranks are about to add up while earlier sums are in progress."""
     device_group: Any
-    """The process group of the training itself."""
+    """The process group of the training."""
     layout: Layout
     slots: list[tuple[int, int]]
     windows: list[int]
-    """ParameterTable, of all ranks together, that a sliding window follows."""
+    """Rows, of all ranks together, that a sliding window follows."""
     rows: NDArray[np.int64]
-    """For each row of this rank, which one of all it is."""
+    """For each row of this rank, its place among those of all ranks."""
     slot_numbers: NDArray[np.int64]
     weights: NDArray[np.float64]
-    """What each row of this rank counts in a sum over ranks: shards over holders."""
+    """The weight of each row of this rank in a sum over ranks: shards over holders."""
     part_weights: NDArray[np.float64]
-    """The same for gradients that are not reduced over data workers yet."""
+    """The same for gradients before the reduction."""
     is_whole: NDArray[np.bool_]
-    """Which rows of this rank its data worker has in one piece, before gradients are reduced."""
+    """Which rows this rank's worker has in one piece before the reduction."""
     is_current: NDArray[np.bool_]
-    """Which rows of this rank have their new values as soon as it has stepped: not those that only others step."""
+    """Which rows of this rank have their new values right after its step: not those that only other ranks step."""
     is_shared_out: NDArray[np.bool_]
-    """Which rows of all are stepped by some of those who hold them, and not by others."""
+    """Which rows of all ranks are stepped by some of their holders only."""
     expected: NDArray[np.float64]
-    """For each row of all, the sum of the weights of those who hold something of it."""
+    """For each row of all ranks, the sum of the weights of its holders."""
     num_stages: int
     share: float
-    """What this rank counts in a sum over data workers."""
+    """The weight of this rank in a sum over data-parallel workers."""
     num_sources: int
-    """Data workers behind each gradient."""
+    """Data-parallel workers behind each gradient."""
     data_index: NDArray[np.int64]
-    """For each rank, which data worker it belongs to."""
+    """For each rank, the data-parallel worker it belongs to."""
     kinds: NDArray[np.int64]
-    """For each row of all, its kind: those of one kind have their replicas on the same ranks."""
+    """For each row of all ranks, its kind."""
     replica_sets: NDArray[np.int64]
-    """For each kind and rank, the shard it holds; -1 where it has none. Equal shards must be equal bits."""
+    """For each kind and rank, the shard it holds; -1 for none. Equal shards must have equal bits."""
 
     @property
     def is_replicated(self) -> bool:
@@ -248,17 +248,17 @@ class Topology:
 
     @property
     def num_data(self) -> int:
-        """Data workers."""
+        """The number of data-parallel workers."""
         return int(self.data_index.max()) + 1 if len(self.data_index) else 1
 
 
 class MissingRanksError(RunError):
-    """Some ranks did not come in time."""
+    """Some ranks did not call `watch` in time."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet: the same name on all of them, once only."""
+    """A place in the store of torch.distributed where the ranks of one run exchange values."""
 
     store: Any
     ranks: tuple[int, ...]
@@ -266,38 +266,38 @@ class Rendezvous:
     rank: int
     timeout: float
 
-    def tell(self, key: str, value: object) -> None:
-        """Leave a note for all."""
-        is_new = not self._is_there(key)  # it may be from a meeting that others did not come to
+    def publish(self, key: str, value: object) -> None:
+        """Publish a value to all ranks."""
+        is_new = not self._is_there(key)  # else it is left from a rendezvous that failed
         self.store.set(key, zlib.compress(pickle.dumps(value)))
         if is_new:
             self.store.add(f"{key.rsplit('/', 1)[0]}/count", 1)
 
-    def told(self, keys: Sequence[str]) -> list[Any]:
-        """Read notes that are there."""
+    def read(self, keys: Sequence[str]) -> list[Any]:
+        """Returns published values."""
         try:
             found = self.store.multi_get(list(keys))
-        except RuntimeError:  # not every store can
+        except RuntimeError:  # not every store supports it
             found = [self.store.get(key) for key in keys]
         return [pickle.loads(zlib.decompress(bytes(value))) for value in found]
 
     def wait(self, keys: Sequence[str], what: str) -> None:
-        """Wait until all notes are there.
+        """Wait until all values are published.
 
         Raises:
-            MissingRanksError: When they are not in time; it names the ranks that are missing.
+            MissingRanksError: If they are not in time; names the missing ranks.
         """
         deadline, pause = time.monotonic() + self.timeout, 0.002
         while not self._all_there(keys):
             if time.monotonic() > deadline:
                 missing = [place for place, key in enumerate(keys) if not self._is_there(key)]
-                who = _listed(missing) if len(keys) == len(self.ranks) else "0"  # what one tells all is the first's
+                who = _listed(missing) if len(keys) == len(self.ranks) else "0"  # a single value is published by rank 0
                 raise MissingRanksError(
                     f"of {len(self.ranks)} ranks, rank {who} did not {what} within "
                     f"{self.timeout:g} s. Call gradvitals.watch on every rank that trains the model, or pass those "
                     "that do as watch(group=...); Config(rank_timeout=...) sets how long to wait"
                 )
-            time.sleep(pause)  # asking is cheap; the store's own way to wait complains aloud when it is in vain
+            time.sleep(pause)  # the store's own wait prints a warning if it times out
             pause = min(2 * pause, 0.2)
 
     def _all_there(self, keys: Sequence[str]) -> bool:
@@ -309,52 +309,52 @@ class Rendezvous:
         return bool(self.store.check([key]))
 
 
-def call_meeting(group: Any, timeout: float) -> Rendezvous:
-    """The meeting of a process group, or of all ranks where it is None."""
+def find_rendezvous(group: Any, timeout: float) -> Rendezvous:
+    """Returns the rendezvous of a process group, of all ranks for None."""
     ranks = dist.get_process_group_ranks(group if group is not None else c10d._get_default_group())
-    name = f"gradvitals/{_meetings[tuple(ranks)]}/{fingerprint(json.dumps(ranks))[:8]}"
+    name = f"gradvitals/{_rendezvous_count[tuple(ranks)]}/{fingerprint(json.dumps(ranks))[:8]}"
     store = c10d.PrefixStore(name, c10d._get_default_store())
     return Rendezvous(store, tuple(ranks), ranks.index(dist.get_rank()), timeout)
 
 
-def meet(meeting: Rendezvous, card: RankInfo, stock: Holdings, group: Any) -> Topology:
-    """Tell all other ranks what this one brings along, hear the same of them, and find that it fits.
+def exchange_holdings(rendezvous: Rendezvous, info: RankInfo, holdings: Holdings, group: Any) -> Topology:
+    """Exchange with all ranks what each of them holds, and check that it fits together.
 
     Args:
-        meeting: Where.
-        card: What is told of this rank.
-        stock: What it holds.
+        rendezvous: Where to exchange it.
+        info: This rank.
+        holdings: What it holds.
         group: The process group of the training.
 
     Raises:
-        RunError: On all ranks alike, where one is missing or they do not fit together.
+        RunError: On all ranks alike, if one is missing or they do not fit together.
     """
-    world = len(meeting.ranks)
-    meeting.tell(f"card/{meeting.rank}", card)
-    keys = [f"card/{rank}" for rank in range(world)]
-    meeting.wait(keys, "begin to watch")
-    # One that has waited too long is gone when another comes: only those who are ready go on, or none.
-    meeting.tell(f"ready/{meeting.rank}", None)
-    meeting.wait([f"ready/{rank}" for rank in range(world)], "stay until all had come")
-    _meetings[meeting.ranks] += 1  # all are here: whatever comes of it, the next meeting is another one
-    cards: list[RankInfo] = meeting.told(keys)
-    check_settings(cards)
-    kinds_of_stock = list(dict.fromkeys(other.stock for other in cards))
-    if meeting.rank == next(rank for rank, other in enumerate(cards) if other.stock == card.stock):
-        meeting.tell(f"stock/{card.stock}", stock)
-    stock_keys = [f"stock/{name}" for name in kinds_of_stock]
-    meeting.wait(stock_keys, "tell what it holds")
-    stocks: dict[str, Holdings] = dict(zip(kinds_of_stock, meeting.told(stock_keys), strict=True))
-    check_stocks(cards, stocks)
-    topology = combine(meeting, cards, stocks, group)
+    world = len(rendezvous.ranks)
+    rendezvous.publish(f"info/{rendezvous.rank}", info)
+    keys = [f"info/{rank}" for rank in range(world)]
+    rendezvous.wait(keys, "begin to watch")
+    # A rank that timed out is gone when a late one comes: continue only if all are ready.
+    rendezvous.publish(f"ready/{rendezvous.rank}", None)
+    rendezvous.wait([f"ready/{rank}" for rank in range(world)], "stay until all had come")
+    _rendezvous_count[rendezvous.ranks] += 1  # all are here: the next rendezvous needs another name
+    infos: list[RankInfo] = rendezvous.read(keys)
+    check_settings(infos)
+    fingerprints = list(dict.fromkeys(other.holdings for other in infos))
+    if rendezvous.rank == next(rank for rank, other in enumerate(infos) if other.holdings == info.holdings):
+        rendezvous.publish(f"holdings/{info.holdings}", holdings)
+    holding_keys = [f"holdings/{name}" for name in fingerprints]
+    rendezvous.wait(holding_keys, "tell what it holds")
+    holdings_of: dict[str, Holdings] = dict(zip(fingerprints, rendezvous.read(holding_keys), strict=True))
+    check_holdings(infos, holdings_of)
+    topology = combine(rendezvous, infos, holdings_of, group)
     ours, checks = (own_group(group, EXCHANGE_SECONDS) for _ in range(2))
     return replace(topology, group=ours, check_group=checks)
 
 
-def check_settings(cards: Sequence[RankInfo]) -> None:
-    """All ranks must read the same things at the same steps."""
-    for what, values in [("gradvitals", [card.version for card in cards])] + [
-        (name, [card.settings.get(name, "") for card in cards]) for name in cards[0].settings
+def check_settings(infos: Sequence[RankInfo]) -> None:
+    """Check that all ranks read the same at the same steps."""
+    for what, values in [("gradvitals", [info.version for info in infos])] + [
+        (name, [info.settings.get(name, "") for info in infos]) for name in infos[0].settings
     ]:
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if odd:
@@ -365,14 +365,14 @@ def check_settings(cards: Sequence[RankInfo]) -> None:
             )
 
 
-def check_stocks(cards: Sequence[RankInfo], stocks: dict[str, Holdings]) -> None:
-    """Ranks hold the same tensors, or those of different pipeline stages, which have no name in common."""
-    names = {key: {info.name: info for info in stock.tensors} for key, stock in stocks.items()}
+def check_holdings(infos: Sequence[RankInfo], holdings_of: dict[str, Holdings]) -> None:
+    """Check that ranks hold the same tensors, or those of pipeline stages, which have no name in common."""
+    names = {key: {info.name: info for info in holdings.tensors} for key, holdings in holdings_of.items()}
     for (key, ours), (other_key, theirs) in itertools.combinations(names.items(), 2):
         if not ours.keys() & theirs.keys():
             continue
-        mine = [rank for rank, card in enumerate(cards) if card.stock == key]
-        others = [rank for rank, card in enumerate(cards) if card.stock == other_key]
+        mine = [rank for rank, info in enumerate(infos) if info.holdings == key]
+        others = [rank for rank, info in enumerate(infos) if info.holdings == other_key]
         raise RunError(
             f"rank {_listed(mine)} and rank {_listed(others)} do not hold the same parameters: "
             f"{_difference(ours, theirs)}. Ranks that train one model must build it alike; pipeline stages that use "
@@ -392,12 +392,14 @@ def _difference(ours: dict[str, TensorInfo], theirs: dict[str, TensorInfo]) -> s
     return "they are sharded, frozen or followed differently"
 
 
-def combine(meeting: Rendezvous, cards: Sequence[RankInfo], stocks: dict[str, Holdings], group: Any) -> Topology:
-    """Put all stocks one after the other, in the order of their stage or of their first rank."""
-    world = len(cards)
-    first_rank = {key: next(r for r, card in enumerate(cards) if card.stock == key) for key in stocks}
-    stages = {key: cards[first_rank[key]].stage for key in stocks}
-    order = sorted(stocks, key=lambda key: (stages[key] if stages[key] is not None else 0, first_rank[key]))
+def combine(
+    rendezvous: Rendezvous, infos: Sequence[RankInfo], holdings_of: dict[str, Holdings], group: Any
+) -> Topology:
+    """Concatenate the holdings of all pipeline stages, in the order of stage or of first rank."""
+    world = len(infos)
+    first_rank = {key: next(r for r, info in enumerate(infos) if info.holdings == key) for key in holdings_of}
+    stages = {key: infos[first_rank[key]].stage for key in holdings_of}
+    order = sorted(holdings_of, key=lambda key: (stages[key] if stages[key] is not None else 0, first_rank[key]))
     tensors: list[TensorInfo] = []
     layers: list[str] = []
     heads: list[str] = []
@@ -410,39 +412,39 @@ def combine(meeting: Rendezvous, cards: Sequence[RankInfo], stocks: dict[str, Ho
     weights_of: dict[str, list[float]] = {}
     shared_out: list[bool] = []
     for key in order:
-        stock, members = stocks[key], [rank for rank, card in enumerate(cards) if card.stock == key]
+        holdings, members = holdings_of[key], [rank for rank, info in enumerate(infos) if info.holdings == key]
         row0, depth0, head0, kind0 = len(tensors), len(layers), len(heads), len(sets)
         place[key] = (row0, len(slots))
-        tensors += [replace(info, index=row0 + info.index, depth=depth0 + info.depth) for info in stock.tensors]
-        layers += stock.layers
-        heads += stock.heads
-        slots += [(row0 + row, head0 + head) for row, head in stock.slots]
-        windows += [row0 + row for row in stock.windows]
-        kinds += [kind0 + kind for kind in stock.kinds]
+        tensors += [replace(info, index=row0 + info.index, depth=depth0 + info.depth) for info in holdings.tensors]
+        layers += holdings.layers
+        heads += holdings.heads
+        slots += [(row0 + row, head0 + head) for row, head in holdings.slots]
+        windows += [row0 + row for row in holdings.windows]
+        kinds += [kind0 + kind for kind in holdings.kinds]
         sets += [
-            [cards[rank].shards[kind] if rank in set(members) else -1 for rank in range(world)]
-            for kind in range(len(set(stock.kinds)))
+            [infos[rank].shards[kind] if rank in set(members) else -1 for rank in range(world)]
+            for kind in range(len(set(holdings.kinds)))
         ]
-        weights_of[key] = [shards / len(members) for shards in stock.shards]
-        holders = np.full(len(stock.tensors), float(len(members)))
+        weights_of[key] = [shards / len(members) for shards in holdings.shards]
+        holders = np.full(len(holdings.tensors), float(len(members)))
         for rank in members:
-            holders[list(cards[rank].empty)] -= 1
+            holders[list(infos[rank].empty)] -= 1
         expected += (np.array(weights_of[key]) * holders).tolist()
         idle = np.bincount(
-            np.array([row for rank in members for row in cards[rank].idle], dtype=np.int64),
-            minlength=len(stock.tensors),
+            np.array([row for rank in members for row in infos[rank].idle], dtype=np.int64),
+            minlength=len(holdings.tensors),
         )
         shared_out += ((idle > 0) & (idle < len(members))).tolist()
-    mine = cards[meeting.rank].stock
+    mine = infos[rendezvous.rank].holdings
     row0, slot0 = place[mine]
-    data_index, merged = _data_index(cards, meeting.ranks)
-    num_data, together = int(data_index.max()) + 1, data_index == data_index[meeting.rank]
-    in_stage = together & np.array([card.stock == mine for card in cards])
-    is_current = np.ones(len(stocks[mine].tensors), dtype=bool)
-    is_current[list(cards[meeting.rank].idle)] = False
+    data_index, merged = _data_index(infos, rendezvous.ranks)
+    num_data, together = int(data_index.max()) + 1, data_index == data_index[rendezvous.rank]
+    in_stage = together & np.array([info.holdings == mine for info in infos])
+    is_current = np.ones(len(holdings_of[mine].tensors), dtype=bool)
+    is_current[list(infos[rendezvous.rank].idle)] = False
     is_current |= ~np.array(shared_out)[row0 : row0 + len(is_current)]
     return Topology(
-        rank=meeting.rank,
+        rank=rendezvous.rank,
         world=world,
         group=None,
         check_group=None,
@@ -450,40 +452,40 @@ def combine(meeting: Rendezvous, cards: Sequence[RankInfo], stocks: dict[str, Ho
         layout=Layout(tensors=tuple(tensors), layers=tuple(layers), heads=tuple(heads)),
         slots=slots,
         windows=windows,
-        rows=row0 + np.arange(len(stocks[mine].tensors)),
-        slot_numbers=slot0 + np.arange(len(stocks[mine].slots)),
+        rows=row0 + np.arange(len(holdings_of[mine].tensors)),
+        slot_numbers=slot0 + np.arange(len(holdings_of[mine].slots)),
         weights=np.array(weights_of[mine]),
-        part_weights=np.array(stocks[mine].worker_shards) / int(in_stage.sum()),
-        is_whole=np.array(stocks[mine].worker_shards) == 1,
+        part_weights=np.array(holdings_of[mine].worker_shards) / int(in_stage.sum()),
+        is_whole=np.array(holdings_of[mine].worker_shards) == 1,
         is_current=is_current,
         is_shared_out=np.array(shared_out, dtype=bool),
         expected=np.array(expected),
-        num_stages=len(stocks),
-        share=1 / int(together.sum()) / (1 if merged else len(stocks)),
-        num_sources=num_data if merged else max(1, num_data // len(stocks)),
+        num_stages=len(holdings_of),
+        share=1 / int(together.sum()) / (1 if merged else len(holdings_of)),
+        num_sources=num_data if merged else max(1, num_data // len(holdings_of)),
         data_index=data_index,
         kinds=np.array(kinds, dtype=np.int64),
         replica_sets=np.array(sets, dtype=np.int64).reshape(-1, world),
     )
 
 
-def _data_index(cards: Sequence[RankInfo], ranks: Sequence[int]) -> tuple[NDArray[np.int64], bool]:
-    """Number the data workers in the order of their first rank.
+def _data_index(infos: Sequence[RankInfo], ranks: Sequence[int]) -> tuple[NDArray[np.int64], bool]:
+    """Number the data-parallel workers in the order of their first rank.
 
-    In a pipeline the first worker of every stage is taken for one and the same, and so on, where all stages have as
-    many: so ranks are laid out in any mesh.
+    In a pipeline whose stages have equally many workers, the n-th workers of all stages are one worker, as in any
+    device mesh.
 
     Returns:
-        The number of each rank's worker, and whether a worker has all stages.
+        The number of each rank's worker, and whether workers span all stages.
     """
     number = {rank: position for position, rank in enumerate(ranks)}
-    firsts = [min(number[rank] for rank in card.data_ranks if rank in number) for card in cards]
+    firsts = [min(number[rank] for rank in info.data_ranks if rank in number) for info in infos]
     of_stage: dict[str, dict[int, int]] = {}
-    for card, first in zip(cards, firsts, strict=True):
-        mine = of_stage.setdefault(card.stock, {})
+    for info, first in zip(infos, firsts, strict=True):
+        mine = of_stage.setdefault(info.holdings, {})
         mine.setdefault(first, len(mine))
     if len({len(workers) for workers in of_stage.values()}) == 1:
-        return np.array([of_stage[card.stock][first] for card, first in zip(cards, firsts, strict=True)]), True
+        return np.array([of_stage[info.holdings][first] for info, first in zip(infos, firsts, strict=True)]), True
     numbers = {first: index for index, first in enumerate(dict.fromkeys(firsts))}
     return np.array([numbers[first] for first in firsts], dtype=np.int64), False
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gradvitals.distributed.topology import call_meeting
+from gradvitals.distributed.topology import find_rendezvous
 from gradvitals.errors import RunError
 from gradvitals.monitor import Monitor
 
@@ -62,11 +62,11 @@ class Ranks:
         """
         if not self.several:
             return
-        meeting = call_meeting(self.group, self._config.rank_timeout)
-        meeting.tell(f"guard/{meeting.rank}", settings)
-        keys = [f"guard/{rank}" for rank in range(len(meeting.ranks))]
-        meeting.wait(keys, "set a Guard")
-        odd = [rank for rank, theirs in enumerate(meeting.told(keys)) if theirs != settings]
+        rendezvous = find_rendezvous(self.group, self._config.rank_timeout)
+        rendezvous.publish(f"guard/{rendezvous.rank}", settings)
+        keys = [f"guard/{rank}" for rank in range(len(rendezvous.ranks))]
+        rendezvous.wait(keys, "set a Guard")
+        odd = [rank for rank, theirs in enumerate(rendezvous.read(keys)) if theirs != settings]
         if odd:
             raise RunError(f"the Guard of rank {odd[0]} has other settings than this; give all ranks the same Guard")
 

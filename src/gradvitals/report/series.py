@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gradvitals.metrics import METRICS
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import TensorInfo
@@ -25,15 +26,9 @@ PAGE_ROWS = 160
 """Rows of a heatmap on a page; with more layers, neighbors share one."""
 MAX_ROWS = 4_000
 
-TITLES = {
-    "loss": "Loss",
-    "grad/norm": "Gradient norm",
-    "gsnr": "GSNR",
-    "noise_scale": "Noise scale",
-    "lr": "Learning rate",
-}
+CURVES = ("loss", "grad/norm", "gsnr", "noise_scale", "lr")
 """The curves of a run, in the order they are shown."""
-LAYER_TITLES = {"grad/norm": "Gradient norm", "gsnr": "GSNR", "update/ratio": "Update over weight"}
+HEATMAPS = ("grad/norm", "gsnr", "update/ratio")
 """The heatmaps of a run."""
 
 
@@ -232,7 +227,7 @@ class Curve:
     @property
     def title(self) -> str:
         """The name of the metric."""
-        return TITLES.get(self.metric, self.metric)
+        return METRICS[self.metric].label or self.metric
 
 
 def span_of(run: Run) -> Span | None:
@@ -248,7 +243,7 @@ def span_of(run: Run) -> Span | None:
 def read_curves(run: Run, span: Span, columns: int = CURVE_COLUMNS) -> Iterator[Curve]:
     """Yields the curves that the run has."""
     available = run.metrics("values")
-    for metric in TITLES:
+    for metric in CURVES:
         if metric in available:
             curve = _read_curve(run, metric, span, columns, with_interval=f"{metric}_low" in available)
             if curve is not None:
@@ -336,12 +331,12 @@ class Heatmap:
     @property
     def title(self) -> str:
         """The name of the metric."""
-        return LAYER_TITLES.get(self.metric, self.metric)
+        return METRICS[self.metric].label or self.metric
 
 
 def read_heatmaps(run: Run, span: Span) -> Iterator[Heatmap]:
     """Yields norm, GSNR and update of every layer if the run has them; many layers share rows."""
-    for metric in LAYER_TITLES:
+    for metric in HEATMAPS:
         found = read_heatmap(run, metric, "layers", span, max_rows=PAGE_ROWS)
         if found is not None:
             yield found

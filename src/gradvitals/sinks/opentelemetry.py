@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gradvitals.metrics import METRICS
 from gradvitals.sinks.sink import OpenFindings, Sink, require
 from gradvitals.types import Finding
 
@@ -56,5 +57,8 @@ class OpenTelemetry(Sink):
 
                 self._meter = metrics.get_meter("gradvitals", meter_provider=self._provider)
             name = "gradvitals." + re.sub(r"[^\w.-]", "_", key.replace("/", "."), flags=re.ASCII)
-            self._gauges[key] = self._meter.create_gauge(name[:255])
+            known = METRICS.get(key)
+            unit = f"{{{known.unit}}}" if known is not None and known.unit else ""
+            text = "" if known is None else known.text
+            self._gauges[key] = self._meter.create_gauge(name[:255], unit=unit, description=text)
         return self._gauges[key]

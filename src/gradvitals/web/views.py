@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
+from gradvitals.metrics import METRICS
 from gradvitals.report.catalog import name_of
 from gradvitals.report.describe import evidence, summarize_actions, where
 from gradvitals.report.diff import RunDiff
@@ -31,7 +32,7 @@ from gradvitals.report.verdict import (
 )
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, min_max_buckets
-from gradvitals.types import METRICS, Action, Finding
+from gradvitals.types import Action, Finding
 
 MAX_FINDINGS = 200
 MAX_TENSORS = 50
@@ -224,7 +225,7 @@ def worst_tensors(run: Run) -> dict[str, Any]:
 
 def metric_texts() -> dict[str, str]:
     """Returns what each metric means."""
-    return dict(METRICS)
+    return {name: metric.text for name, metric in METRICS.items()}
 
 
 def _row_numbers(run: Run) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""From the record of a step to its readings: all arithmetic of a live run, in float64, without torch.
+"""Turns the record of a step into readings: all arithmetic of a live run, in float64, without torch.
 
-What is kept of a row adds up over the parts of a tensor: squares rather than norms, counts rather than shares. So the
-sums of many ranks are again such sums, and one process and a thousand of them are aggregated alike.
+The sums of a tensor add up over its parts: squares rather than norms, counts rather than shares. Adding up the sums of
+all ranks gives sums of the same kind, so one process and a thousand are aggregated the same way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from gradvitals import functional
 from gradvitals.config import Config
-from gradvitals.types import INSPECTED, Layout, PlainReadings, Reading, Stage
+from gradvitals.metrics import INSPECTED, METRICS, SUMS
+from gradvitals.types import Layout, PlainReadings, Reading, Stage
 from gradvitals.worker.record import (
     ALTERNATING,
     CARRIED,
+    FACTS,
     HAS_LOSS,
     HAS_NORMS,
     STAGES,
@@ -27,6 +29,7 @@ from gradvitals.worker.record import (
     Flags,
     Floats,
     PlainSteps,
+    StepFacts,
     StepRecord,
     pack,
     unpack,
@@ -38,7 +41,7 @@ NUM_BLOCKS = 10
 
 @dataclass
 class RowSums:
-    """One number for each row, and which rows it was read of. What was read may be nan."""
+    """One number per row, and which rows were read. A number that was read may be NaN."""
 
     values: Floats
     present: Flags
@@ -51,12 +54,12 @@ class RowSums:
 
 @dataclass
 class PartSums:
-    """The gradients a step's gradient is made of, as `functional.signal_and_noise_of_sums` wants them."""
+    """Sums over the gradients that make up a step's gradient, as `functional.signal_and_noise_of_sums` takes them."""
 
     count: float
-    """How many there were."""
+    """Number of gradients."""
     samples: float
-    """Samples in all of them together; their number where the loop did not tell."""
+    """Samples in all of them; the number of gradients if the loop did not report batch sizes."""
     sizes_known: bool
     weight: float
     """Sum of their weights w in the step's gradient."""
@@ -66,136 +69,63 @@ class PartSums:
     """Sum of w² / b."""
 
 
-class Ring:
-    """The last `size` values of many named series. Values that are not finite are not kept."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.names: tuple[str, ...] = ()
-        self.values = np.full((size, 0), np.nan)
-        self._next = np.zeros(0, dtype=np.int64)
-
-    def align(self, names: Sequence[str]) -> None:
-        """Have exactly these columns, keeping what is known of each name."""
-        if names is self.names or tuple(names) == self.names:
-            return
-        column = {name: index for index, name in enumerate(self.names)}
-        values = np.full((self.size, len(names)), np.nan)
-        position = np.zeros(len(names), dtype=np.int64)
-        for index, name in enumerate(names):
-            if name in column:
-                values[:, index] = self.values[:, column[name]]
-                position[index] = self._next[column[name]]
-        self.names, self.values, self._next = tuple(names), values, position
-
-    def push(self, columns: NDArray[np.intp], values: Floats | float) -> None:
-        """Add one finite value to each of these series, over its oldest."""
-        places = self._next[columns]
-        self.values[places, columns] = values
-        self._next[columns] = (places + 1) % self.size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Names and values as plain lists."""
-        return {"names": list(self.names), "values": self.values.tolist(), "next": self._next.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; one of another length is left aside."""
-        values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
-        if len(values) == self.size:
-            self.names, self.values = tuple(state["names"]), values
-            self._next = np.array(state["next"], dtype=np.int64)
-
-
 class NormHistory:
-    """Moving average and variation of norms, without the values that are judged by them.
-
-    Running sums make a step cost the same however long the window is. Norms that are not finite are not in them.
-    """
+    """Moving average and variation of norms. A norm is compared with those before it; NaN and Inf do not enter."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.names: tuple[str, ...] = ()
-        self._values = np.zeros((window, 0))
-        self._counted = np.zeros((window, 0))
-        self._position = 0
-        self._recount()
+        self._values: Floats = np.full((window, 0), np.nan)
+        """The last norms of each name, the oldest first; NaN where there is none."""
 
-    def push(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
-        """Judge new norms by those before them, then remember them.
+    def push(self, names: tuple[str, ...], norms: Floats) -> tuple[Floats, Floats]:
+        """Compare the norms of some steps in a row with those before each, then remember them.
+
+        Args:
+            names: What the columns belong to.
+            norms: One row per step.
 
         Returns:
             The spike ratio, norm over its moving average, and the coefficient of variation of the window so far.
-            Both are nan before there are two norms to compare with.
+            Both are NaN before there are two norms to compare with.
         """
-        if names != self.names:
-            self._align(names)
-        count = np.where(self._count >= 2, self._count, np.nan)
-        mean = self._sum / count
-        variance = np.maximum(self._sum_sq - count * mean**2, 0) / (count - 1)
-        self._remember(norms)
-        return norms / mean, np.sqrt(variance) / mean
-
-    def push_many(self, names: Sequence[str], norms: Floats) -> tuple[Floats, Floats]:
-        """Judge the norms of several steps in a row, each by those before it: a row of ratios and variations each."""
-        if names != self.names:
-            self._align(names)
-        number, order = len(norms), np.roll(np.arange(self.window), -self._position)
-        finite = np.isfinite(norms)
-        counted = np.concatenate((self._counted[order], finite))
-        values = np.concatenate((self._values[order], np.where(finite, norms, 0.0)))
-        squares = values**2
-        sums = (
-            np.lib.stride_tricks.sliding_window_view(some, self.window, axis=0)[:number].sum(-1)
-            for some in (counted, values, squares)
-        )
-        count, total, total_sq = sums
+        self._values, self.names = _aligned(self._values, self.names, names), names
+        values = np.concatenate((self._values, np.where(np.isfinite(norms), norms, np.nan)))
+        known = np.isfinite(values)
+        finite = np.where(known, values, 0.0)
+        count, total, squares = (_sums_before(some, self.window, len(norms)) for some in (known, finite, finite**2))
         count = np.where(count >= 2, count, np.nan)
         mean = total / count
-        variance = np.maximum(total_sq - count * mean**2, 0) / (count - 1)
-        self._values, self._counted, self._position = values[-self.window :], counted[-self.window :], 0
-        self._recount()
+        variance = np.maximum(squares - count * mean**2, 0) / (count - 1)
+        self._values = values[-self.window :]
         return norms / mean, np.sqrt(variance) / mean
 
-    def _remember(self, norms: Floats) -> None:
-        finite = np.isfinite(norms)
-        entering = norms if finite.all() else np.where(finite, norms, 0.0)
-        values, counted = self._values[self._position], self._counted[self._position]
-        spike_leaves = bool(np.any(values * self._count > 100 * self._sum))
-        self._sum += entering - values
-        self._sum_sq += entering**2 - values**2
-        self._count += finite - counted
-        values[:], counted[:] = entering, finite
-        self._position = (self._position + 1) % self.window
-        if self._position == 0 or spike_leaves:
-            self._recount()  # running sums collect rounding, most of all when a spike leaves the window
-
-    def _recount(self) -> None:
-        self._sum, self._sum_sq = self._values.sum(0), (self._values**2).sum(0)
-        self._count = self._counted.sum(0)
-
-    def _align(self, names: Sequence[str]) -> None:
-        """Have exactly these columns, keeping what is known of each name."""
-        column = {name: index for index, name in enumerate(self.names)}
-        kept = [(index, column[name]) for index, name in enumerate(names) if name in column]
-        new, old = [index for index, _ in kept], [index for _, index in kept]
-        values, counted = np.zeros((2, self.window, len(names)))
-        values[:, new], counted[:, new] = self._values[:, old], self._counted[:, old]
-        self.names, self._values, self._counted = tuple(names), values, counted
-        self._recount()
-
     def state_dict(self) -> dict[str, Any]:
-        """The window as plain lists, nan where there is nothing."""
-        values = np.where(self._counted > 0, self._values, np.nan)
-        return {"names": list(self.names), "values": values.tolist(), "position": self._position}
+        """The window as plain lists."""
+        return {"names": list(self.names), "values": self._values.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved window; one of another length is left aside."""
+        """Continue from a saved window; ignore one of another length."""
         values = np.array(state["values"], dtype=np.float64).reshape(len(state["values"]), len(state["names"]))
         if len(values) == self.window:
-            self.names, self._position = tuple(state["names"]), int(state["position"])
-            self._counted = np.isfinite(values).astype(np.float64)
-            self._values = np.where(self._counted > 0, values, 0.0)
-            self._recount()
+            self.names, self._values = tuple(state["names"]), values
+
+
+def _aligned(values: Floats, names: Sequence[str], wanted: Sequence[str]) -> Floats:
+    """Returns the columns of these names, along the last axis; those of a new name are NaN."""
+    if names is wanted or names == wanted:
+        return values
+    column = {name: index for index, name in enumerate(names)}
+    found = [column.get(name, -1) for name in wanted]
+    return np.concatenate((values, np.full((*values.shape[:-1], 1), np.nan)), axis=-1)[..., found]
+
+
+def _sums_before(numbers: NDArray[Any], window: int, steps: int) -> Floats:
+    """For each of the last rows, the sum of the `window` rows before it."""
+    if steps == 1:
+        return np.asarray(numbers[:window].sum(0, dtype=np.float64)[None])
+    view = np.lib.stride_tricks.sliding_window_view(numbers, window, axis=0)
+    return np.asarray(view[:steps].sum(-1, dtype=np.float64))
 
 
 class RatioHistory:
@@ -206,32 +136,30 @@ class RatioHistory:
     """
 
     def __init__(self, window: int) -> None:
-        self._signal = Ring(window)
-        self._noise = Ring(window)
-        self._steps = Ring(window)
+        self.names: tuple[str, ...] = ()
+        self._values: Floats = np.full((3, window, 0), np.nan)
+        """Signal, noise and step of the last readings of each name, the newest first; NaN where there are fewer."""
 
-    def push(self, names: Sequence[str], signal: Floats, noise: Floats, step: int) -> None:
-        """Remember one reading's signal and noise of every row."""
-        columns = np.flatnonzero(np.isfinite(signal) & np.isfinite(noise))
-        for ring in self._rings().values():
-            ring.align(names)
-        self._signal.push(columns, signal[columns])
-        self._noise.push(columns, noise[columns])
-        self._steps.push(columns, float(step))
+    def push(self, names: tuple[str, ...], signal: Floats, noise: Floats, step: int) -> None:
+        """Remember the signal and noise of one reading; a row without both keeps what it has."""
+        self._values, self.names = _aligned(self._values, self.names, names), names
+        known = np.isfinite(signal) & np.isfinite(noise)
+        older = self._values[:, :-1, known]
+        self._values[:, 1:, known] = older
+        self._values[:, 0, known] = signal[known], noise[known], np.full(known.sum(), float(step))
 
-    def estimate(
-        self, known: NDArray[np.bool_], step: int, correlation: Floats | float = 0.0
-    ) -> tuple[Floats, Floats, Floats]:
-        """The ratio and its 95 % interval, row by row; inf where there is signal and no noise at all.
+    def estimate(self, known: Flags, step: int, correlation: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+        """Returns the ratio and its 95 % interval, row by row; Inf where there is signal and no noise at all.
 
         Args:
-            known: Rows that the latest reading has a number for. The others are silent: what was so before is no
-                news of now.
-            step: The step it is now.
+            known: Rows that the latest reading has a number for. The others are NaN: earlier readings say nothing
+                about now.
+            step: The current step.
             correlation: Correlation between one reading and the next, by which their number counts for less.
         """
-        recent = self._steps.values >= step / 2
-        x, y = np.where(recent, self._signal.values, 0.0), np.where(recent, self._noise.values, 0.0)
+        signal, noise, steps = self._values
+        recent = steps >= step / 2
+        x, y = np.where(recent, signal, 0.0), np.where(recent, noise, 0.0)
         count = recent.sum(0).astype(np.float64)
         mean_x, mean_y = x.sum(0) / count, y.sum(0) / count
         dx, dy = np.where(recent, x - mean_x, 0.0), np.where(recent, y - mean_y, 0.0)
@@ -243,41 +171,39 @@ class RatioHistory:
         return np.where(known, value, np.nan), np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     def last_step(self) -> float:
-        """The step of the latest reading; nan before the first."""
-        steps = self._steps.values
+        """Returns the step of the latest reading; NaN before the first."""
+        steps = self._values[2]
         return float(np.nanmax(steps)) if np.isfinite(steps).any() else np.nan
 
-    def _rings(self) -> dict[str, Ring]:
-        return {"signal": self._signal, "noise": self._noise, "steps": self._steps}
-
     def state_dict(self) -> dict[str, Any]:
-        """All rings."""
-        return {name: ring.state_dict() for name, ring in self._rings().items()}
+        """Names and values as plain lists."""
+        return {"names": list(self.names), "values": self._values.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved rings."""
-        for name, ring in self._rings().items():
-            ring.load_state_dict(state[name])
+        """Go on from a saved state; ignore one of another length, or of an earlier version."""
+        values = np.array(state.get("values", ()), dtype=np.float64).reshape(3, -1, len(state.get("names", ())) or 1)
+        if values.shape[1] == self._values.shape[1]:
+            self.names, self._values = tuple(state["names"]), values
 
 
 class NoiseScaleHistory:
-    """The noise scale of the whole model, over a window that grows with the run: its latter half.
+    """The noise scale of the whole model, over the latter half of the run.
 
-    A value that is shown only when its interval is bounded is selected for a signal that looks large by chance, and
-    far too low: a median of 150 for 421. So the readings that show that there is a signal are not the ones that the
-    value comes from. Once their interval leaves zero, as many new readings are awaited, and the value is of these and
-    later ones, whatever they say. Until then there is a lower end only.
+    Showing a value as soon as its interval is bounded would select signals that look large by chance: the median of
+    such values was 150 where the truth was 421. So the readings that detect a signal are not the ones that estimate
+    it. Once their interval excludes zero, this collects as many new readings and estimates from these and later ones,
+    whatever they are. Until then it gives a lower end only.
     """
 
     MOST = 1024
-    """Entries kept; beyond that, neighbors are averaged."""
+    """Entries kept; with more, neighbors are averaged."""
 
     def __init__(self) -> None:
         self._entries: list[list[float]] = []  # step, signal, noise
         self._open: list[list[float]] = []
         self._readings = 1  # per entry
-        self._since = math.inf  # the step from which on readings count for the value
-        self._needed = 0  # entries that it takes
+        self._since = math.inf  # readings from this step on count for the value
+        self._needed = 0  # entries needed before a value is shown
 
     def push(self, signal: float, noise: float, step: int) -> None:
         """Remember one reading."""
@@ -293,7 +219,7 @@ class NoiseScaleHistory:
             self._readings, self._needed = 2 * self._readings, (self._needed + 1) // 2
 
     def estimate(self, step: int) -> dict[str, float]:
-        """B_simple = noise / signal per sample with its interval, turned over from that of signal over noise."""
+        """Returns B_simple = noise / signal per sample with its interval: the inverse of that of signal over noise."""
         self._entries = [entry for entry in self._entries if entry[0] >= step / 2]
         fresh = [entry for entry in self._entries if entry[0] >= self._since]
         is_shown = self._needed > 0 and len(fresh) >= self._needed
@@ -312,13 +238,13 @@ class NoiseScaleHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as plain lists and numbers."""
+        """The state as plain lists and numbers."""
         entries, waiting = ([list(entry) for entry in some] for some in (self._entries, self._open))
         numbers = {"readings": self._readings, "since": self._since, "needed": self._needed}
         return {"entries": entries, "open": waiting, **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._entries, self._open = [list(entry) for entry in state["entries"]], [list(one) for one in state["open"]]
         self._readings, self._needed = int(state["readings"]), int(state["needed"])
         self._since = float(state["since"])
@@ -329,32 +255,16 @@ def _average(entries: list[list[float]]) -> list[float]:
     return [entries[0][0], *(sum(entry[place] for entry in entries) / len(entries) for place in (1, 2))]
 
 
-SQUARED = {"weight": "weight", "weight_before": "weight_before", "exp_avg_norm": "first_moment"}
-"""Norms that are kept as squares, and what these are called."""
-
-SUMMED = {
-    "nonzero": "nonzero",
-    "exp_avg_sq_sum": "second_moment",
-    "adam_step": "adam_step",
-    "alive_count": "alive",
-    "below_one_count": "below_one",
-    "median_sum": "median_sum",
-    "median_size": "median_size",
-    "factor_sum": "factor_sum",
-    "factor_low": "factor_low",
-    "factor_one": "factor_one",
-}
-"""Numbers that are kept as they came."""
-
-
 LEAST_SQUARE = 1e-34
-"""Mean squares below this come from elements whose squares leave the range of float32: not known."""
+"""Mean squares below this are unknown: squares of such small elements leave the range of float32."""
+
+INSPECTED_IDS = tuple(INSPECTED)
 
 PRINTS = tuple(f"{what}_{half}" for what in ("check", "state", "sample", "rng") for half in ("lo", "hi"))
 
 
 class Table:
-    """What does not change from step to step, as arrays."""
+    """A `Context` as arrays: what does not change from step to step."""
 
     def __init__(self, context: Context) -> None:
         layout, slots = context.layout, context.slots
@@ -367,19 +277,17 @@ class Table:
         self.sizes: Floats = np.array([float(info.numel) for info in layout.tensors])
         narrow = [info.dtype != "float64" for info in layout.tensors]
         self.least_squares: Floats = LEAST_SQUARE * self.sizes * narrow
-        """The least sum of squares of each tensor that is known to be right."""
+        """For each tensor, the smallest sum of squares that can be trusted."""
         self.depths = np.array([info.depth for info in layout.tensors], dtype=np.int64)
         """The layer of each tensor."""
         self.slots = slots
         self.slot_rows, self.slot_heads = np.array(slots, dtype=np.int64).reshape(-1, 2).T
         num_rows = len(self.names)
-        self.sampled: Floats = np.full((2, num_rows), np.nan)
-        """Coordinates of each row that its change is read from, and all there are; nan for a row without any."""
-        for row, found in context.sampled.items():
-            self.sampled[:, row] = found
-        self.fractions: Floats = np.ones(num_rows)
-        for row, share in context.fractions.items():
-            self.fractions[row] = share
+        self.shares: dict[str, Floats] = {}
+        """For sums that are read from a sample: the share of each row that it covers, NaN for none."""
+        for name, of_rows in context.shares.items():
+            self.shares[name] = np.full(num_rows, np.nan)
+            self.shares[name][list(of_rows)] = list(of_rows.values())
         self.has_betas: Flags = np.zeros(num_rows, dtype=bool)
         self.betas: Floats = np.zeros((2, num_rows))
         for row, betas in context.betas.items():
@@ -390,100 +298,81 @@ class Table:
 
 @dataclass
 class WindowSums:
-    """What a sliding window tells of one row at one step."""
+    """What a sliding window holds of one row at one step."""
 
     square: float
     """Squared norm of the coordinates it follows."""
     block_steps: int | None
-    """Steps in a block, where the window is complete."""
+    """Steps in a block; None until the window is complete."""
     sums: Floats | None
-    """Then the squared norm of its sum, and of what is left without each block."""
+    """For a complete window: the squared norm of its sum, and of the sum without each block."""
 
 
 @dataclass
-class StepSums:
-    """One step, of one process or of all."""
+class StepSums(StepFacts):
+    """The sums of one step, of one process or of all."""
 
-    step: int
-    time: float
-    full: bool
-    table: Table
-    detail: bool = False
-    audit: bool = False
+    table: Table = field(kw_only=True)
     stage: Stage = "raw"
     moments_stage: Stage | None = None
-    """What the optimizer's moments are of, where it differs: gradients that the loop clipped."""
-    batch_size: float | None = None
+    """The stage of the gradients that the optimizer's moments received, if it differs."""
     loss: float | None = None
-    lr: float | None = None
-    max_norm: float | None = None
     under_scaler: bool = False
-    skipped: bool = False
-    carried: bool = False
-    alternating: bool = False
-    given_up: int = 0
-    """Batches whose gradients the loop threw away before this step."""
     lost_loss: float | None = None
-    """The loss of the last of them, where told."""
+    """The loss of the last discarded batch, if reported."""
     lost_norm: float | None = None
-    """The norm of its gradient, where read."""
+    """The norm of its gradient, if it was read."""
     rows: dict[str, RowSums] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
     """For each slice of an attention head."""
     changes: tuple[float, float | None] | None = None
-    """Of the coordinates followed: the sum of squared changes, and their inner product with the last ones."""
-    last_change: float | None = None
-    """The sum of squared changes of the step before, where it is known without that step."""
+    """Of the sampled coordinates: the sum of squared changes, and their inner product with the previous changes."""
     parts: PartSums | None = None
     num_sources: int = 1
-    """Data workers that the parts come from."""
+    """Data-parallel ranks that the parts come from."""
     windows: dict[int, WindowSums] = field(default_factory=dict)
     ranks: dict[str, Floats] = field(default_factory=dict)
-    """One number a rank."""
+    """One number per rank."""
     prints: dict[str, Floats] = field(default_factory=dict)
-    """Fingerprints of an audit, as they came."""
+    """Fingerprints of an audit, unchanged."""
     values: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, Floats] = field(default_factory=dict)
-    """Values that are complete already and go into the reading as they are."""
-    wall_seconds: float = 0.0
+    """Metrics that need no arithmetic."""
     counted: bool = False
-    """Whether elements that are not finite were counted, rather than tensors that have any."""
+    """Whether non-finite elements were counted, rather than tensors that have any."""
     is_broken: bool = False
-    """Whether the gradient of this process alone was seen to hold NaN or Inf."""
+    """Whether this process's own gradient is known to hold NaN or Inf."""
     single_part: bool = False
-    """Whether micro-batches were counted and there was but one."""
+    """Whether the step had exactly one micro-batch."""
     weights_unknown: bool = False
-    """Whether micro-batches differ in size and it is not known yet how the loop weighs them."""
+    """Whether micro-batches differ in size and how the loop weighs them is not known yet."""
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.table.names)
         self.outlier = False
 
     def has(self, name: str) -> bool:
-        """Whether anything was read under a name."""
+        """Returns whether a sum was read."""
         return name in self.rows
 
     def known(self, name: str) -> Floats:
-        """One number a row, nan where there is none."""
+        """Returns one number per row, NaN where there is none."""
         return self.rows[name].known
 
     def total(self, name: str) -> float:
-        """The sum over all rows read."""
+        """Returns the sum over all rows read, or the largest."""
         sums = self.rows[name]
-        return float(sums.values[sums.present].sum())
-
-    def norm(self, name: str) -> Floats:
-        """Norms, from what is kept as squares."""
-        return np.sqrt(self.rows[name].known)
+        read = sums.values[sums.present]
+        return float(read.max(initial=0.0) if SUMS[name].combine == "max" else read.sum())
 
     def by_head(self, of_slots: Floats) -> Floats:
-        """Sum the parts of a head over the q, k and v weights it has."""
+        """Returns the sum over the slices of each head: its q, k and v weights."""
         sums: Floats = np.zeros(len(self.table.layout.heads))
         np.add.at(sums, self.table.slot_heads, of_slots)
         return sums
 
     def reading(self, **fields: Any) -> Reading:
-        """A Reading of this step, with its batch size and stage where not given."""
+        """Returns a Reading of this step, with its batch size and stage unless given."""
         return Reading(
             **{"step": self.step, "time": self.time, "batch_size": self.batch_size, "stage": self.stage, **fields}
         )
@@ -507,7 +396,7 @@ class PartWeights:
         self._free = PRIOR_READINGS
 
     def weights(self, sizes: Floats, squares: Floats) -> Floats | None:
-        """The share of each micro-batch in the step's gradient; None if it is not known.
+        """Returns the weight of each micro-batch in the step's gradient; None if it is not known.
 
         Args:
             sizes: Samples in each.
@@ -536,14 +425,14 @@ class PartWeights:
 
 
 SAME_SIZE = 0.05
-"""Sizes that vary by less, as a share of their mean, count as equal: the weights hardly matter."""
+"""Sizes that vary by less than this share of their mean count as equal: the weights hardly matter."""
 
 PRIOR_SPREAD, PRIOR_READINGS = 0.5, 2.0
-"""The spread of log ‖h‖² that is assumed before any is seen, and how many micro-batches that is worth."""
+"""The prior spread of log ‖h‖², and how many micro-batches it counts for."""
 
 
 def aggregate(record: StepRecord, table: Table, weighting: PartWeights) -> StepSums:
-    """Put the numbers of one step together."""
+    """Returns the sums of one recorded step."""
     return _Aggregation(record, table, weighting).sums()
 
 
@@ -565,7 +454,7 @@ class Losses:
 
 
 def losses_of(record: StepRecord, *, is_clean: bool) -> Losses:
-    """Put together what the loop observed.
+    """Returns the losses that the loop observed.
 
     Args:
         record: The step.
@@ -606,16 +495,16 @@ def _mean(losses: list[float], sizes: list[float | None]) -> float | None:
 
 
 class _Aggregation:
-    """One step."""
+    """Computes the sums of one step."""
 
     def __init__(self, record: StepRecord, table: Table, weighting: PartWeights) -> None:
         self.record, self.table, self.weighting = record, table, weighting
         self.num_rows = len(table.names)
         self.sections = record.sections
         self.grad_scale: Floats = table.ones
-        """What gradients were multiplied by when they were read."""
+        """The loss scale that gradients carried when they were read."""
         self.part_scale: Floats = table.ones
-        """What micro-batches are multiplied by, over their share of the gradient."""
+        """The loss scale that micro-batches carried, and what a pipeline divided them by."""
         self.under_scaler = False
         self.losses = losses_of(record, is_clean=self._is_clean())
         self.batch_size = record.batch_size
@@ -635,50 +524,35 @@ class _Aggregation:
                     self.grad_scale[rows] = scale.values[0]
 
     def sums(self) -> StepSums:
-        """The sums of the step."""
+        """Returns the sums of the step."""
         record, table = self.record, self.table
-        # If optimizers were read at different stages, the furthest from raw says what to expect.
+        # If optimizers were read at different stages, the one furthest from raw stands for all.
         stage = max((one.stage for one in record.optimizers), key=STAGES.index)
         found_inf = self.sections.get("found_inf")
         lr = self.sections.get("lr")
         step = StepSums(
-            step=record.step,
-            time=record.time,
-            full=record.full,
-            detail=record.detail,
-            audit=record.audit,
+            **{name: getattr(record, name) for name in FACTS},
             table=table,
             stage=stage,
             moments_stage="clipped" if any(one.clipped for one in record.optimizers) else None,
-            batch_size=self.batch_size,
             loss=self.losses.loss,
-            given_up=self.losses.given_up,
             lost_loss=self.losses.lost_loss,
             lost_norm=self.losses.lost_norm,
-            lr=record.lr if lr is None else float(lr.values[0]),
-            max_norm=record.max_norm,
             under_scaler=self.under_scaler,
-            skipped=record.skipped or (found_inf is not None and bool(found_inf.values.any())),
-            carried=record.carried,
-            alternating=record.alternating,
-            wall_seconds=record.wall_seconds,
             single_part=any(one.micro_batches == 1 for one in record.optimizers),
         )
-        self._take_gradients(step)
+        step.batch_size, step.given_up = self.batch_size, self.losses.given_up
+        step.lr = record.lr if lr is None else float(lr.values[0])
+        step.skipped = record.skipped or (found_inf is not None and bool(found_inf.values.any()))
+        self._take_sums(step)
         step.is_broken = self._is_broken(step)
         for name, section in self.sections.items():
-            if name in SQUARED:
-                sums = self._rows(name)
-                step.rows[SQUARED[name]] = RowSums(np.square(sums.values), sums.present)
-            elif name in SUMMED:
-                step.rows[SUMMED[name]] = self._rows(name)
+            if name.startswith("activation/"):  # complete as it is
+                step.tensors[name] = section.by_row(self.num_rows)
             elif name in PRINTS:
                 by_row = name.startswith(("check", "state"))
                 step.prints[name] = section.by_row(self.num_rows) if by_row else section.values
-        if "update_sq" in self.sections:
-            sums = self._rows("update_sq")
-            step.rows["update"] = RowSums(sums.values / table.fractions, sums.present)
-        if "change_sq" in self.sections:
+        if "change" in step.rows:
             self._take_changes(step)
         if "first_moment" in step.rows and table.has_betas.any():
             known = table.has_betas & step.rows["first_moment"].present
@@ -689,10 +563,8 @@ class _Aggregation:
         if (val := self.sections.get("val")) is not None:
             step.values["val/loss"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:
-            step.values |= {INSPECTED[row]: float(value) for row, value in zip(look.rows, look.values, strict=True)}
-        for name, metric in (("dead", "activation/dead_fraction"), ("saturated", "activation/saturated_fraction")):
-            if name in self.sections:
-                step.tensors[metric] = self.sections[name].by_row(self.num_rows)
+            numbers = zip(look.rows, look.values, strict=True)
+            step.values |= {INSPECTED_IDS[place]: float(value) for place, value in numbers}
         for row, block_steps in record.windows.items():
             square = self.sections[f"window_sq{row}"].values[0]
             whole = self.sections[f"window{row}"].values if block_steps else None
@@ -700,7 +572,7 @@ class _Aggregation:
         return step
 
     def _is_broken(self, step: StepSums) -> bool:
-        """Whether NaN or Inf was in this process's own gradient, before any reduction, as far as it was looked at."""
+        """Returns whether this process's own gradient, before any reduction, is known to hold NaN or Inf."""
         own = self.sections.get("own_norm")
         if own is None or bool(np.isfinite(own.values).all()):
             return False
@@ -710,53 +582,52 @@ class _Aggregation:
         return RowSums(self.sections[name].sums(self.num_rows), self.sections[name].present(self.num_rows))
 
     def _parts(self, name: str, num_rows: int) -> tuple[Floats, Flags]:
-        """One number a row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
+        """Returns one number per row, 0 where a micro-batch did not reach it: no gradient is a gradient of zero."""
         if name not in self.sections:
             return np.zeros(num_rows), np.zeros(num_rows, dtype=bool)
         return self.sections[name].sums(num_rows), self.sections[name].present(num_rows)
 
     def _is_clean(self) -> bool:
-        """Whether the gradient is known to be finite, and this process's own."""
+        """Returns whether the gradient is this process's own and known to be finite."""
         alone = self.table.context.weights is None
         return alone and "norm" in self.sections and bool(np.isfinite(self.sections["norm"].values).all())
 
-    def _take_gradients(self, step: StepSums) -> None:
-        if "norm" not in self.sections:
-            return
-        norms = self._rows("norm")
-        step.rows["norm"] = RowSums(np.square(norms.values / self.grad_scale), norms.present)
-        if "nonfinite" in self.sections:
-            step.rows["nonfinite"], step.counted = self._rows("nonfinite"), True
-        else:  # not counted: 1 for "at least one"
+    def _take_sums(self, step: StepSums) -> None:
+        for name, kind in SUMS.items():
+            if name not in self.sections:
+                continue
+            sums = self._rows(name)
+            values, read = sums.values, sums.present
+            if kind.is_scaled:
+                values = values / self.grad_scale
+            if kind.is_norm:
+                values = np.square(values)
+            if (shares := self.table.shares.get(name)) is not None:
+                values, read = values / shares, read & np.isfinite(shares)
+            step.rows[name] = RowSums(np.where(read, values, 0.0), read)
+        step.counted = "nonfinite" in step.rows
+        if "norm" in step.rows and not step.counted:  # 1 for "at least one"
+            norms = step.rows["norm"]
             broken = norms.present & ~np.isfinite(norms.values)
             some = 1.0 if self._is_surely_broken(step, norms) else math.nan
             step.rows["nonfinite"] = RowSums(np.where(broken, some, 0.0), norms.present)
-        if "max" in self.sections:
-            largest = self._rows("max")
-            step.rows["max"] = RowSums(largest.values / self.grad_scale, largest.present)
         if "heads" in self.sections:
             of_slots, _ = self._parts("heads", len(self.table.slot_rows))
             step.slots["heads"] = np.square(of_slots / self.grad_scale[self.table.slot_rows])
 
     def _is_surely_broken(self, step: StepSums, norms: RowSums) -> bool:
-        """Whether a norm that is not finite means NaN or Inf: squares of finite elements can overflow to Inf too."""
+        """Returns whether a non-finite norm means NaN or Inf elements: squares of finite ones can overflow too."""
         lost = step.loss is not None and not math.isfinite(step.loss)
         found_inf = "found_inf" in self.sections and bool(self.sections["found_inf"].values.any())
         return lost or found_inf or bool(np.isnan(norms.values[norms.present]).any())
 
     def _take_changes(self, step: StepSums) -> None:
-        """The squared change of each tensor as far as its coordinates tell, and of these coordinates alone."""
-        counts, sizes = self.table.sampled
-        sums = self._rows("change_sq")
-        read = sums.present & np.isfinite(counts)
-        step.rows["change"] = RowSums(np.where(read, sums.values / counts * sizes, 0.0), read)
-        weights = self.table.weights
-        square = float((sums.values * weights)[read].sum())
+        """Add the squared change of the sampled coordinates, and its inner product with the previous change."""
+        weights, read = self.table.weights, step.rows["change"].present
+        square = float((self._rows("change").values * weights)[read].sum())
         dot = self.sections.get("change_dot")
         agreement = None if dot is None else float((dot.values * weights[dot.rows]).sum())
         step.changes = (square, agreement)
-        if "last_change_sq" in self.sections:
-            step.last_change = float(self.sections["last_change_sq"].values.sum())
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -773,7 +644,7 @@ class _Aggregation:
         if weights is None:
             step.weights_unknown = True
             return
-        # Optimizers that saw another number of micro-batches stand for another batch size: not mixed in.
+        # An optimizer that saw another number of micro-batches has another batch size: leave it out.
         mine, reached = np.zeros((2, self.num_rows), dtype=bool)
         for one, rows in zip(self.record.optimizers, self.table.context.optimizer_rows, strict=True):
             mine[rows] = one.micro_batches == count
@@ -783,7 +654,7 @@ class _Aggregation:
         for i, weight in enumerate(weights):
             (norms, hit), (slot_norms, slot_hit) = parts[i], slots[i]
             slot_squares = np.square(slot_norms / slot_scale)
-            reached |= hit  # a row that no micro-batch was seen to reach came to life too late to be followed
+            reached |= hit  # a row that no micro-batch reached was added too late to be followed
             reached[self.table.slot_rows[slot_hit]] = True
             squares += np.square(norms / self.part_scale) / weight
             np.add.at(squares, self.table.slot_rows, slot_squares / weight)
@@ -809,7 +680,7 @@ class _Aggregation:
         )
 
     def _part_sizes(self, count: int) -> tuple[Floats, bool]:
-        """Samples in each micro-batch, and whether the loop told; equal shares of one where it did not."""
+        """Returns the samples in each micro-batch, and whether they are known; if not, 1 for each."""
         sizes = self.losses.sizes
         if len(sizes) == count and all(size is not None for size in sizes):
             return np.array(sizes, dtype=np.float64), True
@@ -820,22 +691,22 @@ class _Aggregation:
 
 
 def is_estimable(step: StepSums) -> bool:
-    """Whether a step has parts enough to tell signal from noise."""
+    """Returns whether a step has enough parts to tell signal from noise."""
     return step.parts is not None and step.parts.count > 1 + 1e-9 and not math.isnan(step.parts.weight)
 
 
 OUTLIER_RATIO = 5.0
-"""A step whose norm is this far over its moving average would outweigh all others in a ratio of means: left out."""
+"""A step whose norm exceeds its moving average by this factor is left out: it would dominate a ratio of means."""
 
 ROUNDING = 2e-6
-"""Noise below this share of the gradient's second moment is float32 rounding: the micro-batches are equal."""
+"""Noise below this share of the gradient's second moment is float32 rounding of equal micro-batches."""
 
 STUDENT_T = 2.262
 """97.5 % point of Student's t with `NUM_BLOCKS` - 1 degrees of freedom, for the window's jackknife."""
 
 
 class Aggregator:
-    """Turns the sums of a run's steps, in order, into `Reading`s. Holds the moving averages between them."""
+    """Turns the sums of a run's steps, in order, into readings. Holds the moving averages."""
 
     def __init__(self, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self.config = config
@@ -849,9 +720,9 @@ class Aggregator:
         self._window_norms: dict[str, list[float]] = {}
         self._last_change = (-1, math.nan)
 
-    @np.errstate(all="ignore")  # zero over zero is an answer here: not known
+    @np.errstate(all="ignore")  # NaN means not known
     def finish(self, step: StepSums) -> list[Reading]:
-        """The readings of one step: first what needs no samples, then one for each GSNR source.
+        """Returns the readings of one step: first what needs no samples, then one for each GSNR source.
 
         An error in one of them is reported, and that one is skipped from then on.
         """
@@ -876,7 +747,7 @@ class Aggregator:
 
     @np.errstate(all="ignore")
     def plain(self, plain: PlainSteps, table: Table) -> PlainReadings:
-        """The readings of plain steps."""
+        """Returns the readings of plain steps."""
         steps, flags = plain.steps, plain.steps["flags"]
         has_loss, has_norms = flags & HAS_LOSS > 0, flags & HAS_NORMS > 0
         values: dict[str, Floats] = {"loss": steps["loss"], "lr": steps["lr"]}
@@ -895,8 +766,8 @@ class Aggregator:
             read[:, 0] = np.sqrt(np.square(read[:, 1 + plain.places.rows]).sum(1))
             norms[has_norms] = read
             ratios, variations = np.full((2, *norms.shape), np.nan)
-            ratios[has_norms], variations[has_norms] = self._norms.push_many(table.with_whole, read)
-            # Squares of finite elements can overflow, but no NaN comes of that.
+            ratios[has_norms], variations[has_norms] = self._norms.push(table.with_whole, read)
+            # Squares of finite elements can overflow to Inf, but not to NaN.
             surely = np.isnan(norms[:, 1 + plain.places.rows]).any(1) | (has_loss & ~np.isfinite(steps["loss"]))
             broken = np.where(surely, 1.0, np.nan)[:, None]
             nonfinite = np.full_like(norms, np.nan)
@@ -924,38 +795,21 @@ class Aggregator:
     def _general(self, step: StepSums) -> Reading:
         values = {name: value for name, value in (("loss", step.loss), ("lr", step.lr)) if value is not None}
         tensors: dict[str, Floats] = {}
-        sizes = step.table.sizes
+        for name, metric in METRICS.items():
+            if metric.finish is not None and all(map(step.has, metric.sums)):
+                tensors[name] = metric.finish(*map(step.known, metric.sums), step.table.sizes)
+                read = step.rows[metric.sums[0]].present
+                whole = float(metric.finish(*map(step.total, metric.sums), step.table.sizes[read].sum()))
+                if len(metric.sums) == 1 or not math.isnan(whole):
+                    values[name] = whole
         if step.has("norm"):
-            norm, total = step.norm("norm"), math.sqrt(step.total("norm"))
-            ratio, variation = self._norms.push(step.table.with_whole, np.concatenate(([total], norm)))
+            norms = np.concatenate(([values["grad/norm"]], tensors["grad/norm"]))
+            ratio, variation = (numbers[0] for numbers in self._norms.push(step.table.with_whole, norms[None]))
             step.outlier = bool(OUTLIER_RATIO <= ratio[0] < math.inf)
-            values |= {"grad/norm": total, "grad/nonfinite": step.total("nonfinite")}
             values |= {"grad/spike_ratio": float(ratio[0]), "grad/norm_cv": float(variation[0])}
-            tensors |= {"grad/norm": norm, "grad/nonfinite": step.known("nonfinite")}
             tensors |= {"grad/spike_ratio": ratio[1:], "grad/norm_cv": variation[1:]}
-        if step.has("max"):
-            tensors["grad/max"] = step.known("max")
-            values["grad/max"] = float(np.max(step.rows["max"].values[step.rows["max"].present]))
-        if step.has("nonzero"):
-            zeros = sizes - step.known("nonzero")
-            tensors["grad/zero_fraction"] = zeros / sizes
-            values["grad/zero_fraction"] = float(np.nansum(zeros) / sizes[step.rows["nonzero"].present].sum())
-        for name, metric in (("sum", "mean"), ("low", "at_gamma"), ("one", "at_one")):
-            if step.has(f"factor_{name}"):
-                sums = step.known(f"factor_{name}")
-                tensors[f"vrgd/{metric}"] = sums / sizes
-                values[f"vrgd/{metric}"] = float(np.nansum(sums) / sizes[np.isfinite(sums)].sum())
-        if step.has("weight"):
-            tensors["weight/norm"] = step.norm("weight")
-            values["weight/norm"] = math.sqrt(step.total("weight"))
-        if step.has("update"):
-            tensors["update/norm"] = step.norm("update")
-            values["update/norm"] = math.sqrt(step.total("update"))
-            tensors["update/ratio"] = tensors["update/norm"] / tensors["weight/norm"]
-            if values["weight/norm"] > 0:
-                values["update/ratio"] = values["update/norm"] / values["weight/norm"]
         if step.has("change"):
-            values |= self._changes(step, tensors)
+            values |= self._direction(step)
         if step.carried:
             values["grad/carried"] = 1.0
         if step.alternating:
@@ -968,38 +822,30 @@ class Aggregator:
             values["clip/max_norm"] = step.max_norm
         if step.under_scaler:
             values["step/skipped"] = float(step.skipped)
-        elif step.skipped:  # nobody but a Guard leaves steps out without a scaler
+        elif step.skipped:  # without a scaler, only a Guard skips steps
             values["step/left_out"] = 1.0
-        for name, numbers in step.tensors.items():
-            tensors[name] = numbers
-        return step.reading(values=values | step.values, tensors=tensors, ranks=step.ranks)
+        return step.reading(values=values | step.values, tensors=tensors | step.tensors, ranks=step.ranks)
 
-    def _changes(self, step: StepSums, tensors: dict[str, Floats]) -> dict[str, float]:
-        """The root mean square change of every tensor and of all, and whether it goes on in the same direction."""
-        sizes = step.table.sizes
-        tensors["update/rms"] = np.sqrt(step.known("change") / sizes)
-        values = {"update/rms": math.sqrt(step.total("change") / sizes[step.rows["change"].present].sum())}
+    def _direction(self, step: StepSums) -> dict[str, float]:
+        """Returns the cosine between this step's change and the previous one, if both are known."""
         assert step.changes is not None
         square, agreement = step.changes
-        last_step, last_square = self._last_change
-        if step.last_change is not None and last_step != step.step - 1:  # that one was passed over
-            last_step, last_square = step.step - 1, step.last_change
-        if agreement is not None and last_step == step.step - 1 and last_square * square > 0:
-            values["update/cosine"] = agreement / math.sqrt(last_square * square)
-        self._last_change = (step.step, square)
-        return values
+        (last_step, last_square), self._last_change = self._last_change, (step.step, square)
+        if agreement is None or last_step != step.step - 1 or not last_square * square > 0:
+            return {}
+        return {"update/cosine": agreement / math.sqrt(last_square * square)}
 
     # -- the sources of GSNR ------------------------------------------------------------------------------
 
     def _from_parts(self, step: StepSums) -> Reading:
-        """From the gradients that a step's gradient is made of: micro-batches, ranks, or both at once."""
+        """Returns the GSNR from the gradients that make up the step's gradient: micro-batches, ranks, or both."""
         layout, parts = step.table.layout, step.parts
         assert parts is not None
         read = step.rows["parts"].present & step.rows["norm"].present
         square = np.where(read, step.rows["norm"].values, np.nan)
         signal, noise = _signal_and_noise(step.rows["parts"].values, square, parts)
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, read)
-        # Parts are read as they enter the sum: about `count` times smaller than by themselves.
+        # Parts are read as they enter the sum: about `count` times smaller than on their own.
         smallest = step.rows["parts"].values / (parts.weight * parts.count**2)
         all_signal = np.where(_underflows(step.table, smallest, square, read), np.nan, all_signal)
         if layout.heads and "heads" in step.slots and "parts" in step.slots:
@@ -1053,13 +899,13 @@ class Aggregator:
         names, all_signal, all_noise = _with_sums(step.table, signal, noise, begun)
         first, second = step.rows["first_moment"].values, step.rows["second_moment"].values
         all_signal = np.where(_underflows(step.table, second, first, begun), np.nan, all_signal)
-        # The first moment forgets at the rate beta1, so its square is still correlated from reading to reading.
+        # The first moment decays at the rate beta1, so its square is correlated from one reading to the next.
         gap = step.step - self._adam.last_step()
         correlation = 0.0 if math.isnan(gap) else beta1.max() ** (2 * gap)
         self._adam.push(names, all_signal, all_noise, step.step)
         known = np.isfinite(all_signal) & np.isfinite(all_noise)
         values, tensors, layers, _ = _spread(layout, self._adam.estimate(known, step.step, correlation))
-        if values["gsnr_high"] < 0:  # gradients follow from each other, so the averages are not of samples
+        if values["gsnr_high"] < 0:  # gradients are correlated: the moments are not averages of independent samples
             values = dict.fromkeys(values, math.nan)
         if step.has("below_one"):
             tensors["gsnr/below_one_fraction"] = np.where(begun, step.known("below_one") / step.known("alive"), np.nan)
@@ -1109,14 +955,14 @@ class Aggregator:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All moving averages."""
+        """The moving averages, as plain values."""
         histories = {name: history.state_dict() for name, history in self._histories().items()}
         return {**histories, "window_norms": {name: list(norms) for name, norms in self._window_norms.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved moving averages."""
+        """Continue from saved moving averages."""
         for name, history in self._histories().items():
-            if name in state:  # one saved before there was this source has none of it
+            if name in state:  # saved by an earlier version
                 history.load_state_dict(state[name])
         self._window_norms = {name: list(norms) for name, norms in state["window_norms"].items()}
 
@@ -1132,9 +978,9 @@ def _signal_and_noise(squares: Floats, total: Floats, parts: PartSums) -> tuple[
 def _with_sums(
     table: Table, signal: Floats, noise: Floats, read: NDArray[np.bool_]
 ) -> tuple[tuple[str, ...], Floats, Floats]:
-    """Put the sums of the whole model before those of the tensors, and those of every layer after them.
+    """Returns names, signal and noise of the whole model, then of every tensor, then of every layer.
 
-    A sum over tensors of which one was read and is not finite is not known: nan.
+    A sum is NaN if one of its tensors was read and is not finite.
     """
     layer, num_layers, whole = table.depths, len(table.layout.layers), []
     finite = np.isfinite(signal) & np.isfinite(noise)
@@ -1149,12 +995,12 @@ def _with_sums(
 
 
 def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether squares are too small for float32: of the whole model, every tensor, every layer.
+    """Returns whether squares are too small for float32: of the whole model, every tensor, every layer.
 
     Args:
         table: The tensors.
-        smallest: Sums of squares of what was read of each tensor.
-        largest: Other sums of squares: if these are zero too, the gradient is taken to be zero.
+        smallest: The smallest sums of squares that were read of each tensor.
+        largest: Other sums of squares: if these are zero too, the gradient is zero.
         read: Tensors that were read.
     """
     sums = [
@@ -1169,7 +1015,7 @@ def _underflows(table: Table, smallest: Floats, largest: Floats, read: NDArray[n
 def _spread(
     layout: Layout, estimate: Any
 ) -> tuple[dict[str, float], dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
-    """Cut (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
+    """Split (value, low, high) arrays laid out by `_with_sums` into values, tensors, layers and heads."""
     of = dict(zip(("gsnr", "gsnr_low", "gsnr_high"), estimate, strict=True))
     last, end = 1 + len(layout.tensors), 1 + len(layout.tensors) + len(layout.layers)
     values = {name: float(part[0]) for name, part in of.items()}
@@ -1184,20 +1030,18 @@ def _gsnr_of_sums(sum_of_squares: Any, square_of_sum: Any, count: Any) -> Any:
 
 # -- the sums of several ranks, on their way to the worker --------------------------------------------------------
 
-_SCALARS = (
-    "step", "time", "full", "detail", "audit", "stage", "moments_stage", "batch_size", "loss", "lr", "max_norm",
-    "under_scaler", "skipped", "carried", "alternating", "given_up", "lost_loss", "lost_norm", "changes",
-    "last_change", "num_sources", "wall_seconds", "counted", "single_part",
-    "weights_unknown", "values",
-)  # fmt: skip
+_ARRAYS = ("slots", "ranks", "tensors")
+_SCALARS = tuple(
+    each.name for each in fields(StepSums) if each.name not in (*_ARRAYS, "table", "rows", "windows", "parts", "prints")
+)
 
 
 def sums_to_bytes(step: StepSums) -> bytes:
-    """A step that was added up over ranks, for the journal."""
+    """Returns the bytes of a step that was added up over ranks, for the journal."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, sums in step.rows.items():
         arrays[f"rows/{name}"], arrays[f"present/{name}"] = sums.values, sums.present.astype(np.float64)
-    for kind in ("slots", "ranks", "tensors"):
+    for kind in _ARRAYS:
         arrays |= {f"{kind}/{name}": numbers for name, numbers in getattr(step, kind).items()}
     for row, window in step.windows.items():
         if window.sums is not None:
@@ -1219,7 +1063,7 @@ def sums_from_bytes(data: bytes, table: Table) -> StepSums:
         kind, _, rest = name.partition("/")
         if kind == "rows":
             step.rows[rest] = RowSums(numbers, arrays[f"present/{rest}"] > 0)
-        elif kind in ("slots", "ranks", "tensors"):
+        elif kind in _ARRAYS:
             getattr(step, kind)[rest] = numbers
     for row, square, block_steps in windows:
         step.windows[row] = WindowSums(square, block_steps, arrays.get(f"window/{row}"))

@@ -1,4 +1,4 @@
-"""The way back: messages from the worker to the training process, which looks for them once per step."""
+"""Messages from the worker to the training process, which checks for them once per step."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from gradvitals.worker.journal import Journal
 from gradvitals.worker.record import readings_from_bytes, readings_to_bytes
 
 MESSAGE, READINGS, IN_FILE = 1, 2, 4
-"""Kinds of records on the way back; `IN_FILE` is added if the record is the name of a file."""
+"""Kinds of records. `IN_FILE` is added if the record is the name of a file that has the message."""
 
 LARGEST_SHARE = 1 / 8
-"""Share of the journal above which a message goes through a file of its own."""
+"""A message larger than this share of the journal goes through a file of its own."""
 
 MOST_WAITING = 1000
-"""Messages that may wait for a training process that does not look for them."""
+"""Messages that may wait for a training process that does not receive them."""
 
 Message = dict[str, Any]
-"""What happened, under `what`, and its numbers. Findings and readings are objects on both ends."""
+"""The kind of message, under `what`, and its contents. Findings and readings are objects on both ends."""
 
 
 class Channel(Protocol):
-    """Both ends of the way back."""
+    """Both ends of the channel."""
 
     def send(self, message: Message) -> None:
-        """From the worker. Never blocks."""
+        """Send a message from the worker. Never blocks."""
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is anything to receive. Called at every step."""
+        """Whether there is anything to receive. Checked at every step."""
 
     def receive(self) -> Iterator[Message]:
         """Yield all messages there are."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free its memory."""
 
 
 class ThreadChannel:
-    """For a worker that is a thread of the training process."""
+    """The channel of a worker thread."""
 
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
@@ -63,18 +63,18 @@ class ThreadChannel:
             yield self._queue.popleft()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class JournalChannel:
-    """For a worker that is a process: a second journal, written by the worker."""
+    """The channel of a worker process: a second journal, which the worker writes."""
 
     def __init__(self, journal: Journal, folder: Path) -> None:
         self._journal = journal
         self._folder = folder
         self._files = 0
         self._waiting: deque[tuple[int, bytes]] = deque()
-        """Messages that found no room yet."""
+        """Messages that did not fit yet."""
 
     def send(self, message: Message) -> None:
         """Add a message."""
@@ -97,7 +97,7 @@ class JournalChannel:
             self._waiting.popleft()
 
     def flush(self) -> bool:
-        """Write what found no room before, as far as there is room now; returns whether all of it is written."""
+        """Write waiting messages as far as there is room; returns whether all are written."""
         while self._waiting and self._journal.append(*self._waiting[0]):
             self._waiting.popleft()
         return not self._waiting
@@ -125,5 +125,5 @@ class JournalChannel:
         self._journal.release()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free its memory."""
         self._journal.close()

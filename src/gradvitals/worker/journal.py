@@ -1,7 +1,8 @@
-"""The journal: an append-only ring of records in a memory-mapped file, one process writes and another reads.
+"""The journal: a ring of records in a memory-mapped file that one process writes and another reads.
 
 The pages belong to the kernel, so a record survives the death of the process that wrote it. A record is its length,
-its kind and its payload; the writer's position moves only when all three are in place, so no reader sees half of one.
+its kind and its payload. The writer moves its position only when all three are in place, so a reader never sees half a
+record.
 
     offset 0      magic, format version, capacity
     offset 64     head: bytes written since the start        (moved by the writer)
@@ -30,11 +31,11 @@ MAX_CAPACITY = 1 << 32
 _RECORD = struct.Struct("<II")  # payload bytes, kind
 _COUNTER = struct.Struct("<Q")
 PADDING = 0
-"""Kind of the filler at the end of the ring: a record never wraps."""
+"""Kind of the padding at the end of the ring: a record never wraps."""
 
 
 class Journal:
-    """One end of a journal. `create` makes the writer's end, `open` the reader's."""
+    """One end of a journal. `create` returns the writer's end, `open` the reader's."""
 
     def __init__(self, path: Path | None, memory: mmap.mmap, capacity: int) -> None:
         self.path = path
@@ -42,11 +43,11 @@ class Journal:
         self._memory = memory
         self._head = self._counter(HEAD)
         self._position = self._counter(TAIL)
-        """How far this end has read."""
+        """The position up to which this end has read."""
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Journal:
-        """Make a new journal of at least `capacity` bytes; its blocks are reserved, so that no later write can fail.
+        """Create a journal of at least `capacity` bytes, and reserve its blocks so that no later write can fail.
 
         Raises:
             OSError: If there is no room, or no permission.
@@ -55,7 +56,7 @@ class Journal:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, HEADER_BYTES + capacity)
-            # Touched now rather than step by step: the first write to a page takes longer than a whole record.
+            # Touch every page now: the first write to a page takes longer than a whole record.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             memory = mmap.mmap(descriptor, HEADER_BYTES + capacity, flags)
         except BaseException:
@@ -67,7 +68,7 @@ class Journal:
 
     @classmethod
     def in_memory(cls, capacity: int) -> Journal:
-        """Make a journal for two threads of one process; it ends with the process."""
+        """Create a journal for two threads of one process."""
         capacity = -(-capacity // HEADER_BYTES) * HEADER_BYTES
         return cls._initialized(None, mmap.mmap(-1, HEADER_BYTES + capacity), capacity)
 
@@ -78,10 +79,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """Open a journal that some other process made.
+        """Open a journal that another process created.
 
         Raises:
-            RunError: If the file is not a journal, or says of itself what cannot be.
+            RunError: If the file is not a journal, or its header is damaged.
         """
         try:
             with path.open("r+b") as file:
@@ -97,7 +98,7 @@ class Journal:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def append(self, kind: int, data: bytes) -> bool:
-        """Add a record. Never blocks: False if the ring has no room for it."""
+        """Append a record. Returns False, without blocking, if the ring has no room for it."""
         length = len(data)
         needed = (_RECORD.size + length + 7) & ~7
         memory, head = self._memory, self._head
@@ -124,7 +125,7 @@ class Journal:
         self._set(DROPPED, self._counter(DROPPED) + count)
 
     def close_writer(self) -> None:
-        """Note that nothing more will be written."""
+        """Mark the journal as complete."""
         self._set(CLOSED, 1)
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Journal:
 
     @property
     def fill(self) -> float:
-        """Share of the ring that waits to be read."""
+        """Share of the ring that is not read yet."""
         return (self._counter(HEAD) - self._counter(TAIL)) / self.capacity
 
     @property
@@ -151,10 +152,10 @@ class Journal:
         return self._counter(DROPPED)
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the kind and the payload of every record not read yet. Call `release` when they are dealt with.
+        """Yield the kind and the payload of every unread record. Call `release` once they are processed.
 
         Raises:
-            RunError: If lengths do not fit; the file was damaged.
+            RunError: If lengths do not fit: the file is damaged.
         """
         tail = self._position
         head = self._counter(HEAD)
@@ -175,11 +176,11 @@ class Journal:
         self._position = tail
 
     def release(self) -> None:
-        """Give the room of all records read so far back to the writer."""
+        """Free the room of all records read so far for the writer."""
         self._set(TAIL, self._position)
 
     def close(self) -> None:
-        """Give the memory back. Nothing may be called after it."""
+        """Unmap the memory. Do not use the journal afterwards."""
         self._memory.close()
 
     def _counter(self, at: int) -> int:
@@ -191,7 +192,7 @@ class Journal:
 
 
 def journal_folder(run: Path) -> Path:
-    """Where the journals of a run live: its own folder, or local memory if that is on a network file system."""
+    """Returns the folder for the journals of a run: its own, or shared memory if that is on a network file system."""
     if not is_shared(filesystem_type(run)):
         return run
     shm = Path("/dev/shm")

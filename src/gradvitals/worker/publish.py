@@ -1,4 +1,4 @@
-"""Sinks and alerts: which numbers go out while a run is in progress, and a thread for each destination."""
+"""Publishes a live run to sinks and alerts: selects their numbers, and runs each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from zlib import crc32
 import numpy as np
 
 from gradvitals import notices
-from gradvitals.types import INSPECTED, SEVERITIES, SOURCES, Action, Finding, Layout, Reading
+from gradvitals.metrics import INSPECTED
+from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, Reading
 
 WORST_TENSORS: Mapping[str, bool] = {"grad/norm": True, "grad/spike_ratio": True, "update/ratio": True, "gsnr": False}
-"""The metrics that single tensors are shown of, and whether the largest are the worst."""
+"""The metrics of single tensors that are published, and whether the largest are the worst."""
 
 WORST = 3
-"""Tensors of each of these metrics that a reading can bring to a sink."""
+"""Tensors that one reading can add for each of these metrics: the worst ones."""
 
 MOST_TENSORS = 20
-"""Tensors that a run can bring to a sink for each of these metrics. One that was among the worst stays."""
+"""Tensors that a run can publish for each of these metrics. A tensor that was added stays."""
 
 MAY_BREAK = frozenset({"loss", "grad/norm", "grad/max", "weight/norm", "update/norm"})
-"""Metrics that are shown even where they are not finite: that they broke is the news."""
+"""Metrics that are published even if they are not finite."""
 
 LONGEST_NAME = 120
-"""Characters of a tensor's name in a key."""
+"""The most characters of a tensor's name in a key."""
 
 
 class Selection:
     """Chooses and names the numbers of one run.
 
-    A metric that has several sources keeps its id for the best of those it had when first read, for the whole run;
-    other sources go before it in the key, ``adam/gsnr``. So no key ever holds values of two sources. And no key is the
-    start of another one, which some destinations would take for a folder.
+    The best source that a metric has when it is first read keeps its id for the whole run; other sources are put before
+    it, as in ``adam/gsnr``. So no key mixes two sources. No key is a prefix of another one, which some destinations
+    would take for a folder.
 
     Args:
-        tensors: Whether single tensors are shown.
-        gauges: Whether what is not finite is shown too: a gauge that is not set goes on showing its old value.
+        tensors: Whether to publish single tensors.
+        gauges: Whether to publish non-finite values too: a gauge that is not set keeps showing its old value.
     """
 
     def __init__(self, *, tensors: bool = True, gauges: bool = False) -> None:
@@ -56,11 +57,11 @@ class Selection:
         self._shown: dict[str, dict[int, None]] = {metric: {} for metric in WORST_TENSORS}
 
     def describe(self, layout: Layout) -> None:
-        """What the rows of per-tensor arrays stand for, from here on. Rows are only ever added."""
+        """Use the names of this layout from here on. Rows are only ever added."""
         self._names = layout.names("tensors")
 
     def steps(self, readings: Sequence[Reading]) -> Iterator[tuple[int, dict[str, float]]]:
-        """What is shown of each step, in the order they came."""
+        """Yield each step with its published numbers, in order."""
         for step, of_step in groupby(readings, key=lambda reading: reading.step):
             metrics = self._of_step(sorted(of_step, key=_trust))
             if metrics:
@@ -70,7 +71,7 @@ class Selection:
         metrics: dict[str, float] = {}
         for reading in readings:
             for metric, value in reading.values.items():
-                if metric in INSPECTED:  # what the first batches look like is no curve
+                if metric in INSPECTED:  # not a curve
                     continue
                 key = self._key(metric, reading.source)
                 may_break = self._wants_all or (reading.source is None and metric in MAY_BREAK)
@@ -99,7 +100,7 @@ class Selection:
 
 
 def _trust(reading: Reading) -> int:
-    """The reading without a source first, then the most trustworthy source."""
+    """Sorts the reading without a source first, then the most trustworthy source."""
     return -1 if reading.source is None else SOURCES.index(reading.source)
 
 
@@ -112,7 +113,7 @@ def _short(name: str) -> str:
 Record = Reading | Finding | Action | Layout
 
 MOST_WAITING = 2000
-"""Readings that may wait for a slow destination before further ones are dropped."""
+"""Readings that may wait for a slow destination; further ones are dropped."""
 
 
 class Destination(Protocol):
@@ -126,32 +127,32 @@ class Destination(Protocol):
 
 
 def runs_in_worker(destination: Destination) -> bool:
-    """Whether a destination may move to the worker process.
+    """Returns whether a destination may move to the worker process.
 
-    A subclass does not inherit that: the worker may not be able to import it, and it may use what only the script has.
+    A subclass does not inherit that: the worker may be unable to import it, and it may use objects of the script.
     """
     return bool(getattr(destination, "in_worker", False)) and "in_worker" in vars(type(destination))
 
 
 def wants_readings(destination: Destination) -> bool:
-    """Whether a destination gets readings, or findings and actions only."""
+    """Returns whether a destination gets readings, or findings and actions only."""
     return bool(getattr(destination, "readings", True))
 
 
 class Outlet:
-    """Hands records on to one destination.
+    """Passes records to one destination, in a thread of its own.
 
     Args:
         target: The destination.
-        on_failure: Called with the first error; the target is then skipped, unless it can continue (``lasting``).
+        on_failure: Called with the first error. The target then gets nothing more, unless it is ``lasting``.
     """
 
     def __init__(self, target: Destination, on_failure: Callable[[Outlet, BaseException], None]) -> None:
         self.target = target
         self.name = str(getattr(target, "name", type(target).__name__))
-        """What it is called in findings."""
+        """Its name in findings."""
         self.dropped = 0
-        """Readings that came while too many were waiting."""
+        """Number of readings that were dropped because too many were waiting."""
         self._on_failure = on_failure
         self._lasting = bool(getattr(target, "lasting", False))
         self._wants_readings = wants_readings(target)
@@ -166,7 +167,7 @@ class Outlet:
         self._thread: threading.Thread | None = None
 
     def put(self, records: Sequence[Record]) -> None:
-        """Hand over records of whole steps. Never blocks and never raises; what finds no room is counted."""
+        """Queue records of whole steps. Never blocks and never raises; counts what it drops."""
         if self._over or os.getpid() != self._pid:  # a forked child has no thread
             return
         if not self._wants_readings:
@@ -183,7 +184,7 @@ class Outlet:
                 self._changed.notify_all()
 
     def start(self, run: Path) -> None:
-        """Start to hand on. Called on the training thread: what is bound to its context is seen by the target too."""
+        """Start the thread, with the context variables of the training thread."""
         try:
             every = getattr(self.target, "every", 1)
             if self._wants_readings and not (isinstance(every, int) and every >= 1):
@@ -197,22 +198,22 @@ class Outlet:
         self._thread.start()
 
     def end(self) -> None:
-        """Have it close once everything put so far is handed on; does not wait."""
-        if os.getpid() != self._pid:  # which may have copied a held lock
+        """Close the target once the queue is empty, without waiting for it."""
+        if os.getpid() != self._pid:  # a forked child may have copied a held lock
             return
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end; whether it has come."""
+        """Wait for the thread to end; returns whether it did."""
         if self._thread is None or self._thread is threading.current_thread() or os.getpid() != self._pid:
             return True
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the first error, and only that."""
+        """Report the first error only."""
         told, self._failed = self._failed, True
         self._over = self._over or not self._lasting
         if not told:
@@ -228,10 +229,10 @@ class Outlet:
                 self._waiting -= sum(isinstance(record, Reading) for record in records)
             try:
                 self._hand_on(records)
-            except BaseException as error:  # also SystemExit: a thread that died in silence would never be closed
+            except BaseException as error:  # also SystemExit: a thread that dies silently would never be closed
                 self.fail(error)
                 self._over = True
-        if self._over:  # it has failed: nobody wants to hear of a second error
+        if self._over:  # it has failed: do not report a second error
             self._queue.clear()
             with suppress(BaseException):
                 self.target.close()
@@ -260,7 +261,7 @@ class Outlet:
             self.fail(error)
 
     def _is_news(self, finding: Finding) -> bool:
-        """Whether it has opened, got worse or closed. That it goes on is no news, nor is what is about the target."""
+        """Returns whether a finding has opened, got worse or closed, and is not about the target itself."""
         if finding.id == "sink_error" and finding.evidence.get("about") == self.name:
             return False
         key = (finding.id, finding.rank, finding.first_step, str(finding.evidence.get("about")))
@@ -271,15 +272,15 @@ class Outlet:
 
 
 CLOSE_SECONDS = 15.0
-"""How long the end of a run waits for all sinks and alerts together."""
+"""Time that closing a run waits for all sinks and alerts together."""
 
 
 class Publisher:
-    """Hands records to all sinks and alerts of one run. Never blocks.
+    """Passes records to all sinks and alerts of one run. Never blocks.
 
     Args:
-        destinations: Where records go.
-        report: Called with a finding if a destination failed or fell behind.
+        destinations: The sinks and alerts.
+        report: Called with a finding if a destination fails or falls behind.
         run: Folder of the run.
     """
 
@@ -295,7 +296,7 @@ class Publisher:
             self.add(destination)
 
     def add(self, destination: Destination) -> None:
-        """Publish to one more destination from here on."""
+        """Add a destination."""
         if self._closed:
             return
         outlet = Outlet(destination, self._on_failure)
@@ -307,7 +308,7 @@ class Publisher:
             outlet.put([self._layout])
 
     def put(self, records: Sequence[Record]) -> None:
-        """Hand over records of whole steps."""
+        """Queue records of whole steps for every destination."""
         self._layout = next((record for record in records if isinstance(record, Layout)), self._layout)
         if not self._outlets:
             return
@@ -316,7 +317,7 @@ class Publisher:
             outlet.put(records)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Hand over what is left and close every destination, as far as the time allows."""
+        """Publish what is queued and close every destination, as far as the time allows."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True

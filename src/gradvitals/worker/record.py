@@ -1,17 +1,16 @@
-"""What crosses from the training process to the worker for one step, and how it is laid out in the journal.
+"""What the training process sends to the worker for one step, and its layout in the journal.
 
-A record is a fixed header with what every step has, an optional JSON object with what few steps have, and sections:
-named vectors of numbers, each with the rows of the model its numbers belong to. `Context` is what changes rarely: the
-parameters, and everything that depends on them alone.
+A step is a JSON object and sections: named vectors of numbers, each with the rows of the model its numbers belong to.
+Plain steps, which most are, have a fixed layout. `Context` is what changes rarely: the parameters, and everything that
+depends on them alone.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -39,29 +38,19 @@ PLAIN_STEP = np.dtype(
         ("passes", "<u4"),
     ]
 )
-"""A plain step in the journal. What is not known is NaN."""
+"""A plain step in the journal. An unknown number is NaN."""
 
 PACKED_STEP = struct.Struct("<q6dII")
-"""The same for a single step, which numpy takes several times as long to fill in."""
+"""The same for a single step: several times as fast as filling in a numpy record."""
 
 HAS_NORMS, HAS_LOSS, CLIPPED, CARRIED, ALTERNATING = (1 << bit for bit in range(5))
 """Flags of a plain step."""
 
 STAGES: tuple[Stage, ...] = ("raw", "unscaled", "clipped")
 
-_HEADER = struct.Struct("<q6dIHHIHH")
-# step; time, wall seconds, loss, lr, max_norm, batch size; flags; micro-batches, passes; JSON bytes; row sets, sections
-_SECTION = struct.Struct("<24sHHI")  # name, row set, dtype, numbers
-_DTYPES = (np.dtype("<f4"), np.dtype("<f8"))
-_HAS_LOSS, _FULL, _DETAIL, _AUDIT, _SKIPPED, _CARRIED, _ALTERNATING = (1 << bit for bit in range(7))
-_SCALED, _IGNORE_SCALE, _CLIPPED, _HAS_OPTIMIZER = (1 << bit for bit in range(7, 11))
-_STAGE_SHIFT = 12
-
-MAX_NUMBERS = 1 << 28
-
 
 class Places:
-    """The rows that the numbers under one name belong to: as a rule the same from step to step."""
+    """The rows of the numbers in a section: nearly always the same from step to step."""
 
     def __init__(self, rows: NDArray[np.intp]) -> None:
         self.rows = rows
@@ -69,7 +58,7 @@ class Places:
         self._present: Flags = np.zeros(0, dtype=bool)
 
     def present(self, num_rows: int) -> Flags:
-        """Which rows are among them. Read only."""
+        """Returns which rows are among them. Read only."""
         if len(self._present) != num_rows:
             self._present = np.zeros(num_rows, dtype=bool)
             self._present[self.rows] = True
@@ -78,7 +67,7 @@ class Places:
 
 
 class Section:
-    """The numbers under one name, each with its row."""
+    """The numbers of one name, each with its row."""
 
     def __init__(self, values: Floats, places: Places) -> None:
         self.values = values
@@ -90,11 +79,11 @@ class Section:
         return self.places.rows
 
     def present(self, num_rows: int) -> Flags:
-        """Which rows have a number. Read only."""
+        """Returns which rows have a number. Read only."""
         return self.places.present(num_rows)
 
     def sums(self, num_rows: int) -> Floats:
-        """One number per row, 0 if there is none. Parts of one row are added up."""
+        """Returns one number per row, 0 if there is none. Parts of one row are added up."""
         sums = np.zeros(num_rows)
         if self.places.are_distinct:
             sums[self.rows] = self.values
@@ -103,7 +92,7 @@ class Section:
         return sums
 
     def by_row(self, num_rows: int) -> Floats:
-        """One number per row, nan if there is none."""
+        """Returns one number per row, NaN if there is none."""
         return np.where(self.present(num_rows), self.sums(num_rows), np.nan)
 
 
@@ -115,53 +104,62 @@ class OptimizerStep:
     scaled: bool = False
     """Whether gradients were read while multiplied by the loss scale in the section ``scale{index}``."""
     ignore_scale: bool = False
-    """The noted loss scale turned out to belong to another model."""
+    """Whether the loss scale turned out to belong to another model."""
     clipped: bool = False
-    """Whether the loop clipped gradients after they were read: what the optimizer, and its moments, received."""
+    """Whether the loop clipped gradients after they were read, so that the optimizer received clipped ones."""
     micro_batches: int = 0
     """Number of micro-batches; 0 if they were not counted."""
     divided: float = 1.0
-    """What a pipeline divided the sum of the micro-batches by."""
+    """The number that a pipeline divided the sum of the micro-batches by."""
 
 
 @dataclass(slots=True)
-class StepRecord:
-    """One step as the training process recorded it."""
+class StepFacts:
+    """What is known of a step besides its sums."""
 
     step: int
     time: float = 0.0
     wall_seconds: float = 0.0
-    """From the end of the step before to the end of this one."""
+    """From the end of the previous step to the end of this one."""
     full: bool = False
     detail: bool = False
     audit: bool = False
-    optimizers: list[OptimizerStep] = field(default_factory=list)
-    losses: list[tuple[float | None, float | None]] = field(default_factory=list)
-    """Loss and samples of each `observe`. A loss of None that has a section ``loss{index}`` was on a device."""
-    passes: int = 0
-    """Backward passes of the step."""
-    given_up: int = 0
-    """Batches whose gradients the loop discarded before this step."""
-    lost: float | None = None
-    """The loss of the last of them, if observed. One that was on a device is in the section ``lost``."""
-    lost_norm: float | None = None
-    """The norm of its gradient, if read."""
     lr: float | None = None
     max_norm: float | None = None
     batch_size: float | None = None
     skipped: bool = False
     carried: bool = False
-    """Whether gradients were added to those of the step before."""
+    """Whether gradients were added to those of the previous step."""
     alternating: bool = False
-    """Whether the model is trained in turn with another, as in a GAN."""
+    """Whether the model alternates with another one, as in a GAN."""
+    given_up: int = 0
+    """Batches whose gradients the loop discarded before this step."""
+
+
+FACTS = tuple(each.name for each in fields(StepFacts))
+
+
+@dataclass(slots=True)
+class StepRecord(StepFacts):
+    """One step, as the training process recorded it."""
+
+    optimizers: list[OptimizerStep] = field(default_factory=list)
+    losses: list[tuple[float | None, float | None]] = field(default_factory=list)
+    """Loss and samples of each `observe`. The loss is None if it was on a device; section ``loss{index}`` has it."""
+    passes: int = 0
+    """Backward passes of the step."""
+    lost: float | None = None
+    """The loss of the last discarded batch, if observed; section ``lost`` has one that was on a device."""
+    lost_norm: float | None = None
+    """The norm of its gradient, if read."""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """Rows that went into a sliding window; if it is complete, the steps in one of its blocks."""
+    """Rows that went into a sliding window, each with the steps per block if the window is complete."""
     sections: dict[str, Section] = field(default_factory=dict)
 
 
 @dataclass
 class Context:
-    """What the numbers of steps stand for, until the next Context."""
+    """What the numbers of the following steps belong to, until the next Context."""
 
     layout: Layout = field(default_factory=Layout)
     slots: list[tuple[int, int]] = field(default_factory=list)
@@ -169,18 +167,16 @@ class Context:
     optimizer_rows: list[list[int]] = field(default_factory=list)
     """The rows that each optimizer steps."""
     betas: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Of each row whose moments are read."""
-    fractions: dict[int, float] = field(default_factory=dict)
-    """Share of each row that the update's norm is read from."""
-    sampled: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Coordinates of each row that its change is read from, and all there are on this rank."""
+    """Adam's betas of each row whose moments are read."""
+    shares: dict[str, dict[int, float]] = field(default_factory=dict)
+    """For each sum that is read from a sample: the share of each row that it covers."""
     weights: list[float] | None = None
-    """What each row counts beside those of other ranks; None for a single process."""
+    """The weight of each row in a sum over ranks; None for a single process."""
     autocast: str | None = None
     """The dtype that the forward pass computes in, if lower."""
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Returns it as JSON."""
         layout = self.layout
         return json.dumps(
             {
@@ -190,8 +186,7 @@ class Context:
                 "slots": self.slots,
                 "optimizer_rows": self.optimizer_rows,
                 "betas": list(self.betas.items()),
-                "fractions": list(self.fractions.items()),
-                "sampled": list(self.sampled.items()),
+                "shares": {name: list(shares.items()) for name, shares in self.shares.items()},
                 "weights": self.weights,
                 "autocast": self.autocast,
             }
@@ -211,8 +206,7 @@ class Context:
             slots=[(row, head) for row, head in given["slots"]],
             optimizer_rows=given["optimizer_rows"],
             betas={row: (first, second) for row, (first, second) in given["betas"]},
-            fractions=dict(given["fractions"]),
-            sampled={row: (count, size) for row, (count, size) in given["sampled"]},
+            shares={name: dict(shares) for name, shares in given["shares"].items()},
             weights=given["weights"],
             autocast=given["autocast"],
         )
@@ -229,81 +223,32 @@ class Encoder:
         self._rows: dict[int, tuple[Any, bytes]] = {}
 
     def encode(self, record: StepRecord, parts: Iterable[Part]) -> bytes:
-        """The bytes of a record."""
+        """Returns the bytes of a step and its numbers."""
         row_sets: dict[bytes, int] = {}
-        sections: list[bytes] = []
-        for name, rows, numbers in parts:
+        sections: list[tuple[str, int, bool, int]] = []
+        numbers: list[bytes] = []
+        for name, rows, values in parts:
             place = row_sets.setdefault(self._packed(rows), len(row_sets))
-            wide = numbers.dtype.itemsize == 8
-            sections += (_SECTION.pack(name.encode(), place, wide, numbers.size), numbers.tobytes())
-        losses, optimizers = record.losses, record.optimizers
-        one = optimizers[0] if len(optimizers) == 1 else None
-        flags = (
-            _FULL * record.full
-            | _DETAIL * record.detail
-            | _AUDIT * record.audit
-            | _SKIPPED * record.skipped
-            | _CARRIED * record.carried
-            | _ALTERNATING * record.alternating
-        )
-        if one is not None:
-            flags |= _HAS_OPTIMIZER | STAGES.index(one.stage) << _STAGE_SHIFT
-            flags |= _SCALED * one.scaled | _IGNORE_SCALE * one.ignore_scale | _CLIPPED * one.clipped
-        loss = losses[0][0] if len(losses) == 1 and losses[0][1] is None else None
-        if loss is not None:
-            flags |= _HAS_LOSS
-        is_plain = one is not None and one.divided == 1 and not record.given_up and not record.windows
-        extra = b"" if is_plain and (loss is not None or not losses) else _extra(record, with_losses=loss is None)
-        header = _HEADER.pack(
-            record.step,
-            record.time,
-            record.wall_seconds,
-            math.nan if loss is None else loss,
-            math.nan if record.lr is None else record.lr,
-            math.nan if record.max_norm is None else record.max_norm,
-            math.nan if record.batch_size is None else record.batch_size,
-            flags,
-            0 if one is None else one.micro_batches,
-            min(record.passes, 0xFFFF),
-            len(extra),
-            len(row_sets),
-            len(sections) // 2,
-        )
-        return b"".join((header, extra, *row_sets, *sections))
+            sections.append((name, place, values.dtype.itemsize == 8, values.size))
+            numbers.append(values.tobytes())
+        fields = {name: getattr(record, name) for name in _FIELDS}
+        fields["optimizers"] = [astuple(one) for one in record.optimizers]
+        fields["windows"] = list(record.windows.items())
+        return _frame([fields, list(map(len, row_sets)), sections], (*row_sets, *numbers))
 
     def _packed(self, rows: Any) -> bytes:
-        """The number of rows, and the rows."""
         known = self._rows.get(id(rows))
         if known is not None and known[0] is rows:
             return known[1]
-        packed = np.asarray(rows, dtype="<i4").tobytes()
-        packed = struct.pack("<I", len(packed)) + packed
-        if not isinstance(rows, range):  # lists of one reading come and go; those that stay are worth remembering
+        packed = pack_rows(rows)
+        if not isinstance(rows, range):  # a range is made anew for every reading
             if len(self._rows) >= 256:
                 self._rows.clear()
             self._rows[id(rows)] = (rows, packed)
         return packed
 
 
-def _extra(record: StepRecord, *, with_losses: bool) -> bytes:
-    """What does not fit into the header, as JSON."""
-    extra: dict[str, Any] = {}
-    if with_losses and record.losses:
-        extra["losses"] = record.losses
-    if len(record.optimizers) != 1 or record.optimizers[0].divided != 1:
-        extra["optimizers"] = [
-            [one.stage, one.scaled, one.ignore_scale, one.clipped, one.micro_batches, one.divided]
-            for one in record.optimizers
-        ]
-    if record.given_up:
-        extra["given_up"] = record.given_up
-    if record.lost is not None:
-        extra["lost"] = record.lost
-    if record.lost_norm is not None:
-        extra["lost_norm"] = record.lost_norm
-    if record.windows:
-        extra["windows"] = list(record.windows.items())
-    return json.dumps(extra).encode() if extra else b""
+_FIELDS = tuple(each.name for each in fields(StepRecord) if each.name != "sections")
 
 
 class Decoder:
@@ -313,7 +258,7 @@ class Decoder:
         self._places: dict[bytes, Places] = {}
 
     def decode(self, data: bytes) -> StepRecord:
-        """The step that `Encoder.encode` was given.
+        """Returns the step that `Encoder.encode` was given.
 
         Raises:
             RunError: If lengths do not fit.
@@ -324,78 +269,19 @@ class Decoder:
             raise RunError(f"a step in the journal is damaged ({error})") from error
 
     def _decode(self, data: bytes) -> StepRecord:
-        (
-            step,
-            time,
-            wall,
-            loss,
-            lr,
-            max_norm,
-            batch_size,
-            flags,
-            micro,
-            passes,
-            extra_bytes,
-            num_sets,
-            num_sections,
-        ) = _HEADER.unpack_from(data)
-        at = _HEADER.size
-        extra: dict[str, Any] = json.loads(data[at : at + extra_bytes]) if extra_bytes else {}
-        at += extra_bytes
-        row_sets: list[bytes] = []
-        for _ in range(num_sets):
-            (length,) = struct.unpack_from("<I", data, at)
-            if at + 4 + length > len(data):
-                raise ValueError("a set of rows is cut short")
-            row_sets.append(data[at + 4 : at + 4 + length])
-            at += 4 + length
+        (fields, lengths, sections), at = _unframe(data)
+        row_sets = []
+        for length in lengths:
+            row_sets.append(data[at : at + length])
+            at += length
         parts: dict[str, list[tuple[bytes, NDArray[Any]]]] = {}
-        for _ in range(num_sections):
-            name, place, wide, count = _SECTION.unpack_from(data, at)
-            at += _SECTION.size
-            dtype = _DTYPES[wide]
-            numbers = np.frombuffer(data, dtype, count, at)
-            at += count * dtype.itemsize
-            parts.setdefault(name.rstrip(b"\0").decode(), []).append((row_sets[place], numbers))
-        record = StepRecord(
-            step=step,
-            time=time,
-            wall_seconds=wall,
-            full=bool(flags & _FULL),
-            detail=bool(flags & _DETAIL),
-            audit=bool(flags & _AUDIT),
-            passes=passes,
-            lr=_or_none(lr),
-            max_norm=_or_none(max_norm),
-            batch_size=_or_none(batch_size),
-            skipped=bool(flags & _SKIPPED),
-            carried=bool(flags & _CARRIED),
-            alternating=bool(flags & _ALTERNATING),
-            sections={name: self._section(found) for name, found in parts.items()},
-        )
-        if flags & _HAS_LOSS:
-            record.losses = [(loss, None)]
-        if flags & _HAS_OPTIMIZER:
-            one = OptimizerStep(
-                stage=STAGES[flags >> _STAGE_SHIFT & 3],
-                scaled=bool(flags & _SCALED),
-                ignore_scale=bool(flags & _IGNORE_SCALE),
-                clipped=bool(flags & _CLIPPED),
-                micro_batches=micro,
-            )
-            record.optimizers = [one]
-        if extra:
-            self._add_extra(record, extra)
-        return record
-
-    def _add_extra(self, record: StepRecord, extra: Mapping[str, Any]) -> None:
-        if "losses" in extra:
-            record.losses = [(loss, size) for loss, size in extra["losses"]]
-        if "optimizers" in extra:
-            record.optimizers = [OptimizerStep(*numbers) for numbers in extra["optimizers"]]
-        record.given_up = int(extra.get("given_up", 0))
-        record.lost, record.lost_norm = extra.get("lost"), extra.get("lost_norm")
-        record.windows = {int(row): steps for row, steps in extra.get("windows", ())}
+        for name, place, is_wide, count in sections:
+            values = np.frombuffer(data, "<f8" if is_wide else "<f4", count, at)
+            at += values.nbytes
+            parts.setdefault(name, []).append((row_sets[place], values))
+        fields["optimizers"] = [OptimizerStep(*one) for one in fields["optimizers"]]
+        fields["windows"] = dict(fields["windows"])
+        return StepRecord(**fields, sections={name: self._section(found) for name, found in parts.items()})
 
     def _section(self, parts: list[tuple[bytes, NDArray[Any]]]) -> Section:
         rows = parts[0][0] if len(parts) == 1 else b"".join(some for some, _ in parts)
@@ -418,27 +304,27 @@ class Decoder:
 
 @dataclass
 class PlainSteps:
-    """Some plain steps in a row, read of the same rows of the model."""
+    """Consecutive plain steps with the same rows."""
 
     places: Places
     steps: NDArray[np.void]
-    """Of `PLAIN_STEP`."""
+    """An array of `PLAIN_STEP`."""
     norms: NDArray[np.float32]
-    """One per step and row; of a step without `HAS_NORMS` they mean nothing."""
+    """One per step and row; meaningless for a step without `HAS_NORMS`."""
 
 
 def pack_rows(rows: Sequence[int]) -> bytes:
-    """Rows as `encode_plain` takes them."""
+    """Returns rows as `encode_plain` takes them."""
     return np.asarray(rows, dtype="<i4").tobytes()
 
 
 def encode_plain(rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> bytes:
-    """The bytes of some plain steps: packed rows, the steps, and one norm per step and row (or no norms at all)."""
+    """Returns the bytes of some plain steps: packed rows, steps, and one norm per step and row, or no norms at all."""
     return b"".join((plain_head(rows, len(steps), norms.size), steps.tobytes(), norms.tobytes()))
 
 
 def plain_head(rows: bytes, steps: int, norms: int) -> bytes:
-    """What comes before the bytes of so many plain steps, with packed rows and so many norms in all."""
+    """Returns the head of the bytes of plain steps: their number, the packed rows, and the number of norms."""
     return _PLAIN.pack(steps, len(rows), 4 * norms) + rows
 
 
@@ -472,26 +358,36 @@ def decode_plain(data: bytes, known: dict[bytes, Places]) -> PlainSteps:
 
 
 def join_plain(parts: Sequence[PlainSteps]) -> PlainSteps:
-    """Plain steps of the same rows, in one piece."""
+    """Returns plain steps of the same rows as one."""
     if len(parts) == 1:
         return parts[0]
     steps = np.frombuffer(b"".join([part.steps.tobytes() for part in parts]), PLAIN_STEP)
     return PlainSteps(parts[0].places, steps, np.concatenate([part.norms for part in parts]))
 
 
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 # -- anything else that crosses -----------------------------------------------------------------------------------
 
 
+def _frame(meta: Any, chunks: Iterable[bytes]) -> bytes:
+    """Returns JSON, then the chunks. NaN and Inf are written as Python writes them."""
+    head = json.dumps(meta, default=float).encode()
+    return b"".join((_LENGTH.pack(len(head)), head, *chunks))
+
+
+def _unframe(data: bytes) -> tuple[Any, int]:
+    """Returns the JSON, and the offset of the first chunk."""
+    (length,) = _LENGTH.unpack_from(data)
+    at = _LENGTH.size + length
+    return json.loads(data[_LENGTH.size : at]), at
+
+
+_LENGTH = struct.Struct("<I")
+
+
 def pack(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """JSON and float64 arrays in one piece. Numbers that JSON does not have go through as Python writes them."""
-    shapes = {name: int(numbers.size) for name, numbers in arrays.items()}
-    head = json.dumps([meta, shapes]).encode()
-    flat = [np.ascontiguousarray(numbers, dtype="<f8").tobytes() for numbers in arrays.values()]
-    return b"".join([struct.pack("<I", len(head)), head, *flat])
+    """Returns JSON and float64 arrays in one piece."""
+    sizes = {name: numbers.size for name, numbers in arrays.items()}
+    return _frame([meta, sizes], (np.asarray(numbers, dtype="<f8").tobytes() for numbers in arrays.values()))
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
@@ -501,9 +397,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
         RunError: If lengths do not fit.
     """
     try:
-        (length,) = struct.unpack_from("<I", data)
-        meta, sizes = json.loads(data[4 : 4 + length])
-        at, arrays = 4 + length, {}
+        (meta, sizes), at = _unframe(data)
+        arrays = {}
         for name, size in sizes.items():
             arrays[name] = np.frombuffer(data, "<f8", size, at).copy()
             at += 8 * size
@@ -513,7 +408,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Floats]]:
 
 
 def readings_to_bytes(readings: Sequence[Reading], *, plain: bool) -> bytes:
-    """The readings of one step, for the training process; `plain` if single tensors are neither kept nor published."""
+    """Returns the bytes of the readings of one step; `plain` if single tensors are neither stored nor published."""
     kinds = ("tensors", "layers", "heads", "ranks")
     fields = ("step", "time", "stage", "source", "batch_size", "values")
     arrays = {

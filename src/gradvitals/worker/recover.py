@@ -1,4 +1,4 @@
-"""Steps that neither the training process nor its worker lived to write: from the journal into the run file."""
+"""Recovers a run whose training process and worker were both killed: writes what is left in its journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOURNAL, REPLIES, NOTE, CONTEXT_FILE = "journal", "replies", "journal.json", "jo
 
 
 def leave_note(setup: Setup, folder: Path, worker: int) -> None:
-    """Write down what `recover` needs, beside the journal."""
+    """Write what `recover` needs beside the journal."""
     note = {
         "config": json_ready(asdict(setup.config)),
         "meta": setup.meta,
@@ -37,14 +37,14 @@ def leave_note(setup: Setup, folder: Path, worker: int) -> None:
 
 
 def leave_context(context: bytes, folder: Path) -> None:
-    """Keep the newest context beside the journal: the worker may have read it already."""
+    """Write the newest context beside the journal, whose reader may have consumed it already."""
     part = folder / f"{CONTEXT_FILE}.part"
     part.write_bytes(context)
     part.replace(folder / CONTEXT_FILE)
 
 
 def remove_files(path: Path, folder: Path) -> None:
-    """Remove the journal and what lies beside it."""
+    """Remove the journal and the files beside it."""
     for name in (JOURNAL, REPLIES, CONTEXT_FILE, f"{CONTEXT_FILE}.part"):
         (folder / name).unlink(missing_ok=True)
     for message in folder.glob("message-*"):
@@ -56,10 +56,10 @@ def remove_files(path: Path, folder: Path) -> None:
 
 
 def recover(path: Path) -> bool:
-    """Write what is left in the journal of a run whose processes are gone; returns whether there was anything.
+    """Write the steps left in the journal of a run whose processes are gone; returns whether there were any.
 
     Raises:
-        RunError: If what is there was not written by gradvitals.
+        RunError: If gradvitals did not write these files.
     """
     note_path = path / NOTE
     try:

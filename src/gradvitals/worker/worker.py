@@ -1,4 +1,4 @@
-"""The worker: drains the journal of a run, diagnoses its steps and writes them, in a process or a thread of its own."""
+"""The worker: reads the journal of a run, diagnoses its steps and writes them, in a process or thread of its own."""
 
 from __future__ import annotations
 
@@ -48,33 +48,33 @@ from gradvitals.worker.record import (
 )
 
 COMMIT_SECONDS = 0.25
-"""From one look at the journal, and one commit, to the next while a run is young or someone waits for its readings."""
+"""Interval between reads of the journal, and commits, while a run is young or someone waits for its readings."""
 
 YOUNG_SECONDS, CALM_SECONDS = 10.0, 1.0
-"""After so long, looks are as far apart as this: one at four times as many steps costs hardly more."""
+"""The age from which on a run is read less often, and that interval: a larger batch costs hardly more."""
 
 BUSY_FILL = 0.125
-"""Share of the journal from which on it is looked at more often all the same."""
+"""Read the journal at the short interval if it is fuller than this share."""
 
 HEARTBEAT_SECONDS = 1.0
 
 MAX_PENDING_BYTES = 64 << 20
-"""Readings that wait for a disk that refuses them; past this, or past `queue_size` of them, they are dropped."""
+"""Readings that may wait while the disk refuses writes; beyond this, or beyond `queue_size`, they are dropped."""
 
 STORED_SPIKE_RATIO = 2.0
-"""A step whose norm is this far over its moving average keeps its per-tensor numbers even if it is not due."""
+"""A step whose norm exceeds its moving average by this factor keeps its per-tensor numbers even if none are due."""
 
 CLEAN_STEPS = 20
-"""After a non-finite gradient, elements are counted until this many steps were free of them."""
+"""After a non-finite gradient, non-finite elements are counted until this many steps in a row had none."""
 
 UNKNOWN_WEIGHTS = 20
-"""Readings of micro-batches of unequal size after which their weights should have been found out."""
+"""Report unknown micro-batch weights after this many readings of unequal micro-batches."""
 
 SAME_RATE = 1e-6
-"""Learning rates that differ by less, as a share, are the same."""
+"""Learning rates with a smaller relative difference are the same."""
 
 OPENED = 100
-"""Findings that a Guard can catch up on."""
+"""Opened findings that are kept for a Guard."""
 
 TITLE = 110
 """Characters of a finding's title in a live line."""
@@ -94,17 +94,17 @@ class Setup:
     resume: bool = False
     first_step: int = 0
     keeps: bool = True
-    """Whether it writes the run. Of several ranks one does; the others only hand readings on."""
+    """Whether it writes the run. Of several ranks one does; the others only forward readings."""
     diagnoses: bool = True
     wants_readings: bool = False
     """Whether the training process wants every reading."""
     destinations: list[Destination] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
-    """What an earlier worker remembered, for a run that is continued."""
+    """The state of an earlier worker, for a run that is resumed."""
 
 
 def print_line(line: str, quiet: bool = False) -> None:
-    """Print to stderr, unless the user asked for silence."""
+    """Print to stderr, unless `quiet`."""
     if not quiet:
         print(f"gradvitals: {line}", file=sys.stderr, flush=True)
 
@@ -150,24 +150,24 @@ class LiveDiagnosis:
         elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
-            if finding.follows is None:  # a consequence is not news: its root was printed
+            if finding.follows is None:  # its root cause was printed
                 worse = f"{colored(finding.severity, 'red')} at step {step}: {finding.id} got worse"
                 print_line(live_line(finding) if printed is None else worse, self._quiet)
 
     def start_over(self) -> list[Finding]:
-        """The run was rolled back: diagnose it anew. Returns the findings that this closed."""
+        """Start the diagnosis over after a rollback. Returns the findings that this closed."""
         self.opened = []
         closed = self.diagnosis.start_over()
         self._printed.clear()
         return closed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rules remember."""
+        """The state of the rules."""
         opened = [[step, finding.to_json()] for step, finding in self.opened]
         return {**self.diagnosis.state_dict(), "opened": opened}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what the rules remembered."""
+        """Continue from a saved state of the rules."""
         self.diagnosis.load_state_dict(state)
         self.opened = [(step, Finding.from_json(finding)) for step, finding in state.get("opened", ())]
         known = [one for one in self.diagnosis.findings if one.last_step is None and one.severity != "info"]
@@ -188,12 +188,12 @@ class Worker:
     Args:
         setup: The run.
         journal: Written by the training process.
-        channel: The way back.
+        channel: Carries messages to the training process.
     """
 
     def __init__(self, setup: Setup, journal: Journal, channel: Channel) -> None:
         self.closed = False
-        """Whether the training process closed the run and everything is written."""
+        """Whether the run is closed and everything is written."""
         self._setup, self._journal, self._channel = setup, journal, channel
         self._config = setup.config
         self._started_at = time.monotonic()
@@ -227,12 +227,12 @@ class Worker:
 
     @property
     def pause(self) -> float:
-        """Seconds until it should drain again if nobody wakes it."""
+        """Seconds until the next drain unless woken earlier."""
         is_calm = time.monotonic() - self._started_at > YOUNG_SECONDS and self._journal.fill < BUSY_FILL
         return CALM_SECONDS if is_calm and not self._setup.wants_readings else COMMIT_SECONDS
 
     def drain(self) -> int:
-        """Deal with everything in the journal; returns the number of records."""
+        """Process everything in the journal; returns the number of records."""
         count = 0
         for kind, data in self._journal.read():
             count += 1
@@ -242,7 +242,7 @@ class Worker:
                 else:
                     self._finish_plain()
                     self._take(kind, data)
-            except Exception as error:  # one record is lost, not those around it
+            except Exception as error:  # lose this record only
                 self._on_error("worker", error)
             if count % 64 == 0 and self._journal.fill > 0.5 and self.store is not None:
                 self.store.commit()
@@ -257,7 +257,7 @@ class Worker:
             self.store.dropped_before = self._journal.dropped
             self.store.commit_if_due()
         if self.store is None or self.store.is_settled:
-            self._journal.release()  # what is on disk, and no more: another worker may have to read the rest
+            self._journal.release()  # only what is on disk: another worker may have to read the rest
         return count
 
     def _take(self, kind: int, data: bytes) -> None:
@@ -272,13 +272,13 @@ class Worker:
             self._obey(json.loads(data))
 
     def _collect(self, steps: PlainSteps) -> None:
-        """Keep plain steps until others come, or there are no more."""
+        """Collect consecutive plain steps, to process them together."""
         if self._plain and self._plain[0].places is not steps.places:
             self._finish_plain()
         self._plain.append(steps)
 
     def _finish_plain(self) -> None:
-        """Deal with the plain steps that were collected. Only those that are not calm are looked at one by one."""
+        """Process the collected plain steps. Rules see one by one only those that are not calm."""
         if not self._plain:
             return
         collected, self._plain = self._plain, []
@@ -305,7 +305,7 @@ class Worker:
                 at += 1
 
     def use_context(self, context: Context) -> None:
-        """From here on numbers stand for this."""
+        """Use this context for the following steps."""
         self._table = Table(context)
         if context.autocast is not None and self.diagnosis is not None:
             self.diagnosis.diagnosis.info = replace(self.diagnosis.diagnosis.info, autocast=context.autocast)
@@ -328,9 +328,9 @@ class Worker:
         self._show(readings, layout, full=step.full)
 
     def _show(self, readings: list[Reading], layout: Layout, *, full: bool) -> None:
-        """Show the readings of one step to everyone who wants them."""
+        """Diagnose, store and publish the readings of one step."""
         general = readings[0]
-        broken = not general.values.get("grad/nonfinite", 0) <= 0  # NaN: a norm is infinite, the elements may not be
+        broken = not general.values.get("grad/nonfinite", 0) <= 0  # NaN: an infinite norm whose elements may be finite
         plain = not full and not broken and not general.values.get("grad/spike_ratio", 0) >= STORED_SPIKE_RATIO
         if self._setup.wants_readings:
             self._channel.send({"what": "readings", "readings": list(readings), "plain": plain})
@@ -353,7 +353,7 @@ class Worker:
         try:
             changed = self.diagnosis.read(readings, layout)
         except Exception as error:
-            self._failed = True  # what was found stays
+            self._failed = True  # keep what was found
             self._on_error("diagnosis", error)
             return []
         opened = {id(finding) for _, finding in self.diagnosis.opened} - {id(finding) for _, finding in before}
@@ -371,7 +371,7 @@ class Worker:
                 self.store.put(record)
 
     def _newest(self) -> dict[str, float]:
-        """The newest global value of every metric, the best source last."""
+        """Returns the newest global value of every metric, of the best source that has it."""
         merged: dict[str, float] = {}
         for source in (*reversed(SOURCES), None):
             merged |= self._latest.get(source, {})
@@ -421,7 +421,7 @@ class Worker:
         self._channel.send({"what": "done", "id": command["id"], "stored": stored})
 
     def abandon(self) -> None:
-        """The training process is gone: keep what it left, without marking the run as finished."""
+        """Write what a dead training process left, without marking the run as finished."""
         self.drain()
         if not self.closed:
             self._publisher.close()
@@ -431,7 +431,7 @@ class Worker:
             self._journal.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything it remembers of the run."""
+        """The state needed to resume the run."""
         diagnosis = self.diagnosis.state_dict() if self.diagnosis is not None else None
         return {"interpreter": self._interpreter.state_dict(), "diagnosis": diagnosis}
 
@@ -445,7 +445,7 @@ class Worker:
     # -- findings about the monitoring itself -------------------------------------------------------------------
 
     def report(self, finding: Finding, *, aloud: bool = True) -> None:
-        """Keep a finding about the monitoring itself with the run, and print it."""
+        """Store and print a finding about the monitoring itself."""
         self._notices.append(finding)
         if notices.is_said(self._notices):
             print_line(str(finding), self._config.quiet or not aloud)
@@ -484,19 +484,19 @@ class Worker:
             self.report(notices.source_unavailable("micro-batches", reason, step.step))
 
     def _note_errors_elsewhere(self, step: StepSums) -> None:
-        """Report once that gradvitals met an error on another rank, whose numbers may be missing since."""
+        """Report, once per rank, errors of gradvitals on other ranks, whose numbers may be missing since."""
         for rank, errors in enumerate(step.ranks.get("ranks/errors", ())):
             if errors > 0 and rank not in self._reported_ranks and rank != self._setup.meta.get("rank", 0):
                 self._reported_ranks.add(rank)
                 self.report(notices.error_on_rank(rank, step.step))
 
     def _note_rates(self, step: StepSums) -> None:
-        """Report once each rank whose learning rate is not that of most."""
+        """Report, once per rank, a learning rate that differs from the majority's."""
         rates = step.ranks.get("ranks/lr")
         if rates is None or not np.isfinite(rates).any():
             return
         values, counts = np.unique(rates[np.isfinite(rates)], return_counts=True)
-        # If no rate has a majority, the lead rank's is the one that the readings show.
+        # Without a majority, compare with the first rank's, which the readings show.
         usual = values[counts.argmax()] if 2 * counts.max() > len(rates) or step.lr is None else step.lr
         for rank in np.flatnonzero(np.abs(rates - usual) > SAME_RATE * np.abs(usual)).tolist():
             if rank not in self._other_rates:
@@ -505,7 +505,7 @@ class Worker:
 
 
 class _Store:
-    """Writes the run file. A disk that refuses is reported once and tried again with every commit."""
+    """Writes the run file. Reports a disk that refuses writes once, and retries with every commit."""
 
     def __init__(self, setup: Setup, on_error: Callable[[BaseException], None]) -> None:
         self._setup = setup
@@ -521,7 +521,7 @@ class _Store:
         self._committed_at = 0.0
 
     def put(self, record: Record) -> None:
-        """Keep a record with the next commit; one that finds no room is counted."""
+        """Add a record to the next commit. Without room, count it as dropped."""
         if not self._has_room(record) and not self._broken:
             self.commit()
         if not self._has_room(record):
@@ -532,7 +532,7 @@ class _Store:
         self._pending_bytes += _num_bytes(record)
 
     def _has_room(self, record: Record) -> bool:
-        # Findings, actions and layouts are few and matter more: they may wait where readings no longer may.
+        # Findings, actions and layouts are few and matter more than readings: they get twice the room.
         size = self._setup.config.queue_size
         room = size if isinstance(record, (Reading, PlainReadings)) else 2 * size
         fits = not self._pending or self._pending_bytes + _num_bytes(record) <= MAX_PENDING_BYTES
@@ -540,17 +540,17 @@ class _Store:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing waits to be written, or what waits cannot be written for now."""
+        """Whether nothing is pending, or the disk currently refuses writes."""
         return self._broken or not self._pending
 
     def commit_if_due(self) -> None:
-        """Commit what is pending, at most every quarter of a second; renew the heartbeat every second."""
+        """Commit pending records every `COMMIT_SECONDS`; renew the heartbeat every `HEARTBEAT_SECONDS`."""
         since = time.monotonic() - self._committed_at
         if since >= (COMMIT_SECONDS if self._pending else HEARTBEAT_SECONDS):
             self.commit()
 
     def commit(self) -> bool:
-        """Write and commit what is pending. If that fails it stays pending, for the next time."""
+        """Write and commit pending records; returns whether that worked. If not, they stay pending."""
         self._committed_at = time.monotonic()
         if not self._pending and self._writer is None:
             return True
@@ -581,7 +581,7 @@ class _Store:
         return True
 
     def _write_pending(self, writer: RunWriter) -> int:
-        """Write all pending records; returns how many of them cannot be stored by their nature."""
+        """Write all pending records; returns how many cannot be stored at all."""
         unfit = 0
         for record in self._pending:
             try:
@@ -594,8 +594,8 @@ class _Store:
         return unfit
 
     def close(self) -> bool:
-        """Write what is left and mark the run as finished."""
-        stored = self.commit() or self.commit()  # a disk may have room again
+        """Write what is pending and mark the run as finished."""
+        stored = self.commit() or self.commit()  # retry once: the disk may have room again
         try:
             self._dropped += self._pending_count
             if self._writer is not None and not self._broken:
@@ -625,7 +625,7 @@ class _Store:
 
 
 def skip_calm(plain: PlainReadings, start: int) -> int:
-    """Returns the first step from `start` on that single tensors are kept of; the number of steps if there is none."""
+    """Returns the first step from `start` on that keeps per-tensor numbers; the number of steps if there is none."""
     if "grad/norm" not in plain.values:
         return len(plain)
     kept = ~(plain.values["grad/nonfinite"][start:] <= 0) | (
@@ -647,7 +647,7 @@ def _num_bytes(record: Record) -> int:
 
 
 class WorkerThread:
-    """A worker in a thread of the training process: for notebooks, for tests, and if no process can be started."""
+    """Runs a worker in a thread of the training process: in notebooks, in tests, and if no process can be started."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -658,12 +658,12 @@ class WorkerThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have it look at the journal now."""
+        """Have it read the journal now."""
         self._wake.set()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether it is running."""
         return os.getpid() == self._pid and self._thread.is_alive()
 
     def stop(self, seconds: float) -> None:
