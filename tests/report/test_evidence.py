@@ -40,7 +40,7 @@ def test_only_numbers_with_a_meaning_are_shown() -> None:
 def test_a_swing_says_what_it_is_of() -> None:
     tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
     assert list(evidence(tiny)) == ["spread of observed losses over their mean 0.0502, normally 0.05"]
-    assert "the losses as observed: if the loop smooths them" in RULES["batch_too_small"].message.causes["tiny"]
+    assert "the recorded loss; if the loop smooths it" in RULES["batch_too_small"].message.causes["tiny"]
     both = {"swing": 0.171, "loss_swing": 0.156}
     assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
         "spread of the norm's logarithm 0.171 (healthy: under 0.8)",
@@ -90,6 +90,6 @@ def test_a_routine_note_takes_one_line(tmp_path: Path) -> None:
     assert line not in whole
     title = RULES["noisy_gradients"].message.title.split(":")[0]
     assert any(line.startswith(f"info: {title}") for line in whole)
-    assert any(line.startswith("  Fix           Nothing needs to be done while the loss falls") for line in whole)
+    assert any(line.startswith("  Fix           No action needed while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in render_html(opened)

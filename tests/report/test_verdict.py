@@ -222,7 +222,7 @@ def test_a_note_is_named() -> None:
     assert verdict(found("info", name="noisy_gradients")).headline == "Healthy: 1,000 steps, 1 note (noisy gradients)."
     names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")
     assert verdict(*(found("info", name=name) for name in names)).headline == (
-        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR not well known, 2 more)."
+        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR uncertain, 2 more)."
     )
     assert verdict(found("info", name="my_own_rule")).headline == "Healthy: 1,000 steps, 1 note (my_own_rule)."
     assert verdict(found("info", last=300, name="clip_idle")).headline == (
