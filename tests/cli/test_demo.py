@@ -64,7 +64,7 @@ def test_printed_it_tells_the_story_in_order(tmp_path: Path) -> None:
         "The same training with zero_grad():",
         "Loss without zero_grad()",
         "Loss with zero_grad()",
-        "The fix brings the loss after 60 steps from",
+        "The fix lowers the loss after 60 steps from",
         "gradvitals diff",
     )
     text = " ".join(done.stdout.split())

@@ -32,7 +32,7 @@ def test_a_script_that_just_ends_says_how_it_went_and_where_to_read_more(tmp_pat
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("gradvitals: Healthy: 60 steps")
-    assert lines[-1] == f"gradvitals: see: gradvitals doctor {Path('runs/plain')}"
+    assert lines[-1] == f"gradvitals: details: gradvitals doctor {Path('runs/plain')}"
     assert done.stdout == ""
 
 

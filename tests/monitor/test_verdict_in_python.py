@@ -124,7 +124,7 @@ def test_a_notebook_card_follows_the_training(tmp_path: Path, monkeypatch: pytes
     if card is not None:
         card.join(10)
     assert "running, step" in updates[0]
-    assert "finished, step 29" in updates[-1]
+    assert "finished, 30 steps" in updates[-1]
     assert "Fix" in updates[-1]
 
 

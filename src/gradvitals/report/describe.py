@@ -22,7 +22,7 @@ NEEDS_EXPECTED = ("ratio",)
 """Those of them that mean nothing without one."""
 MADE_NAN = ("loss", "norm")
 """Those of them that training itself may make NaN; otherwise NaN means that the number was not known."""
-LOSS_SPREAD = "spread of observed losses over their mean"
+LOSS_SPREAD = "spread of recorded losses over their mean"
 NORM_SPREAD = "spread of the norm's logarithm"
 NAMES = {
     "z": "standard deviations from normal",
@@ -35,8 +35,17 @@ NAMES = {
     "lr_first": "first learning rate",
     "taken": "share of the weights taken per step",
     "val": "validation loss",
+    "norm": "gradient norm",
+    "lr": "learning rate",
 }
 """What numbers are called whose names in the evidence are short."""
+RATIOS = {
+    "update_ratio": "update over weight norm",
+    "lr_too_high": "update over weight norm",
+    "update_spike": "update over its baseline",
+    "explosion": "norm over its baseline",
+}
+"""What a ratio is of, by the id of the finding."""
 
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
@@ -60,14 +69,14 @@ def where(finding: Finding, limit: int = NAMED_TENSORS) -> str:
     return text if finding.rank is None else f"{text} (rank {finding.rank})"
 
 
-def evidence(content: Mapping[str, Any]) -> Iterator[str]:
+def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     """Yields the numbers that were seen, each beside what was expected."""
     seen, expected = content.get("seen"), content.get("expected")
     if not isinstance(seen, Mapping):
         return
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
-    names = NAMES | swings
+    names = NAMES | swings | ({"ratio": RATIOS[finding_id]} if finding_id in RATIOS else {})
     yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
     others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)})
     if others:
@@ -83,7 +92,7 @@ def evidence(content: Mapping[str, Any]) -> Iterator[str]:
 def _known(seen: Mapping[str, Any]) -> str:
     """Returns the numbers whose names say what they are; the others are for titles and fixes."""
     names = [name for name in SELF_EXPLANATORY if name in seen and _is_shown(name, seen[name])]
-    return ", ".join(f"{name.replace('_', ' ')} {_value(seen[name])}" for name in names)
+    return ", ".join(f"{NAMES.get(name, name).replace('_', ' ')} {_value(seen[name])}" for name in names)
 
 
 def _is_shown(name: str, value: Any) -> bool:

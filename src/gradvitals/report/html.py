@@ -131,7 +131,7 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     facts = [("When", item.when(live=live, found=True))]
     if finding.tensors:
         facts.append(("Where", where(finding)))
-    seen = list(evidence(finding.evidence))
+    seen = list(evidence(finding.evidence, finding.id))
     if seen:
         facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
@@ -199,7 +199,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
     if not figures:
         return None
     xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
-    text = "From the input, at the top, to the output. Colors are logarithmic; a reading lasts until the next one."
+    text = "Input at the top, output at the bottom. Colors are logarithmic; a reading lasts until the next one."
     drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
     return join([tag("p", text, class_="dim"), drawn])
 

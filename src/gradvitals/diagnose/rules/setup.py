@@ -104,7 +104,7 @@ class LossMismatch(Rule):
     closes_after = NEVER
     is_setup = True
     message = Message(
-        name="Output, loss and targets do not match",
+        name="Loss mismatch",
         pattern=(
             "The graph of the loss shows an output activation that the loss does not expect, outputs that cannot reach "
             "the targets, or shapes that broadcast."
