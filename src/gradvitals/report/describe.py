@@ -37,15 +37,17 @@ NAMES = {
     "val": "validation loss",
     "norm": "gradient norm",
     "lr": "learning rate",
+    "gsnr": "GSNR",
 }
 """What numbers are called whose names in the evidence are short."""
-RATIOS = {
-    "update_ratio": "update over weight norm",
-    "lr_too_high": "update over weight norm",
-    "update_spike": "update over its baseline",
-    "explosion": "norm over its baseline",
+NAMES_IN: Mapping[str, Mapping[str, str]] = {
+    "update_ratio": {"ratio": "update over weight norm"},
+    "lr_too_high": {"ratio": "update over weight norm"},
+    "update_spike": {"ratio": "update over its baseline"},
+    "explosion": {"ratio": "norm over its baseline", "sensitivity": "loss change of a random step"},
+    "vanishing": {"share": "weakest layer over the strongest"},
 }
-"""What a ratio is of, by the id of the finding."""
+"""What a number is called in the findings of one rule."""
 
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
@@ -76,23 +78,25 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
         return
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
-    names = NAMES | swings | ({"ratio": RATIOS[finding_id]} if finding_id in RATIOS else {})
+    names = NAMES | swings | dict(NAMES_IN.get(finding_id, {}))
     yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
-    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)})
+    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)}, names)
     if others:
         yield others
     latest = content.get("latest")
     if isinstance(latest, Mapping):
         shown = {name for name in latest if name in normal or name not in NEEDS_EXPECTED}
-        news = _known({name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)})
+        news = _known(
+            {name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)}, names
+        )
         if news:
             yield f"at step {latest.get('step')}: {news}"
 
 
-def _known(seen: Mapping[str, Any]) -> str:
+def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Returns the numbers whose names say what they are; the others are for titles and fixes."""
     names = [name for name in SELF_EXPLANATORY if name in seen and _is_shown(name, seen[name])]
-    return ", ".join(f"{NAMES.get(name, name).replace('_', ' ')} {_value(seen[name])}" for name in names)
+    return ", ".join(f"{labels.get(name, name).replace('_', ' ')} {_value(seen[name])}" for name in names)
 
 
 def _is_shown(name: str, value: Any) -> bool:

@@ -135,7 +135,10 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     if seen:
         facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
-    causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.fixes)
+    known, fixes = finding.causes, tuple(map(str, finding.fixes))
+    if finding.follows:  # its root has the causes and the fixes
+        known, fixes = known[:1], (f"Fix {finding.follows} first",)
+    two = (_numbered("Likely causes", known), _numbered("Fixes", fixes))
     severity = finding.severity
     head = tag(
         "summary",
@@ -144,7 +147,7 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
         tag("b", cut(finding.title, TITLE)),
         tag("code", cut(finding.id, 60)),
     )
-    content = (tag("dl", *pairs, class_="about"), tag("div", causes, fixes, class_="two"))
+    content = (tag("dl", *pairs, class_="about"), tag("div", *two, class_="two"))
     opened = "open" if item.is_open and not item.is_routine else None
     body = tag("details", head, *content, open=opened)
     return tag("li", body, class_=f"{severity} {'open' if item.is_open else 'over'}", id=f"f{at}")

@@ -35,7 +35,7 @@ export function findingBody(finding, { onopen, onzoom }) {
     finding.snippet ? el("pre", { class: "snippet", text: finding.snippet }) : null,
     finding.tensors.length ? el("section", {}, el("h3", { text: "Where" }), el("div", { class: "tensors" }, finding.tensors.map((item) => tensorButton(item, onopen)), rest > 0 ? el("span", { class: "dim", text: `and ${rest} more` }) : null)) : null,
     el("p", { class: "row" }, onzoom ? el("button", { type: "button", text: "Zoom to it", onclick: () => onzoom(finding) }) : null),
-    el("p", { class: "dim" }, "In full: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
+    el("p", { class: "dim" }, "Details: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
   ];
 }
 

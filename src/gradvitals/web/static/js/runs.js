@@ -74,7 +74,8 @@ export function newestFirst(runs) {
 function stepText(run) {
   if (run.state === "error") return "cannot be read";
   if (run.state === "unread") return "loading";
-  const at = run.last_step === null ? "no step yet" : `step ${step(run.last_step)}`;
+  const steps = (run.last_step ?? -1) + 1;
+  const at = !steps ? "no steps yet" : run.state === "running" ? `step ${step(run.last_step)}` : `${step(steps)} step${steps === 1 ? "" : "s"}`;
   const when = run.heard_at ? ago(run.heard_at, Date.now() / 1000) : "";
   if (run.state === "running") return `${at}, running`;
   if (run.state === "stopped") return `${at}, cut off${when ? ` ${when}` : ""}`;

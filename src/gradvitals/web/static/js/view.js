@@ -216,7 +216,7 @@ export class RunView {
         overview.cause ? el("p", {}, el("span", { class: "label", text: "Likely cause" }), el("span", { text: overview.cause })) : null,
         el("p", { class: "fix" }, el("span", { class: "label", text: "Fix" }), el("span", { text: overview.fix })),
         overview.snippet ? el("pre", { class: "snippet", text: overview.snippet }) : null) : null,
-      chips.length ? el("div", { class: "chips" }, chips.map((finding) => el("button", { type: "button", class: `chip ${finding.severity}`, title: finding.title, onclick: () => this.openFinding(finding) }, el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "chip-text", text: finding.title }))), more > 0 ? el("a", { href: "#findings", class: "dim", text: `and ${more} more` }) : null) : null,
+      chips.length ? el("div", { class: "chips" }, chips.map((finding) => el("button", { type: "button", class: `chip ${finding.severity}`, title: finding.title, onclick: () => this.openFinding(finding) }, el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "chip-text", text: finding.name }))), more > 0 ? el("a", { href: "#findings", class: "dim", text: `and ${more} more` }) : null) : null,
     ];
     // A live region is only touched when its words change: screen readers say what is put into it.
     const text = made.map((part) => part?.textContent).join("\n");
