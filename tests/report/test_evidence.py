@@ -93,3 +93,17 @@ def test_a_routine_note_takes_one_line(tmp_path: Path) -> None:
     assert any(line.startswith("  Fix           No action needed while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in render_html(opened)
+
+
+def test_a_number_that_was_not_read_later_is_no_news() -> None:
+    content = {"seen": {"norm": 28.5}, "expected": {}, "latest": {"step": 321, "norm": "nan", "steps": 300}}
+    assert list(evidence(content, "stale_gradients")) == ["gradient norm 28.5"]
+    assert list(evidence(content, "nonfinite")) == ["gradient norm 28.5", "at step 321: gradient norm NaN"]
+
+
+def test_a_ratio_is_called_by_what_it_is_of() -> None:
+    content = {"seen": {"ratio": 0.3}, "expected": {"ratio": "under 0.1"}, "latest": {"step": 9, "ratio": 0.4}}
+    assert list(evidence(content, "update_ratio")) == [
+        "update over weight norm 0.3 (healthy: under 0.1)",
+        "at step 9: update over weight norm 0.4",
+    ]

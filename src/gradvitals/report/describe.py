@@ -22,6 +22,8 @@ NEEDS_EXPECTED = ("ratio",)
 """Those of them that mean nothing without one."""
 MADE_NAN = ("loss", "norm")
 """Those of them that training itself may make NaN; otherwise NaN means that the number was not known."""
+NONFINITE = ("nonfinite", "loss_nonfinite", "")
+"""Findings that a later NaN belongs to: in others, that step was not read."""
 LOSS_SPREAD = "spread of recorded losses over their mean"
 NORM_SPREAD = "spread of the norm's logarithm"
 NAMES = {
@@ -86,9 +88,10 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     latest = content.get("latest")
     if isinstance(latest, Mapping):
         shown = {name for name in latest if name in normal or name not in NEEDS_EXPECTED}
-        news = _known(
-            {name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)}, names
-        )
+        new = {name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)}
+        if finding_id not in NONFINITE:
+            new = {name: value for name, value in new.items() if not math.isnan(as_float(value))}
+        news = _known(new, names)
         if news:
             yield f"at step {latest.get('step')}: {news}"
 

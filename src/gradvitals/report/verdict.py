@@ -283,7 +283,9 @@ def _rank(severity: Severity) -> int:
 
 
 def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
-    counted = f"{plural(steps, 'step')}{f' ({read:,} read)' if read < steps else ''}{' so far' if live else ''}"
+    counted = (
+        f"{plural(steps, 'step')}{f' (gradients read at {read:,})' if read < steps else ''}{' so far' if live else ''}"
+    )
     stop = stop_of(ranked)
     others = [item for item in ranked if item is not stop]
     if stop is not None and stop.finding.severity != "info":
