@@ -69,7 +69,7 @@ def test_assert_healthy_passes_and_fails_with_the_cause_and_the_fix(tmp_path: Pa
         gv.testing.assert_healthy(bad.run_path)
     for part in (
         f"{bad.run_path} is not healthy",
-        "Gradients accumulate because they are not zeroed",
+        "Gradients are not zeroed",
         "Fix: ",
         "zero_grad()",
         "gradvitals doctor",
