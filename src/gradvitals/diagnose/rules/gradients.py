@@ -200,7 +200,7 @@ class Explosion(Rule):
             ),
             "skipped": (
                 "Check the batch of step {at} for broken or unnormalized inputs and wrong labels; its step was "
-                "skipped, and training continues"
+                "skipped and training continues"
             ),
             "learning_rate": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "Restore a checkpoint from before step {began} and reset the optimizer state",
