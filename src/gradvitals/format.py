@@ -29,6 +29,9 @@ def percent(share: float, digits: int = 3) -> str:
     """Returns a share as a percentage.
 
     >>> percent(0.2853), percent(0.95), percent(1.0, 2), percent(1e-6)
-    ('28.5%', '95%', '100%', '1.00e-04%')
+    ('28.5%', '95%', '100%', '0.0001%')
     """
-    return f"{number(100 * share, digits)}%"
+    value = 100 * share
+    if 1e-6 < abs(value) < 1e-3:
+        return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0") + "%"
+    return f"{number(value, digits)}%"

@@ -53,9 +53,9 @@ def readings_thinned(step: int, *, spent: float, budget: float, every: int, norm
         every: Steps from one per-tensor reading to the next.
         norm_every: Steps from one norm that the loop does not compute itself to the next.
     """
-    title = f"Per-tensor readings come every {every} steps to stay within {100 * budget:.2g}% of the step's time"
+    title = f"gradvitals reads tensors every {every} steps, to stay within {100 * budget:.2g}% of the step time"
     if norm_every > 1:
-        title += f"; the gradient norm is read every {norm_every} steps, since the loop does not clip"
+        title += f", and the gradient norm every {norm_every} steps, because the loop does not clip"
     return Finding(
         id="readings_thinned",
         severity="info",
@@ -63,9 +63,12 @@ def readings_thinned(step: int, *, spent: float, budget: float, every: int, norm
         first_step=step,
         last_step=step,
         evidence={"overhead": spent, "budget": budget, "every": every, "norm_every": norm_every},
-        causes=("monitoring took a larger share of the step than Config.overhead_budget allows",),
+        causes=("Monitoring took a larger share of the step than Config.overhead_budget allows",),
         fixes=(
-            "raise overhead_budget (1 turns it off), choose fewer metrics, or clip gradients: the norm is free then",
+            (
+                "Raise overhead_budget (1 removes the limit), choose fewer metrics, or clip gradients, which makes the "
+                "norm free"
+            ),
         ),
     )
 
@@ -86,7 +89,7 @@ def monitor_error(part: str, error: BaseException, step: int) -> Finding:
         first_step=step,
         evidence={"about": part, "error": repr(error), "traceback": trace[-4000:]},
         causes=(NOT_AFFECTED,),
-        fixes=("Please report it with the traceback that `gradvitals report --json` shows",),
+        fixes=("Please report it with the traceback from `gradvitals report --json`",),
     )
 
 
@@ -98,7 +101,7 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
         title=f"{error}",
         first_step=step,
         evidence={"seen": {"loop": error.loop, "optimizer": error.optimizer}},
-        causes=("The loop calls clip_grad_norm_, and the optimizer was created with max_norm",),
+        causes=("The loop calls clip_grad_norm_, and the optimizer has max_norm set",),
         fixes=(
             f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, decides now; "
             "`gradvitals advise` reports which one suits the run",
@@ -116,11 +119,11 @@ def optimizer_remade(kind: str, step: int) -> Finding:
     return Finding(
         id="optimizer_remade",
         severity="critical",
-        title=f"A new {kind} is made for the same weights at nearly every step",
+        title=f"The script creates a new {kind} for the same weights at nearly every step",
         first_step=0,
         found_step=step,
-        causes=(f"{kind}(...) is called inside the training loop: momentum and moments start from zero at every step",),
-        fixes=(Fix("Make the optimizer once, before the training loop"),),
+        causes=(f"The training loop calls {kind}(...): momentum and moments start from zero at every step",),
+        fixes=(Fix("Create the optimizer once, before the training loop"),),
     )
 
 
@@ -132,8 +135,10 @@ def no_steps(error: NoStepError, step: int) -> Finding:
         title=f"{error}",
         first_step=step,
         evidence={"seen": {"batches": error.batches}, "expected": {"batches": 0}},
-        causes=("The loop skips what is not finite, and nothing is finite: the weights have become NaN or Inf",),
-        fixes=("Stop, and continue from a checkpoint before the first skipped batch; gv.Guard can do that",),
+        causes=(
+            "The loop skips batches that are NaN or infinite, and now all of them are: the weights are NaN or Inf",
+        ),
+        fixes=("Stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
     )
 
 
@@ -146,7 +151,7 @@ def observe_ignored(error: ObserveError, step: int) -> Finding:
         first_step=step,
         last_step=step,
         evidence={"about": "observe"},
-        causes=("monitor.observe was called with something else than the loss of the batch; that call is ignored",),
+        causes=("monitor.observe received something other than the loss of the batch; gradvitals ignored that call",),
         fixes=("Call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs)): later calls count",),
     )
 
@@ -160,8 +165,8 @@ def rule_error(rule: str, error: BaseException, step: int) -> Finding:
         title=f"The rule '{rule}' was turned off after an error: {error!r}",
         first_step=step,
         evidence={"about": rule, "error": repr(error), "traceback": trace[-4000:]},
-        causes=("A bug in the rule, your own or one of gradvitals; training is not affected",),
-        fixes=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
+        causes=("A bug in the rule, yours or one of gradvitals; training is not affected",),
+        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",),
     )
 
 
@@ -171,7 +176,7 @@ def training_stopped(error: BaseException, step: int, rank: int | None = None) -
         return Finding(
             id="training_stopped",
             severity="info",
-            title="Training was stopped by hand",
+            title="Training was stopped manually",
             first_step=step,
             last_step=step,
             evidence={"error": repr(error)[:4000]},
@@ -186,7 +191,7 @@ def training_stopped(error: BaseException, step: int, rank: int | None = None) -
         last_step=step,
         evidence={"error": repr(error)[:4000], "reason": _first_line(error)},
         causes=causes,
-        fixes=(*fixes, "Start it again from its last checkpoint with watch(..., resume=True): the record continues"),
+        fixes=(*fixes, "Restart from the last checkpoint with watch(..., resume=True), which continues the record"),
         rank=rank,
     )
 
@@ -195,17 +200,17 @@ def _about_error(error: BaseException) -> tuple[tuple[str, ...], tuple[str, ...]
     """Returns why training may have stopped with an error, and what to do."""
     if "out of memory" in str(error).lower():
         return (
-            ("The memory could not hold what the step needs: batch, activations, gradients, optimizer state",),
-            ("Use a smaller batch and accumulate gradients over more of them, or recompute activations",),
+            ("The step needs more memory than there is, for batch, activations, gradients and optimizer state",),
+            ("Use a smaller batch and accumulate gradients over more batches, or use activation checkpointing",),
         )
     if "CUDA error" in str(error):
         return (
-            ("A kernel failed, often one started earlier; usually an index out of range in labels or tokens",),
-            ("Run it with CUDA_LAUNCH_BLOCKING=1: the traceback then names the call that failed",),
+            ("A CUDA kernel failed, often an earlier one; usually a label or token index is out of range",),
+            ("Run with CUDA_LAUNCH_BLOCKING=1, so that the traceback names the call that failed",),
         )
     return (
-        ("An exception in the training script, or in what it calls",),
-        ("Read the traceback in its output, and the findings from before it stopped",),
+        ("The training script, or code it calls, raised an exception",),
+        ("Read the traceback in the script's output, and the findings from before the error",),
     )
 
 
@@ -241,7 +246,10 @@ def sink_error(name: str, error: BaseException, step: int) -> Finding:
         last_step=step,
         evidence={"about": name, "error": without_secrets(repr(error))[:2000], "traceback": trace[-4000:]},
         causes=("The network or the service is down, a disk is full, or settings are wrong",),
-        fixes=("A sink gets nothing more in this run; later alerts are still tried", "The run's folder has everything"),
+        fixes=(
+            "A failed sink stays off for this run; later alerts are still sent",
+            ("The run's own folder has everything"),
+        ),
     )
 
 
@@ -263,8 +271,8 @@ def sink_behind(name: str, dropped: int, step: int) -> Finding:
         first_step=step,
         last_step=step,
         evidence={"about": f"{name} behind", "dropped": dropped},
-        causes=("It takes longer per step than training does",),
-        fixes=("The run's folder has everything",),
+        causes=("The sink takes longer per step than training does",),
+        fixes=("The run's own folder has everything",),
     )
 
 
@@ -301,7 +309,7 @@ def guard_gave_up(skipped: int, step: int) -> Finding:
     return Finding(
         id="guard_error",
         severity="critical",
-        title=f"The Guard gave up: {skipped} steps in a row are not finite, and no snapshot helps",
+        title=f"The Guard gave up: {skipped} steps in a row were NaN or infinite, and no snapshot helps",
         first_step=step - skipped + 1,
         last_step=step,
         causes=("The weights were broken before the first step, or every batch makes the loss NaN",),
@@ -314,7 +322,7 @@ def guard_absent(step: int) -> Finding:
     return Finding(
         id="guard_error",
         severity="warning",
-        title="The Guard does not see this optimizer's steps: they use a closure",
+        title="The Guard does not see the steps of this optimizer, which use a closure",
         first_step=step,
         last_step=step,
         causes=("Gradients are computed inside optimizer.step(closure)",),
@@ -359,7 +367,7 @@ def rank_lr_differs(rank: int, lr: float, expected: float, step: int) -> Finding
         first_step=step,
         evidence={"rank": rank, "lr": lr, "expected": expected},
         causes=(
-            "The rank builds its optimizer or its schedule from different settings, or restored another checkpoint",
+            "The rank builds its optimizer or schedule from different settings, or restored a different checkpoint",
         ),
         fixes=(f"Set the learning rate of rank {rank} to {number(expected)}, and build schedules alike on every rank",),
         rank=rank,
@@ -371,7 +379,7 @@ def error_on_rank(rank: int, step: int) -> Finding:
     return Finding(
         id="monitor_error",
         severity="warning",
-        title=f"gradvitals had an internal error on rank {rank}; numbers may lack its part from here on",
+        title=f"gradvitals had an internal error on rank {rank}; numbers may lack its share from now on",
         first_step=step,
         evidence={"about": f"rank {rank}"},
         causes=(NOT_AFFECTED,),

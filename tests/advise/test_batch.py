@@ -29,7 +29,7 @@ def test_the_noise_scale_is_the_batch_over_its_gsnr(tmp_path: Path) -> None:
 def test_a_batch_far_below_the_noise_scale_may_grow(tmp_path: Path) -> None:
     advice = batch(tmp_path, gsnr=lambda step: 0.02, gsnr_error=0.005)  # 800 samples, 640 to 1067
     assert advice.values["proposed"] == 256
-    assert advice.answer.startswith("A larger batch pays off: 256 instead of 64")
+    assert advice.answer.startswith("Use a larger batch: 256 instead of 64")
     fewer = 1 - (1 + 800 / 256) / (1 + 800 / 64)
     assert f"{100 * fewer:.0f} % fewer steps" in advice.answer
     assert "Multiply the learning rate by 2 " in advice.notes[1]
@@ -44,7 +44,7 @@ def test_sgd_takes_the_learning_rate_with_the_batch(tmp_path: Path) -> None:
 def test_a_batch_far_above_the_noise_scale_may_shrink(tmp_path: Path) -> None:
     advice = batch(tmp_path, gsnr=lambda step: 2.0, gsnr_error=0.1)  # 8 samples
     assert advice.values["proposed"] == 16
-    assert "A smaller batch would do: 16 instead of 64" in advice.answer
+    assert "A smaller batch is enough: 16 instead of 64" in advice.answer
 
 
 def test_an_interval_that_holds_zero_says_cannot_tell(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_lower_end_far_over_the_batch_is_enough_for_a_larger_one(tmp_path: Pat
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({}, "no GSNR was measured"),
+        ({}, "this run has no GSNR"),
         ({"gsnr": lambda step: 0.2, "source": "adam"}, "Adam's moments"),
-        ({"gsnr": lambda step: 0.2, "batch_size": lambda step: None}, "the batch size was not reported"),
+        ({"gsnr": lambda step: 0.2, "batch_size": lambda step: None}, "the batch size is unknown"),
         ({"gsnr": lambda step: 0.2, "steps": 10}, "readings"),
     ],
 )

@@ -79,7 +79,7 @@ def test_steps_inside_findings_and_actions_are_left_out(tmp_path: Path) -> None:
 def test_a_run_in_trouble_throughout_gives_no_limit(tmp_path: Path) -> None:
     advice = advised(tmp_path, findings=[spike(0, None)]).max_grad_norm
     assert not advice.can_tell
-    assert advice.answer.startswith("Cannot tell, because 0 healthy steps")
+    assert advice.answer.startswith("Cannot tell, because it needs 100 healthy steps")
 
 
 def test_falling_norms_give_a_schedule_and_name_what_follows_them(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_falling_norms_give_a_schedule_and_name_what_follows_them(tmp_path: Path
     assert limits == sorted(limits, reverse=True)
     assert advice.values["max_norm"] == limits[0]
     assert advice.values["drift"] == pytest.approx(math.exp(-675 / 400), rel=0.1)
-    assert "Let the limit fall" in advice.answer
+    assert "Let the clipping limit fall" in advice.answer
     assert "ZClip" in advice.notes[0]
     assert "AdaGC" in advice.notes[0]
 
@@ -149,12 +149,15 @@ def named(name: str, **seen: float) -> Finding:
                 named("clip_saturated", max_norm=1.5, steps=240),
                 named("clip_saturated", max_norm=1.1, steps=200),
             ],
-            ["`gradvitals doctor` names 1.1 (clip_saturated), which is based on 200 steps alone: take the one above."],
+            [
+                "`gradvitals doctor` names 1.1 (clip_saturated), which is based on 200 steps alone; "
+                "prefer the one above."
+            ],
         ),
         (
             [named("clipped_twice", loop=0.5, optimizer=0.2)],
             [
-                "Clip in one place (clipped_twice): 0.2 is only the lower of the two limits in use; take the one "
+                "Clip in one place (clipped_twice): 0.2 is only the lower of two limits in use; prefer the one "
                 "above, which is based on the norms."
             ],
         ),
@@ -169,7 +172,7 @@ def test_of_several_limits_it_says_which_to_take(tmp_path: Path, findings: list[
 @pytest.mark.parametrize("name", ["clip_saturated", "clip_idle"])
 def test_a_finding_about_the_limit_names_the_advice_as_the_one_to_take(name: str) -> None:
     [cure, *_] = RULES[name].message.fixes.values()
-    assert cure.endswith("after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps")
+    assert cure.endswith("After the run, `gradvitals advise` suggests a limit based on all healthy steps")
 
 
 def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:

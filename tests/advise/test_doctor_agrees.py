@@ -51,10 +51,10 @@ def test_a_batch_is_fine_where_the_noise_scale_is_known_to_be_near_it(tmp_path: 
 
 def test_what_is_not_known_yet_is_too_early_and_not_fine(tmp_path: Path) -> None:
     checks, advised = both(tmp_path / "run", gsnr=0.03, error=0.035, steps=300)  # 246 samples or more, or any number
-    assert advised.batch_size.answer.startswith("A larger batch pays off")
-    assert why_skipped(checks, "batch_too_small").startswith("too early: the noise scale is not known well enough yet")
+    assert advised.batch_size.answer.startswith("Use a larger batch")
+    assert why_skipped(checks, "batch_too_small").startswith("too early: the noise scale is still too uncertain")
     assert why_skipped(checks, "estimator_unreliable").startswith(
-        "too early: the GSNR is not known within a factor of ten"
+        "too early: the GSNR is not yet known within a factor of ten"
     )
     assert "batch_too_large" in passed(checks)
 
@@ -71,7 +71,7 @@ def test_the_advice_knows_what_the_doctor_found(tmp_path: Path) -> None:
     )
     _, advised = both(tmp_path / "known", gsnr=0.25, error=0.05, findings=[found])
     assert advised.batch_size.answer == (
-        "By the noise scale alone, about 64 samples, the batch of 64 may stay; "
+        "The noise scale alone (about 64 samples) supports the batch of 64, "
         "but a batch of 64 is small: the loss swings."
     )
     _, advised = both(tmp_path / "unknown", gsnr=0.0, error=3.0, findings=[found])

@@ -85,7 +85,7 @@ def test_gradients_that_are_not_finite_are_not_taken_for_none(tmp_path: Path) ->
         advice = advise(run).layers
         [finding] = [found for found in run.findings if found.id == "nonfinite"]
     assert not advice.can_tell
-    assert "gradients are not finite at 97 % of the steps" in advice.answer
+    assert "gradients are NaN or infinite at 97% of steps" in advice.answer
     # How many of them is not known at the step at which it begins, only where.
     assert "of all tensors" in finding.title
     assert "share" not in {**finding.evidence["seen"], **finding.evidence["expected"]}

@@ -65,14 +65,14 @@ def test_an_unstable_run_gets_no_higher_rate(tmp_path: Path, name: str) -> None:
 def test_a_bug_of_the_loop_comes_before_settings(tmp_path: Path, name: str) -> None:
     advice = advised(tmp_path, lr=lr, ratio=lambda step: 1e-4, gsnr=lambda step: 0.02, findings=[warning(name)])
     for piece in (advice.learning_rate, advice.batch_size, advice.warmup, advice.decay):
-        assert f"the training loop needs a fix first: about {name}" in piece.answer
+        assert f"the training loop has a bug: about {name}" in piece.answer
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
         ({"frozen": True}, "1 of 5 tensors are frozen"),
-        ({"lr": None}, "no learning rate above zero was read"),
+        ({"lr": None}, "the learning rate was never above zero"),
         ({"ratio": None}, "the middle of the run has 0 readings"),
     ],
 )

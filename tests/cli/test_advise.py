@@ -16,7 +16,7 @@ from gradvitals.advise.learning_rate import NAMES as LEARNING_RATE
 from gradvitals.advise.warmup import NAMES as WARMUP
 from gradvitals.cli import main
 from gradvitals.store.writer import RunWriter
-from gradvitals.types import Reading
+from gradvitals.types import Finding, Reading
 
 FIELDS = dict(zip(TOPICS, (LEARNING_RATE, CLIP, BATCH, WARMUP, DECAY, LAYERS), strict=True))
 SHORT = {"steps": 10}
@@ -82,3 +82,12 @@ def test_a_run_that_is_being_written_is_advised_on_so_far(tmp_path: Path) -> Non
         writer.close()
     assert result.exit_code == 0
     assert "300 steps so far" in result.output
+
+
+def test_settings_with_the_same_answer_are_named_together(tmp_path: Path) -> None:
+    bug = Finding(id="stale_gradients", severity="critical", title="gradients are not zeroed", first_step=1)
+    run = write_run(tmp_path, **FULL, findings=[bug])  # type: ignore[arg-type]
+    short, full = advise(run).output, advise(run, "-v").output
+    assert short.count("gradients are not zeroed") == 1
+    assert "Learning rate, batch size, warmup, learning-rate decay\n" in short
+    assert full.count("gradients are not zeroed") > 1

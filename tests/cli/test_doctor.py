@@ -94,7 +94,7 @@ def test_a_healthy_run_takes_two_lines(write: Write) -> None:
     assert result.exit_code == 0
     assert result.output == (
         "Healthy: 400 steps, no findings.\n"
-        f"{run}: {len(data['passed'])} checks passed, {skipped} skipped (-v for details)\n"
+        f"{run}: {len(data['passed'])} checks passed, {skipped} skipped (-v for more)\n"
     )
 
 
@@ -113,20 +113,20 @@ def test_one_fault_fits_on_one_screen(write: Write) -> None:
         for name, step in (("oscillation", 310), ("oscillation", 320), ("loss_rising", 310))
     ]
     other = Finding(id="clip_saturated", severity="warning", title="every step is clipped", first_step=5)
-    result = doctor(write(SPIKE, *follows, other), width=120)
+    result = doctor(write(SPIKE, *follows, other), width=140)
     assert result.exit_code == 1
     parts = (
         "Unhealthy: 400 steps, 5 open findings. Worst: the gradient norm rose to 41× its usual size (since step 300, ",
         "Likely cause  one bad batch: it came and went",
         "Fix           skip the batch of step 300",
-        "Evidence      ratio 41.3, normally 2; lr 0.003; in blocks.0.attn.qkv.weight, ",
+        "Evidence      norm over its baseline 41.3, normally 2; learning rate 0.003; in blocks.0.attn.qkv.weight, ",
         "Also caused by this: ",
         "warning: every step is clipped [clip_saturated]; since step 5, ongoing when the run ended",
         " checks passed, ",
     )
     assert in_order(result.output, parts)
     assert "×2" in result.output
-    assert "the learning rate" not in result.output
+    assert "2. " not in result.output
     assert result.output.count("\n") <= 20
 
 
@@ -139,8 +139,8 @@ def test_verbose_shows_place_time_evidence_causes_and_fixes(write: Write) -> Non
         "Where         blocks.0.attn.qkv.weight, ",
         "and 5 more",
         "When          since step 300, ongoing when the run ended; found at step 302",
-        "Evidence      ratio 41.3, normally 2",
-        "lr 0.003\n",
+        "Evidence      norm over its baseline 41.3, normally 2",
+        "learning rate 0.003\n",
         "Likely cause  1. one bad batch: it came and went",
         "2. the learning rate",
         "Fix           1. skip the batch of step 300",
@@ -263,10 +263,10 @@ class Needy(Slow):
         ("microbatch:gsnr", "microbatch", 1.0, ""),
         ("gsnr", "adam", 1.0, ""),
         ("gsnr", "adam", np.nan, "do not determine a GSNR"),
-        ("gsnr", "window", None, "no GSNR was measured"),  # it has single tensors only
+        ("gsnr", "window", None, "no GSNR"),  # it has single tensors only
         ("tensors:gsnr", "window", None, ""),
         ("heads:gsnr", "microbatch", 1.0, "no attention heads"),
-        ("ranks/norm_dispersion", "microbatch", 1.0, "several processes"),
+        ("ranks/norm_dispersion", "microbatch", 1.0, "only one rank"),
         ("noise_scale", "microbatch", 1.0, "watch(..., batch_size=...)"),
         ("update/ratio", "microbatch", 1.0, "update/ratio was not measured"),
     ],
@@ -303,7 +303,7 @@ def test_again_replays_the_stored_readings(write: Write) -> None:
     assert again["replayed"] is True
     [finding] = [finding for finding in again["findings"] if finding["id"] == "loss_nonfinite"]
     assert (finding["first_step"], finding["open"]) == (350, True)
-    assert "Tensors are stored less often" in doctor(run, "--again", "-v", width=300).output
+    assert "A run stores fewer tensor readings" in doctor(run, "--again", "-v", width=300).output
 
 
 @pytest.mark.parametrize("meta", [{}, {"facts": {}, "config": {"diagnose": False}}])
@@ -445,11 +445,46 @@ def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Writ
         "**the gradient norm rose to 41× its usual size** (critical, `explosion`, since step 300",
         "- Likely cause: one bad batch: it came and went",
         "- Fix: skip the batch of step 300",
-        "- Evidence: ratio 41.3, normally 2",
+        "- Evidence: norm over its baseline 41.3, normally 2",
         "checks passed, ",
         "| steps | 400 (finished) |",
     )
     assert in_order(text, parts)
+
+
+def test_markdown_names_the_worst_finding_once(write: Write) -> None:
+    text = doctor(write(SPIKE), "--format", "markdown").output
+    assert text.count("the gradient norm rose") == 1
+    assert "\n400 steps, 1 open finding.\n" in text
+
+
+def test_markdown_leaves_names_with_underscores_readable(write: Write) -> None:
+    found = Finding(id="x", severity="critical", title="zero_grad is missing in _loop_", first_step=1)
+    text = doctor(write(found), "--format", "markdown").output
+    assert r"**zero_grad is missing in \_loop\_**" in text
+
+
+def test_a_consequence_is_shown_without_the_causes_and_lines_of_its_root(write: Write) -> None:
+    follows = Finding(
+        id="oscillation",
+        severity="warning",
+        title="it swings",
+        first_step=310,
+        follows="explosion",
+        causes=("Consequence of explosion: the norm rose", "an old guess"),
+        fixes=("Fix explosion first: skip the batch of step 300",),
+    )
+    text = doctor(write(SPIKE, follows), "-v", width=200).output
+    assert "  Fix           Fix explosion first\n" in text
+    assert "an old guess" not in text
+
+
+@pytest.mark.parametrize("rule", ["lr_too_high", "explosion", "loss_mismatch", "nonfinite"])
+def test_an_explanation_has_no_blanks(rule: str) -> None:
+    text = CliRunner().invoke(main, ["doctor", "--explain", rule]).output
+    assert "…" not in text
+    assert "{" not in text
+    assert "?" not in text
 
 
 def test_markdown_shows_names_from_outside_as_they_are(write: Write) -> None:

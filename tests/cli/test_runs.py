@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from gradvitals.cli import main
+from gradvitals.cli import COMMANDS, main
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading
 
@@ -113,8 +113,10 @@ def test_files_of_other_tools_are_not_runs(here: Path) -> None:
     assert "runs in runs: ours" in gradvitals("doctor", "runs/x").stderr
 
 
-def test_the_help_fits_80_columns() -> None:
-    lines = gradvitals("--help").output.splitlines()
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("bench", "overhead")])
+def test_the_help_fits_80_columns(command: tuple[str, ...]) -> None:
+    lines = CliRunner(env={"COLUMNS": "80"}).invoke(main, [*command, "--help"]).output.splitlines()
+    assert lines
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.endswith("...") and "Usage" not in line]
 
@@ -127,3 +129,10 @@ def test_runs_of_other_tools_stay_apart(here: Path) -> None:
     Path("runs/CartPole__dqn__1/events.out.tfevents.1").write_bytes(b"x")
     assert [run["name"] for run in json.loads(gradvitals("ls", "--json").output)["runs"]] == ["ours", "first"]
     assert gradvitals("doctor").output.splitlines()[-1].startswith("gradvitals_runs/ours: ")
+
+
+def test_a_list_says_what_is_wrong_in_a_few_words(here: Path) -> None:
+    write(here / "runs/a", SPIKE)
+    assert "Unhealthy: gradient explosion" in gradvitals("ls", "runs").output
+    [line] = json.loads(gradvitals("ls", "runs", "--json").output)["runs"]
+    assert line["text"] == SPIKE.title

@@ -56,7 +56,7 @@ def test_a_batch_far_over_the_noise_scale() -> None:
     assert seen["noise_scale"] == pytest.approx(6.0, rel=0.1)
     assert 8 < seen["ratio"] < 64 / 6.0
     assert "A batch of 64" in finding.title
-    assert f"About {seen['proposed']} samples" in finding.fixes[0]
+    assert f"Use about {seen['proposed']} samples" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -153,7 +153,7 @@ def test_micro_batches_without_noise_between_them() -> None:
     [finding] = diagnose(make_run(gsnr=lambda step: math.inf), IdenticalMicrobatches())
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 0, 2)
     assert "All 4 micro-batches" in finding.title
-    assert "64 samples per step are worth 16" in finding.fixes[0]
+    assert "64 samples per step are worth only 16" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
 
@@ -184,7 +184,7 @@ def scaled(parts: int, **options: object) -> Run:
 def test_a_variance_reduced_optimizer_with_two_parts_is_noted() -> None:
     [finding] = diagnose(scaled(2), FewParts())
     assert (finding.severity, finding.first_step) == ("info", 0)
-    assert "the agreement of 2 micro-batches" in finding.title
+    assert "the agreement of only 2 micro-batches" in finding.title
     assert "the same batch of 64 into 6 or more" in finding.fixes[0]
     assert "?" not in words_of(finding)
 
@@ -220,7 +220,7 @@ def test_passes_that_point_against_each_other_are_no_samples_of_one_thing() -> N
     [finding] = diagnose(opposed(), MixedPasses())
     assert (finding.severity, finding.first_step, finding.last_step) == ("info", 2, None)
     assert finding.found_step == 220  # the 25th reading in a row
-    assert "GSNR and noise scale from them mean nothing" in finding.title
+    assert "GSNR and noise scale are meaningless" in finding.title
 
 
 def test_a_game_needs_fewer_readings_and_is_named() -> None:

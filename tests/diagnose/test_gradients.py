@@ -94,7 +94,7 @@ def test_a_harmless_spike_of_two_steps_is_dated_alike_in_both_texts() -> None:
     run.scale_gradient(151, 4.0)
     finding = only(run.findings("explosion"))
     assert (finding.severity, finding.first_step) == ("info", 150)
-    assert finding.fixes[0].text.startswith("Nothing to do at step 150;")
+    assert finding.fixes[0].text.startswith("No action needed at step 150;")
 
 
 def test_a_spike_of_one_tensor_that_the_norm_of_all_hides() -> None:
@@ -172,7 +172,7 @@ def test_weights_too_large_at_the_start() -> None:
     run.scale_gradient(slice(0, 20), 400.0, tensor=2)
     finding = only(run.findings("explosion"))
     assert (finding.first_step, finding.tensors) == (0, ("layers.1.weight",))
-    assert "too large at the start" in finding.causes[0]
+    assert "initial weights are too large" in finding.causes[0]
 
 
 def test_what_the_first_steps_made_was_not_there_from_the_start() -> None:

@@ -96,7 +96,7 @@ def test_batches_with_a_broken_loss_that_the_loop_gave_up_are_a_warning() -> Non
     finding = only(throwing_away([40, 60], np.inf).findings("batches_given_up"))
     assert (finding.severity, finding.first_step, finding.found_step) == ("warning", 40, 40)
     assert "loss was inf" in finding.causes[0]
-    assert "counter of batches is ahead" in finding.fixes[0]
+    assert "batch counter is ahead" in finding.fixes[0]
     assert not any("meant" in cure for cure in finding.fixes)
 
 

@@ -197,7 +197,7 @@ def test_a_loss_that_never_falls() -> None:
 
 def test_what_is_told_of_a_plateau_is_how_far_the_loss_fell_since_the_start() -> None:
     finding = only(flat_run(first=2.5).findings("loss_plateau"))
-    assert "is flat, little below its start" in finding.title
+    assert "is flat, barely below its start" in finding.title
     assert finding.evidence["seen"]["fell"] == pytest.approx(0.11, abs=0.03)
     finding = only(flat_run(first=2.3).findings("loss_plateau"))
     assert "has hardly fallen since the start" in finding.title

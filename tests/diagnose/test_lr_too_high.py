@@ -78,7 +78,7 @@ def test_weights_that_grew_and_a_model_that_learns_nothing() -> None:
     [finding] = found(thrown())
     assert (finding.severity, finding.first_step, finding.found_step, finding.last_step) == ("warning", 0, 60, None)
     assert finding.title == (
-        "The learning rate of 0.1 is too high: the first 50 steps made the weights 4× as large, and after 60 steps the "
+        "The learning rate of 0.1 is too high: the first 50 steps multiplied the weights by 4, and after 60 steps the "
         "loss is still 3.2 (it started at 4)"
     )
     # One step was 0.6 / 0.8 of what the weights began with, at 0.1: a step of 0.015 of them takes 0.002.

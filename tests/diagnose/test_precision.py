@@ -53,4 +53,4 @@ def test_under_a_loss_scale_small_readings_are_no_sign() -> None:
     assert run.findings("precision_underflow") == []
     run.tensors["grad/zero_fraction"] = np.full((60, 8), 0.8)
     run.scale_gradient(slice(None), np.full(60, 1e-3))
-    assert "loss scale has become too small" in only(run.findings("precision_underflow")).causes[0]
+    assert "loss scale became too small" in only(run.findings("precision_underflow")).causes[0]

@@ -204,7 +204,7 @@ def test_two_ranks_with_the_same_data_are_named() -> None:
     [finding] = diagnose(audits(norms_of(8, count=20), twin=twins), LowDispersion(), HighDispersion())
     assert (finding.id, finding.rank, finding.first_step, finding.found_step) == ("low_dispersion", 5, 1000, 1100)
     assert finding.title.startswith("Ranks 2 and 5 have the same data")
-    assert "Rank 5 was given the shard of rank 2" in finding.causes[0]
+    assert "Rank 5 reads the shard of rank 2" in finding.causes[0]
     assert "ranks 2 and 5" in finding.fixes[0]
     assert "?" not in words_of(finding)
 

@@ -62,7 +62,7 @@ def test_a_run_that_clips_is_told_about_its_limit() -> None:
     [finding] = diagnose(clipping, WarmupNeeded())
     assert "warmup over about" in finding.fixes[0]
     assert finding.fixes[1].startswith("Clip to 4 instead of 5:")
-    assert "the present limit clipped 10% of the last ones" in finding.fixes[1]
+    assert "the current limit applies to 10% of recent steps" in finding.fixes[1]
     assert not any(cure.startswith("Clip gradients") for cure in finding.fixes)
 
 
@@ -158,7 +158,7 @@ def test_a_net_that_the_first_steps_destroyed() -> None:
     [finding] = diagnose(destroyed(), LrTooHigh())
     assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 0, None)
     assert finding.found_step == 3
-    assert finding.title.startswith("The learning rate of 0.01 is too high: within 20 steps the loss rose from 2.3")
+    assert finding.title.startswith("The learning rate of 0.01 is too high: in the first steps the loss rose from 2.3")
     assert finding.evidence["seen"]["loss"] == pytest.approx(2.3 * 5.0**6, rel=0.1)  # the highest there was
     assert "from 0.01 to about 6.00e-05" in finding.fixes[0]
     assert "?" not in words_of(finding)

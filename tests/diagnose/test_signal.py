@@ -299,10 +299,10 @@ def test_noise_over_signal_is_info_and_said_to_be_ordinary() -> None:
     [finding] = diagnose(with_shares(make_run(gsnr=lambda step: levels, spread=0.02), 0.93), NoisyGradients())
     assert finding.severity == "info"
     assert "93% of coordinates" in finding.title
-    assert "ordinary" in finding.causes[0]
+    assert "normal" in finding.causes[0]
     seen = finding.evidence["seen"]
     assert seen["whole"] == pytest.approx(4 * 0.05, rel=0.3)
-    assert f"the median GSNR of a tensor is {seen['median']:.3g}" in finding.title  # the figure that it judges by
+    assert f"the median GSNR per tensor is {seen['median']:.3g}" in finding.title  # the figure that it judges by
 
 
 def test_a_share_of_coordinates_that_adam_has_wrong_is_not_told() -> None:

@@ -29,7 +29,7 @@ def test_what_momentum_makes_of_noise_is_not_turning_round() -> None:
     assert len(run.findings("oscillation")) == 1
 
 
-@pytest.mark.parametrize(("scale", "cause"), [(5000.0, "small against"), (3.0, "edge")])
+@pytest.mark.parametrize(("scale", "cause"), [(5000.0, "small compared with"), (3.0, "edge")])
 def test_the_noise_scale_tells_a_small_batch_from_a_high_learning_rate(scale: float, cause: str) -> None:
     run = healthy_run(loss_spread=0.3, floor=0.9)
     diagnosis = run.diagnosis("oscillation")
@@ -61,8 +61,11 @@ def test_unstable_norm_names_the_tensor_and_leaves_out_a_norm_that_falls() -> No
     ("limit", "cure"),
     [
         (None, "Clip gradients to a norm of "),
-        (0.1, "Gradients are already clipped to 0.1, at 100% of the last steps: lower the learning rate of "),
-        (50.0, "instead of 50: 90% of this run's steps are below it, and the present limit clipped 0% of the last"),
+        (0.1, "Clipping to 0.1 already applies to 100% of recent steps: lower the learning rate of "),
+        (
+            50.0,
+            "instead of 50: 90% of this run's steps are below it, and the current limit applies to 0% of recent steps",
+        ),
     ],
 )
 def test_a_run_that_clips_is_not_told_to_clip(limit: float | None, cure: str) -> None:

@@ -70,7 +70,9 @@ def test_a_loss_that_is_not_finite_after_steps_that_were_not_read() -> None:
     run = healthy_run()
     run.values["loss"][BROKEN:] = np.nan
     finding = found(run, 20, "loss_nonfinite")
-    assert finding.causes[0].startswith("The 19 steps before it were not read and may have left weights")
+    assert finding.causes[0].startswith(
+        "The 19 steps before it were not read and may have left NaN or infinite weights"
+    )
     assert finding.fixes[0].startswith(
         f"Restore a checkpoint from before step {20 * (BROKEN - 1) + 1:,} and check the batch"
     )

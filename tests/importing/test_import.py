@@ -133,7 +133,7 @@ def test_a_healthy_history_is_healthy_and_what_it_cannot_show_is_said(tmp_path: 
     checkup = json.loads(result.stdout)
     assert (result.exit_code, checkup["verdict"]["level"]) == (0, "healthy")
     unjudged = {name: entry["reason"] for entry in checkup["skipped"] for name in entry["ids"]}
-    assert unjudged["dead_tensor"] == unjudged["vanishing"] == "single tensors were not read"
+    assert unjudged["dead_tensor"] == unjudged["vanishing"] == "no readings of single tensors"
     assert {"batch_too_small", "nonfinite", "update_ratio", "clip_idle"} <= unjudged.keys()
     assert {"loss_spike", "loss_rising", "explosion"} <= {entry["id"] for entry in checkup["passed"]}
     assert "it was imported" in CliRunner().invoke(main, ["doctor", str(tmp_path / "run")]).stdout.replace("\n", " ")

@@ -69,4 +69,4 @@ def test_the_verdict_and_the_folder_are_said_at_the_end(tmp_path: Path, capsys: 
     verdict, where = capsys.readouterr().err.splitlines()[-2:]
     assert verdict.startswith("gradvitals: ")
     assert ": 3 steps" in verdict
-    assert where == f"gradvitals: see: gradvitals doctor {tmp_path / 'run'}"
+    assert where == f"gradvitals: details: gradvitals doctor {tmp_path / 'run'}"

@@ -152,5 +152,5 @@ def test_the_verdict_and_the_default_folder_are_said_at_the_end(
     assert callback.monitor is not None
     verdict, where = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradvitals: ")][-2:]
     assert ": 3 steps" in verdict
-    assert where == f"gradvitals: see: gradvitals doctor {callback.monitor.run_path}"
+    assert where == f"gradvitals: details: gradvitals doctor {callback.monitor.run_path}"
     assert [path.parent.name for path in tmp_path.glob("gradvitals_runs/*")] == ["gradvitals_runs"]

@@ -140,7 +140,7 @@ def test_under_torchrun_two_ranks_make_one_run(tmp_path: Path) -> None:
     ours = ("-m", "gradvitals", "run", "--out", "run")
     done = torchrun(SCRIPTS / "nanogpt_style.py", "--max_iters=20", ours=ours, cwd=tmp_path)
     assert done.status == 0, done.err
-    assert done.err.count("gradvitals: see: gradvitals doctor run") == 1
+    assert done.err.count("gradvitals: details: gradvitals doctor run") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     found = gv.open_run(tmp_path / "run")
     assert found.meta["ranks"] == 2
@@ -165,7 +165,7 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
     ]
     line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample. 21 steps, "
     assert "gradvitals: Unhealthy" not in done.err  # the traceback shows what went wrong
-    assert done.err.count("gradvitals: see: gradvitals doctor run") == 1
+    assert done.err.count("gradvitals: details: gradvitals doctor run") == 1
     doctor = CliRunner(env={"COLUMNS": "300"}).invoke(main, ["doctor", str(tmp_path / "run")])
     assert doctor.output.startswith(line)
 

@@ -40,7 +40,7 @@ def endings(path: Path, steps: int) -> list[tuple[str, str]]:
             129,
             [("critical", "Training stopped with RuntimeError: out of luck")],
         ),
-        ("raise KeyboardInterrupt", 129, [("info", "Training was stopped by hand")]),
+        ("raise KeyboardInterrupt", 129, [("info", "Training was stopped manually")]),
     ],
 )
 def test_a_program_that_ends(tmp_path: Path, ending: str, steps: int, expected: list[tuple[str, str]]) -> None:

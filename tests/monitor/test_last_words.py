@@ -32,7 +32,7 @@ def test_a_script_that_just_ends_says_how_it_went_and_where_to_read_more(tmp_pat
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("gradvitals: Healthy: 60 steps")
-    assert lines[-1] == f"gradvitals: see: gradvitals doctor {Path('runs/plain')}"
+    assert lines[-1] == f"gradvitals: details: gradvitals doctor {Path('runs/plain')}"
     assert done.stdout == ""
 
 
@@ -69,3 +69,13 @@ def test_a_stderr_that_is_full_ends_nothing(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = warm_python.run("-c", script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=full)
     assert done.stdout == "went on\n"
+
+
+def test_a_sick_run_prints_its_findings_as_they_open_and_its_fix_at_the_end(tmp_path: Path) -> None:
+    stale = LOOP.replace("    optimizer.zero_grad()\n", "").replace("lr=0.01", "lr=0.3")
+    lines = warm_python.run("-c", stale, cwd=tmp_path).stderr.splitlines()
+    assert any(
+        line.startswith("gradvitals: ") and " since step 1: Gradients are not zeroed" in line for line in lines
+    ), lines
+    assert lines[-2] == "gradvitals: fix: Call optimizer.zero_grad() once per step, before the first backward"
+    assert all(len(line) < 160 for line in lines if " step " in line and "Worst" not in line)

@@ -69,7 +69,7 @@ def test_assert_healthy_passes_and_fails_with_the_cause_and_the_fix(tmp_path: Pa
         gv.testing.assert_healthy(bad.run_path)
     for part in (
         f"{bad.run_path} is not healthy",
-        "Gradients accumulate because they are not zeroed",
+        "Gradients are not zeroed",
         "Fix: ",
         "zero_grad()",
         "gradvitals doctor",
@@ -124,7 +124,7 @@ def test_a_notebook_card_follows_the_training(tmp_path: Path, monkeypatch: pytes
     if card is not None:
         card.join(10)
     assert "running, step" in updates[0]
-    assert "finished, step 29" in updates[-1]
+    assert "finished, 30 steps" in updates[-1]
     assert "Fix" in updates[-1]
 
 

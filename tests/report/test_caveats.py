@@ -53,8 +53,8 @@ def test_how_long_it_is_kept() -> None:
 
 def test_the_caveat_ends_when_the_moments_forget(tmp_path: Path) -> None:
     assert caveat(run_with_a_spike(tmp_path / "during")) == (
-        "the gradient of step 100, 100 times the usual norm, is still in Adam's moments: the GSNR from them is wrong "
-        "until about step 828"  # 100 + 527, and 20 readings until none of before is averaged in
+        "the gradient of step 100 was 100 times the usual norm and is still in Adam's moments, so the GSNR from them "
+        "is wrong until about step 828"  # 100 + 527, and 20 readings until none of before is averaged in
     )
     assert caveat(run_with_a_spike(tmp_path / "before", steps=95)) == ""
     assert caveat(run_with_a_spike(tmp_path / "after", steps=850)) == ""
@@ -83,12 +83,14 @@ def test_other_sources_forget(tmp_path: Path) -> None:
 def test_report_and_doctor_print_it_and_the_source_of_each_number(tmp_path: Path) -> None:
     run = str(run_with_a_spike(tmp_path))
     report, doctor = (
-        CliRunner(env={"COLUMNS": "200"}).invoke(main, [name, run]).output for name in ("report", "doctor")
+        CliRunner(env={"COLUMNS": "200"}).invoke(main, args).output for args in (["report", run], ["doctor", "-v", run])
     )
     assert "GSNR (adam) " in report
     assert "noise scale (microbatch) " in report
     for said in (report, doctor):
-        assert "Note: the gradient of step 100, 100 times the usual norm, is still in Adam's moments" in said
+        assert "Note: the gradient of step 100 was 100 times the usual norm and is still in Adam's moments" in said
+    short = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["doctor", run]).output
+    assert "Note:" not in short  # no finding rests on it
     for name in ("report", "doctor"):
         assert (
             "until about step 828" in json.loads(CliRunner().invoke(main, [name, run, "--json"]).output)["gsnr_caveat"]

@@ -51,7 +51,7 @@ def test_a_killed_run_is_not_called_healthy(tmp_path: Path) -> None:
         assert run.verdict.level == "attention"
     said = doctor(tmp_path)
     assert said.startswith(
-        "Needs attention: 100 steps, 1 open finding. Worst: the run was cut off at step 99: not closed"
+        "Needs attention: 100 steps, 1 open finding. Worst: The run was cut off at step 99: it was not closed"
     )
     assert "out of memory" in said
     data = json.loads(doctor(tmp_path, "--json"))
@@ -62,8 +62,8 @@ def test_a_cut_off_run_says_when_its_process_was_last_seen(tmp_path: Path, monke
     segment(tmp_path, 0, 9, closed=False)
     with open_run(tmp_path) as run:
         monkeypatch.setattr("time.time", lambda at=run.meta["heartbeat"]: at + 90)
-        silent = "the run was cut off at step 9: not closed, and its process was last seen 1 min 30 s ago"
-        gone = "the run was cut off at step 9: not closed, and its process is gone, last seen 1 min 30 s ago"
+        silent = "The run was cut off at step 9: it was not closed, and its process was last seen 1 min 30 s ago"
+        gone = "The run was cut off at step 9: it was not closed, and its process is gone, last seen 1 min 30 s ago"
         assert run.verdict.findings[0].title == silent  # this process wrote it, and is there
         monkeypatch.setattr("gradvitals.store.process.is_alive", lambda pid: pid != os.getpid())
         assert run.verdict.findings[0].title == (gone if pid_space() is not None else silent)
@@ -118,7 +118,7 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
             values = {"grad/norm": 1.0, "ranks/norm_dispersion": 0.1}
             writer.write(Reading(step=step, time=0.0, values=values))
     said = doctor(tmp_path, "--all")
-    assert "each shard of the weights is on one rank alone (Replicas differ)" in said
+    assert "each shard of the weights is on one rank only (Replicas differ)" in said
     assert "it needs several processes" not in said
 
 

@@ -39,12 +39,12 @@ def test_only_numbers_with_a_meaning_are_shown() -> None:
 
 def test_a_swing_says_what_it_is_of() -> None:
     tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
-    assert list(evidence(tiny)) == ["spread of observed losses over their mean 0.0502, normally 0.05"]
-    assert "the losses as observed: if the loop smooths them" in RULES["batch_too_small"].message.causes["tiny"]
+    assert list(evidence(tiny)) == ["spread of recorded losses over their mean 0.0502, normally 0.05"]
+    assert "the recorded loss; if the loop smooths it" in RULES["batch_too_small"].message.causes["tiny"]
     both = {"swing": 0.171, "loss_swing": 0.156}
     assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
         "spread of the norm's logarithm 0.171 (healthy: under 0.8)",
-        "spread of observed losses over their mean 0.156 (healthy: under 0.12)",
+        "spread of recorded losses over their mean 0.156 (healthy: under 0.12)",
     ]
 
 
@@ -90,6 +90,20 @@ def test_a_routine_note_takes_one_line(tmp_path: Path) -> None:
     assert line not in whole
     title = RULES["noisy_gradients"].message.title.split(":")[0]
     assert any(line.startswith(f"info: {title}") for line in whole)
-    assert any(line.startswith("  Fix           Nothing needs to be done while the loss falls") for line in whole)
+    assert any(line.startswith("  Fix           No action needed while the loss falls") for line in whole)
     with open_run(run) as opened:
         assert '<details open="open"><summary><span class="flag"' not in render_html(opened)
+
+
+def test_a_number_that_was_not_read_later_is_no_news() -> None:
+    content = {"seen": {"norm": 28.5}, "expected": {}, "latest": {"step": 321, "norm": "nan", "steps": 300}}
+    assert list(evidence(content, "stale_gradients")) == ["gradient norm 28.5"]
+    assert list(evidence(content, "nonfinite")) == ["gradient norm 28.5", "at step 321: gradient norm NaN"]
+
+
+def test_a_ratio_is_called_by_what_it_is_of() -> None:
+    content = {"seen": {"ratio": 0.3}, "expected": {"ratio": "under 0.1"}, "latest": {"step": 9, "ratio": 0.4}}
+    assert list(evidence(content, "update_ratio")) == [
+        "update over weight norm 0.3 (healthy: under 0.1)",
+        "at step 9: update over weight norm 0.4",
+    ]

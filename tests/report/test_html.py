@@ -129,7 +129,7 @@ def test_everything_about_a_run_is_on_the_page(write: Write) -> None:
         "Unhealthy",
         "60 steps, 1 open finding.",
         "the gradient norm rose to 41× its usual size",
-        "ratio 41.3, normally 2",
+        "norm over its baseline 41.3, normally 2",
         "one bad batch: it came and went",
         "lower the learning rate",
         "The Guard held the learning rate 1 time.",

@@ -43,7 +43,7 @@ def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     with open_run(write_run()) as run:
         text = shown(render_report(Report(run)))
     # Where the first line breaks depends on how long the folder's name is.
-    assert re.search(r"finished, step 39, [\d.]+ s, 80 parameters in 4 tensors", " ".join(text.split()))
+    assert re.search(r"finished, 40 steps, [\d.]+ s, 80 parameters in 4 tensors", " ".join(text.split()))
     for part in (
         "samples (95%: 50 to 90)",
         "GSNR from microbatch at batch size 32",

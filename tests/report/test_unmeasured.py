@@ -43,12 +43,10 @@ def test_a_known_batch_size_is_not_asked_for(tmp_path: Path, told: float | None)
 
 def test_heads_that_were_found_but_not_read_are_not_called_missing(tmp_path: Path) -> None:
     found = write(tmp_path / "found", heads=("att/head0", "att/head1"))
-    assert reason(found, "sparse_feature_noise").startswith(
-        "no GSNR of single attention heads was measured: it needs two or more"
-    )
+    assert reason(found, "sparse_feature_noise").startswith("no GSNR of attention heads, which needs two or more")
     assert (
         reason(write(tmp_path / "none"), "sparse_feature_noise")
-        == "no attention heads were found: Config.heads sets them"
+        == "no attention heads found; set them with Config.heads"
     )
 
 
@@ -70,7 +68,7 @@ def test_a_run_with_the_retired_source_examples_opens_and_no_rule_judges_by_it(t
             scale = {"gsnr": 0.5, "noise_scale": 20.0, "noise_scale_low": 15.0, "noise_scale_high": 30.0}
             source: Any = "examples"
             writer.write(Reading(step=step, time=step, source=source, batch_size=16.0, values=scale))
-    assert reason(run, "batch_too_small").startswith("no noise scale: it needs two or more backward passes per step")
+    assert reason(run, "batch_too_small").startswith("no noise scale, which needs two or more backward passes per step")
     for command in (["doctor", str(run)], ["report", str(run)], ["advise", str(run)]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output

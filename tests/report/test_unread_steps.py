@@ -48,9 +48,11 @@ def test_few_readings_are_not_enough_however_far_apart_they_are(tmp_path: Path) 
     write(tmp_path, range(0, 1000, 50))
     with open_run(tmp_path) as run:
         report = Report(run)
-        assert report.verdict.headline.startswith("Nothing wrong yet, but it is early: 951 steps (20 read).")
+        assert report.verdict.headline.startswith(
+            "Nothing wrong yet, but it is early: 951 steps (gradients read at 20)."
+        )
         reasons = {rule: item.reason for item in report.checks.skipped for rule in item.ids}
-    assert reasons["loss_plateau"] == "too early: it needs more than 100 steps"
+    assert reasons["loss_plateau"] == "too early: needs more than 100 steps"
 
 
 @pytest.mark.parametrize(("last", "level"), [(2650, "healthy"), (2750, "attention")])

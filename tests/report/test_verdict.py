@@ -171,13 +171,13 @@ def test_a_run_continued_after_a_crash_is_judged_by_what_came_then() -> None:
 
 def test_a_run_stopped_by_hand_is_no_alarm() -> None:
     by_hand = notices.training_stopped(KeyboardInterrupt(), 150)
-    assert verdict(by_hand, steps=150).headline == "Healthy: 150 steps, no findings. Stopped by hand at step 150."
+    assert verdict(by_hand, steps=150).headline == "Healthy: 150 steps, no findings. Stopped manually at step 150."
     early = verdict(notices.training_stopped(KeyboardInterrupt(), 30), steps=30)
-    assert early.headline == "Nothing wrong yet, but it is early: 30 steps. Stopped by hand at step 30."
+    assert early.headline == "Nothing wrong yet, but it is early: 30 steps. Stopped manually at step 30."
     both = verdict(by_hand, found("warning", 140), steps=150)
     assert both.level == "attention"
     assert both.headline.startswith("Needs attention: 150 steps, 1 open finding. Worst: the norm jumped (")
-    assert both.headline.endswith("Stopped by hand at step 150.")
+    assert both.headline.endswith("Stopped manually at step 150.")
 
 
 # -- in Python ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_note_is_named() -> None:
     assert verdict(found("info", name="noisy_gradients")).headline == "Healthy: 1,000 steps, 1 note (noisy gradients)."
     names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")
     assert verdict(*(found("info", name=name) for name in names)).headline == (
-        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR not well known, 2 more)."
+        "Healthy: 1,000 steps, 5 notes (noisy gradients, clipping never triggers, GSNR uncertain, 2 more)."
     )
     assert verdict(found("info", name="my_own_rule")).headline == "Healthy: 1,000 steps, 1 note (my_own_rule)."
     assert verdict(found("info", last=300, name="clip_idle")).headline == (

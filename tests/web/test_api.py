@@ -64,7 +64,7 @@ def test_the_verdict_is_the_one_of_doctor(client: TestClient, folder: Path) -> N
     assert told["line"] == verdict.headline
     assert [finding["title"] for finding in told["findings"]] == [finding.title for finding in verdict.findings]
     explosion = next(finding for finding in told["findings"] if finding["id"] == "explosion")
-    assert explosion["seen"] == ["ratio 14 (healthy: under 5)"]
+    assert explosion["seen"] == ["norm over its baseline 14 (healthy: under 5)"]
     assert explosion["tensors"][0] == {"name": "blocks.0.norm1.bias", "row": 2}
     assert told["num_tensors"] == 26
     assert len(told["actions"]) == 3

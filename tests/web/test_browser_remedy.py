@@ -57,6 +57,8 @@ def test_the_fix_and_the_learning_rate_are_there_and_empty_charts_take_a_line(
     remedy = page.locator(".remedy").inner_text()
     assert "the learning rate of 3 is too high" in remedy
     assert "lower the learning rate from 3 to 0.01" in remedy
+    assert "Gradient explosion" in page.locator(".chip").first.inner_text()  # its name: the title is too long
+    assert page.locator(".run-list .run-step").first.inner_text().startswith("100 steps, ")
     shown = page.locator(".strip:not(.missing)")
     assert [shown.nth(i).get_attribute("aria-label") for i in range(shown.count())] == [
         "Loss", "Gradient norm", "Learning rate",

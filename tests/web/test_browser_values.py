@@ -113,7 +113,7 @@ def test_runs_are_listed_newest_first_and_say_when(tmp_path: Path, serve: Any, o
         opened.close()
     page = open_page(serve(tmp_path).url, timezone_id="UTC")
     page.locator(".run-name", has_text="b-old").wait_for()
-    wait(page, "!document.querySelector('.run-list').innerText.includes('not read yet')")
+    wait(page, "!document.querySelector('.run-list').innerText.includes('loading')")
     names = page.locator(".run-list .run-name").all_inner_texts()
     assert names == ["z-new", "a-middle", "c-middle", "b-old"]
     assert page.locator(".runs-head").inner_text().split() == ["Runs", "newest", "first"]

@@ -80,7 +80,7 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
         def complete(record: Record) -> Advice:
             try:
                 if topic in SETTINGS and record.loop_bug is not None:
-                    raise CannotTell(f"the training loop needs a fix first: {record.loop_bug.title}")
+                    raise CannotTell(f"the training loop has a bug: {record.loop_bug.title}")
                 return advise(record)
             except CannotTell as error:
                 answer = f"Cannot tell, because {error}."

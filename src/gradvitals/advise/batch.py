@@ -26,15 +26,15 @@ SMALLER = 0.5
 """A smaller one if the upper end is below this many."""
 
 NO_SOURCE = {
-    None: "no GSNR was measured: it takes two or more backward passes per step, or several workers",
+    None: "this run has no GSNR, which needs two or more backward passes per step, or several ranks",
     "adam": (
-        "the GSNR is known only from Adam's moments, which count the drift of gradients as noise: it takes two or "
-        "more backward passes per step"
+        "the GSNR from Adam's moments alone counts the drift of gradients as noise; the batch size needs two or more "
+        "backward passes per step"
     ),
 }
 PROXY = (
-    "The noise scale is a proxy of the critical batch size, and rather a lower bound: in language models the critical "
-    "batch is often far larger."
+    "The noise scale is a proxy for the critical batch size, and closer to a lower bound: in language models the "
+    "critical batch size is often far larger."
 )
 
 
@@ -68,7 +68,7 @@ def advise_batch(record: Record) -> Advice:
     if not averages:
         found = max((average.count for average in record.late_averages), default=0)
         few = (
-            f"the latest GSNR at this batch size has {found} readings, and it takes {MIN_READINGS}: a longer run, or a "
+            f"the latest GSNR at this batch size has {found} readings but needs {MIN_READINGS}: train longer, or use a "
             "smaller tensor_every"
         )
         raise CannotTell(NO_SOURCE.get(record.gsnr_source, few))
@@ -77,7 +77,9 @@ def advise_batch(record: Record) -> Advice:
     value, low, high = signal.noise_scale
     size = signal.step_size if signal.step_size > 0 else signal.batch_size
     if math.isnan(signal.batch_size):
-        raise CannotTell("the batch size was not reported: watch(..., batch_size=...)", [_in_micro_batches(signal)])
+        raise CannotTell(
+            "the batch size is unknown: pass it as watch(..., batch_size=...)", [_in_micro_batches(signal)]
+        )
     figures = list(_figures(record, signal, averages, size))
     finding = next(
         (
@@ -94,7 +96,7 @@ def advise_batch(record: Record) -> Advice:
     known = math.isfinite(value)
     width = high / low
     if not known:
-        because = "only a lower end of the noise scale is known"
+        because = "only a lower bound of the noise scale is known"
     elif width > 4:
         because = f"the interval of the noise scale spans a factor of {width:.2g}"
     else:
@@ -155,17 +157,17 @@ def _answer(value: float, low: float, size: float, proposed: float | None, findi
     scale = f"about {number(round(value))} samples" if math.isfinite(value) else f"over {number(round(low))} samples"
     now = number(round(size))
     if proposed is None and finding:
-        return f"By the noise scale alone, {scale}, the batch of {now} may stay; but {finding}."
+        return f"The noise scale alone ({scale}) supports the batch of {now}, but {finding}."
     if proposed is None:
         return f"Keep the batch of {now}: the noise scale is {scale}."
     change = f"{number(round(proposed))} instead of {now}"
     steps = (1 + value / proposed) / (1 + value / size)
     if proposed > size:
         gain = "" if math.isnan(value) else f", for about {100 * (1 - steps):.0f} % fewer steps"
-        return f"A larger batch pays off: {change}{gain}. The noise scale is {scale}."
+        return f"Use a larger batch: {change}{gain}. The noise scale is {scale}."
     samples = (1 + proposed / value) / (1 + size / value)
     return (
-        f"A smaller batch would do: {change} takes about {steps:.2f} times the steps and {samples:.2f} times the "
+        f"A smaller batch is enough: {change} takes about {steps:.2f} times the steps and {samples:.2f} times the "
         f"samples. The noise scale is {scale}."
     )
 
@@ -219,4 +221,4 @@ def _notes(record: Record, size: float, proposed: float | None) -> Iterator[str]
         adam = record.facts.betas is not None
         factor = math.sqrt(proposed / size) if adam else proposed / size
         follows = "the root of the batch, for Adam" if adam else "the batch, for SGD"
-        yield f"Multiply the learning rate by {number(factor)} with it: it follows {follows}."
+        yield f"Multiply the learning rate by {number(factor)} as well: it scales with {follows}."

@@ -48,11 +48,11 @@ class Limit(NamedTuple):
 def advise_clip(record: Record) -> Advice:
     """Returns what to clip to, judged by the norms of the run's healthy steps."""
     if not len(record.norms):
-        after = "norms were read only after clipping: call monitor.observe(loss) before clip_grad_norm_"
-        raise CannotTell(after if record.norms_after_clipping else "no gradient norm was read")
+        after = "gradvitals read norms only after clipping: call monitor.observe(loss) before clip_grad_norm_"
+        raise CannotTell(after if record.norms_after_clipping else "the run has no gradient norms")
     late = record.healthy.since(record.first_step + BEGINNING * (record.last_step + 1 - record.first_step))
     if len(late) < MIN_STEPS:
-        why = f"{len(late):,} healthy steps after the first tenth of the run are too few; it takes {MIN_STEPS:,}"
+        why = f"it needs {MIN_STEPS:,} healthy steps after the first tenth of the run, which has {len(late):,}"
         raise CannotTell(why, [_left_out(record)])
     parts = [_limit(Series(*part)) for part in _parts(late)]
     ends = parts[0].value, parts[-1].value
@@ -123,10 +123,10 @@ def _answer(limit: float, ends: tuple[float, float], drifts: bool, clips_at: flo
     if drifts:
         first, last = map(rounded_up, ends)
         if max(first, last) < DRIFT * min(first, last):
-            return f"Clip to {number(limit)} if it is to be one number: healthy norms rise and fall."
+            return f"Clip to {number(limit)} if you want a constant limit: healthy norms rise and fall."
         way = "fall" if last < first else "rise"
-        numbers = f"from {number(first)} to {number(last)}; if it is to be one number, {number(limit)}"
-        return f"Let the limit {way} with the norms, {numbers}."
+        numbers = f"from {number(first)} to {number(last)}; for a constant limit, use {number(limit)}"
+        return f"Let the clipping limit {way} with the norms, {numbers}."
     if clips_at is None or clips is None:
         return f"Clip to a norm of {number(limit)}; this run does not clip."
     if clips > 0.5:
@@ -134,7 +134,7 @@ def _answer(limit: float, ends: tuple[float, float], drifts: bool, clips_at: flo
             f"Raise max_norm from {number(clips_at)} to {number(limit)}: it clips {_percent(clips)} of healthy steps."
         )
     if clips_at > IDLE * limit:
-        return f"Lower max_norm from {number(clips_at)} to {number(limit)}: now it stops only the worst."
+        return f"Lower max_norm from {number(clips_at)} to {number(limit)}: now it stops only the worst spikes."
     return f"Keep max_norm at {number(clips_at)}; the norms of this run suggest {number(limit)}."
 
 
@@ -145,7 +145,7 @@ def _left_out(record: Record) -> Figure:
         f"{outliers:,} far above their neighbors" if outliers else "",
     )
     return Figure(
-        text=f"{len(record.norms):,} norms were read; left out: {' and '.join(filter(None, parts)) or 'none'}",
+        text=f"{len(record.norms):,} norms; excluded: {' and '.join(filter(None, parts)) or 'none'}",
         values={"steps": len(record.norms), "in_findings": troubled, "outliers": outliers},
         first_step=record.first_step,
         last_step=record.last_step,
@@ -182,7 +182,7 @@ def _figures(
     first, last = parts[0].value, parts[-1].value
     moved = f"{'falls' if first > last else 'rises'} from {number(first)} to {number(last)}"
     of_parts = {"of_parts": [part.value for part in parts]}
-    yield Figure(text=f"over four parts of the run that figure {moved}", values=of_parts, **span)
+    yield Figure(text=f"over four parts of the run this norm {moved}", values=of_parts, **span)
     if clips_at is not None and clips is not None:
         text = f"the run clips at {number(clips_at)}, and {_percent(clips)} of healthy steps exceed it"
         yield Figure(text=text, values={"max_norm": clips_at, "share": clips}, **span)
@@ -193,9 +193,9 @@ def _confidence(chosen: Limit, count: int, apart: float) -> tuple[Confidence, st
     if apart >= DRIFT:
         return ("fair" if count >= 4 * MIN_STEPS else "low"), f"norms change by a factor of {apart:.2g} over the run"
     if count < 3 * MIN_STEPS or width > 0.4:
-        return "low", f"{count:,} healthy steps put it between {number(chosen.low)} and {number(chosen.high)}"
+        return "low", f"{count:,} healthy steps put the limit between {number(chosen.low)} and {number(chosen.high)}"
     if count < 10 * MIN_STEPS or width > 0.15 or apart > 1.2:
-        return "fair", f"{count:,} healthy steps; over parts of the run it differs by a factor of {apart:.2f}"
+        return "fair", f"{count:,} healthy steps; the limit differs between parts of the run by a factor of {apart:.2f}"
     return "good", f"{count:,} healthy steps, and parts of the run agree within a factor of {apart:.2f}"
 
 
@@ -207,21 +207,21 @@ def _notes(record: Record, limit: float, drifts: bool, clips_at: float | None, c
         )
     if clips_at is not None and clips is not None and clips > 0.5 and limit > clips_at:
         if record.facts.betas is not None:
-            yield "Adam hardly depends on the common length of gradients, so the step stays about the same."
+            yield "Adam hardly depends on the scale of gradients, so the step size stays about the same."
         else:
-            longer = f"Steps get up to {number(limit / clips_at)} times as long with it"
-            yield f"{longer}: lower the learning rate by as much."
+            longer = f"Steps get up to {number(limit / clips_at)} times as large with it"
+            yield f"{longer}: lower the learning rate by the same factor."
     # Limits that the doctor names, each with why it is not the one to take.
     for name, finding in {finding.id: finding for finding in record.findings}.items():
         seen = finding.evidence.get("seen") or {}
         if name in ("clip_saturated", "clip_idle") and seen.get("max_norm", limit) != limit:
             steps = f"{number(seen['steps'])} steps" if "steps" in seen else "recent steps"
             named = f"`gradvitals doctor` names {number(seen['max_norm'])} ({name})"
-            yield f"{named}, which is based on {steps} alone: take the one above."
+            yield f"{named}, which is based on {steps} alone; prefer the one above."
         elif name == "clipped_twice" and {"loop", "optimizer"} <= seen.keys():
             lower = number(min(seen["loop"], seen["optimizer"]))
             yield (
-                f"Clip in one place ({name}): {lower} is only the lower of the two limits in use; take the one above, "
+                f"Clip in one place ({name}): {lower} is only the lower of two limits in use; prefer the one above, "
                 "which is based on the norms."
             )
 

@@ -55,7 +55,7 @@ class Course(NamedTuple):
 def advise_decay(record: Record) -> Advice:
     """Returns whether there was a step from which on the learning rate should have been lower."""
     if not len(record.lr) or record.lr.values.max() <= 0:
-        raise CannotTell("no learning rate was read")
+        raise CannotTell("the run has no learning rate")
     decays = _decays_from(record.lr)
     until = record.last_step + 1 if decays is None else decays
     course = loss_course(record.loss.chosen(record.loss.steps < until))
@@ -65,15 +65,15 @@ def advise_decay(record: Record) -> Advice:
     if not len(record.loss):
         raise CannotTell("no loss was observed", figures)
     if course is None and decays is not None:
-        why = f"the learning rate decays from step {until:,} on, and before there are too few losses to judge by"
+        why = f"the learning rate decays from step {until:,} on, and there are too few losses before that"
         raise CannotTell(why, figures)
     if course is None:
         least = round(MIN_LOSSES / STRETCH)
-        raise CannotTell(f"{len(record.loss):,} steps with a loss are too few; it takes {least:,}", figures)
+        raise CannotTell(f"it needs {least:,} steps with a loss, and the run has {len(record.loss):,}", figures)
     if not course.known:
-        raise CannotTell("the loss is too noisy to see whether it still falls", figures)
+        raise CannotTell("the loss is too noisy to show whether it still falls", figures)
     if course.level and course.since <= begin:
-        raise CannotTell("the loss never fell, and decay is not the cause: see `gradvitals doctor`", figures)
+        raise CannotTell("the loss never fell, which decay cannot fix: see `gradvitals doctor`", figures)
     lr = float(record.lr.values[record.lr.steps < until][-1])
     dropped = None if drop is None else drop[1].begins
     step = max(course.since, dropped or 0) if course.level else None
@@ -144,22 +144,22 @@ def _decays_from(lr: Series) -> int | None:
 
 
 def _answer(course: Course, drop: Drop, decays: int | None, lr: float, step: int | None) -> tuple[str, Confidence, str]:
-    because = "the loss shows it; no drop of the GSNR was seen" if drop is None else "the loss and the GSNR disagree"
+    because = "the loss shows it; the GSNR did not drop" if drop is None else "the loss and the GSNR disagree"
     if step is None:
         moved = f"still fell by {number(course.fell)}" if course.fell > 0 else f"rose by {number(-course.fell)}"
         still = f"the loss {moved} over steps {course.since:,} to {course.until:,}"
         if decays is not None:
-            return f"Keep the decay where it is, from step {decays:,} on: until then {still}.", "fair", because
+            return f"Keep the start of the decay at step {decays:,}: until then {still}.", "fair", because
         if drop is not None:
             return f"No decay is due yet: {still}, although the GSNR has dropped.", "low", because
         return f"No decay is due yet: {still}.", "fair", because
-    level = f"the loss has been level since about step {course.since:,}"
+    level = f"the loss has been flat since about step {course.since:,}"
     if decays is not None:
-        return f"Decay earlier, from about step {step:,} on rather than {decays:,}: {level}.", "fair", because
+        return f"Decay earlier, from about step {step:,} instead of {decays:,}: {level}.", "fair", because
     cut = f"Decay from about step {step:,} on, first from {number(lr)} to about {number(lr / CUT)}"
     if drop is not None:
-        return f"{cut}: {level}, and the GSNR has dropped to under a quarter.", "good", "both signs agree"
-    return f"{cut}: {level}. The GSNR does not confirm it.", "low", "a level loss may also have other causes"
+        return f"{cut}: {level}, and the GSNR has dropped to under a quarter.", "good", "loss and GSNR agree"
+    return f"{cut}: {level}. The GSNR does not confirm it.", "low", "a flat loss may have other causes"
 
 
 def _figures(record: Record, course: Course | None, drop: Drop, decays: int | None) -> Iterator[Figure]:
@@ -191,4 +191,4 @@ def _figures(record: Record, course: Course | None, drop: Drop, decays: int | No
         text = f"{source} did not drop by a factor of {FACTOR:g}; it ends at {number(end.value)}"
         yield Figure(text=text, values={"gsnr": end.value}, last_step=end.step)
     else:
-        yield Figure(text="no GSNR of enough readings at one set of weights to judge by")
+        yield Figure(text="too few GSNR readings at one set of weights")

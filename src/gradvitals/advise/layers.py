@@ -11,7 +11,7 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
 from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
-from gradvitals.format import number
+from gradvitals.format import number, percent
 from gradvitals.store.blocks import Kind
 
 TOPIC = "layers"
@@ -60,16 +60,16 @@ def advise_layers(record: Record) -> Advice:
     """Returns the few layers that stand out, worst first."""
     seen = Layers(record)
     if not seen.names or "grad/norm" not in record.run.metrics("tensors"):
-        raise CannotTell("no single tensors were read")
+        raise CannotTell("the run has no readings of single tensors")
     readings = f"{seen.readings} per-tensor readings"
     if seen.readings < MIN_READINGS:
         raise CannotTell(
-            f"the second half of the run has {readings}, and it takes {MIN_READINGS}: a longer run, or a smaller "
+            f"the second half of the run has {readings} but needs {MIN_READINGS}: train longer, or use a smaller "
             "tensor_every"
         )
     if seen.share_broken > MAX_BROKEN:
         raise CannotTell(
-            f"gradients are not finite at {100 * seen.share_broken:.0f} % of the steps in the second half of the run; "
+            f"gradients are NaN or infinite at {100 * seen.share_broken:.0f}% of steps in the second half of the run; "
             "`gradvitals doctor` reports since when and why"
         )
     # One need per layer, the gravest: a layer without a gradient also has no signal.
@@ -220,29 +220,29 @@ def _needs(seen: Layers, place: int) -> Iterator[Need]:
     rms, usual = float(seen.rms[place]), _middle(seen.rms)
     per_element = f"its gradient is {number(rms)} per element (root mean square)"
     if rms < VANISHING * usual:
-        text = f"{per_element}, the median layer's {number(usual)}"
-        to_do = "look at what is between it and the loss: initialization, normalization, residual paths; or float16"
+        text = f"{per_element}; that of the median layer is {number(usual)}"
+        to_do = "check what is between it and the loss (initialization, normalization, residual paths), and float16"
         yield Need(layer, "vanishing", text, to_do, usual / rms, {"rms": rms, "usual": usual})
     growth, median_growth = float(seen.growth[place]), _middle(seen.growth)
     beyond = growth / max(median_growth, 1.0)
     if GROWN < beyond < math.inf:
-        times = f"{number(growth)} times its norm in the second quarter, the median layer's {number(median_growth)}"
-        to_do = "clip it by itself (AdaGC), or lower its learning rate"
+        times = f"{number(growth)} times its norm in the second quarter; the median layer is at {number(median_growth)}"
+        to_do = "clip it separately (AdaGC), or lower its learning rate"
         yield Need(layer, "growing", f"its norm is {times}", to_do, beyond, {"growth": growth, "usual": median_growth})
     update, typical = float(seen.updates[place]), _middle(seen.updates)
     values = {"update_ratio": update, "usual": typical}
-    text = f"one step changes it by {number(update)} of its size, the median layer by {number(typical)}"
+    text = f"one step changes it by {percent(update)} of its norm, and the median layer by {percent(typical)}"
     if update > LARGEST_UPDATE or (update > NOTABLE and update > UNEVEN * typical):
         factor = update / min(typical, LARGEST_UPDATE) if typical > 0 else update / LARGEST_UPDATE
         lower = number(float(f"{max(factor, 2.0):.1g}"))
-        to_do = f"a lower learning rate for it, by a factor of about {lower}"
+        to_do = f"lower its learning rate by a factor of about {lower}"
         yield Need(layer, "moves too far", text, to_do, factor, values)
     elif update > 0 and (update < SMALLEST_UPDATE or update * 100 * UNEVEN < typical):
-        to_do = "a higher learning rate for it, or smaller weights"
+        to_do = "raise its learning rate, or start with smaller weights"
         yield Need(layer, "hardly moves", text, to_do, typical / update, values)
     if facts.eps is not None and facts.betas is not None and 0 < rms < NEAR_EPS * facts.eps:
         text = f"{per_element}, and Adam's eps is {number(facts.eps)}"
-        to_do = f"a smaller eps, such as {number(rms / 1000)}: with this one, eps sets how far it moves"
+        to_do = f"use a smaller eps, such as {number(rms / 1000)}: the current one limits how far it moves"
         yield Need(layer, "near eps", text, to_do, NEAR_EPS * facts.eps / rms, {"rms": rms, "eps": facts.eps})
     # A signal far below the model's, by intervals that do not meet.
     value, low, high = (float(part[place]) for part in seen.gsnr)
@@ -251,8 +251,10 @@ def _needs(seen: Layers, place: int) -> Iterator[Need]:
         embedding = any(word in layer.lower() for word in ("emb", "wte", "wpe", "position"))
         rare = "rows of rare tokens get little signal: " if embedding else ""
         values = {"gsnr": value, "low": low, "high": high, "model": model.value, "batch_size": model.batch_size}
-        text = f"its GSNR is {number(value)} ({number(low)} to {number(high)}), the model's {number(model.value)}"
-        to_do = f"{rare}a lower learning rate for it, or a larger batch"
+        text = (
+            f"its GSNR is {number(value)} ({number(low)} to {number(high)}), and the model's is {number(model.value)}"
+        )
+        to_do = f"{rare}lower its learning rate, or use a larger batch"
         yield Need(layer, "noise only", text, to_do, model.low / high if high > 0 else 1e6, values)
 
 

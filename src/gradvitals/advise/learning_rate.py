@@ -31,17 +31,17 @@ def advise_learning_rate(record: Record) -> Advice:
     """Returns whether the peak learning rate suits the size of the weights."""
     frozen = sum(info.frozen for info in record.run.tensors)
     if frozen:
-        why = f"{frozen} of {len(record.run.tensors)} tensors are frozen: fine-tuning keeps to small updates"
+        why = f"{frozen} of {len(record.run.tensors)} tensors are frozen, and fine-tuning needs small updates"
         raise CannotTell(why)
     if not len(record.lr) or record.lr.values.max() <= 0:
-        raise CannotTell("no learning rate above zero was read")
+        raise CannotTell("the learning rate was never above zero")
     ratios = record.series("update/ratio")
     begin, end = (record.first_step + share * (record.last_step - record.first_step) for share in MIDDLE)
     middle = ratios.chosen((ratios.steps >= begin) & (ratios.steps <= end) & (ratios.values > 0))
     if len(middle) < MIN_READINGS:
         raise CannotTell(
-            f"the middle of the run has {len(middle)} readings of updates, and it takes {MIN_READINGS}: a longer run, "
-            "or a smaller tensor_every"
+            f"the middle of the run has {len(middle)} readings of updates but needs {MIN_READINGS}: train longer, or "
+            "use a smaller tensor_every"
         )
     low, ratio, high = (float(value) for value in np.quantile(middle.values, (0.25, 0.5, 0.75)))
     peak = float(record.lr.values.max())
@@ -55,7 +55,7 @@ def advise_learning_rate(record: Record) -> Advice:
     figure = Figure(text=text, values=values, first_step=int(middle.steps[0]), last_step=int(middle.steps[-1]))
     unstable = next((one for one in record.findings if one.id in UNSTABLE and one.severity != "info"), None)
     if factor > 1 and unstable is not None:
-        raise CannotTell(f"the updates are small, but the run was not stable: {unstable.title}", [figure])
+        raise CannotTell(f"updates are small, but the run was not stable: {unstable.title}", [figure])
     # Clear where three quarters of the readings lie outside.
     clear = len(middle) >= SURE_READINGS and not (low <= LEAST <= high or low <= MOST <= high)
     confidence: Confidence = "fair" if clear else "low"
@@ -63,7 +63,7 @@ def advise_learning_rate(record: Record) -> Advice:
         topic=TOPIC,
         answer=_answer(peak, proposed, ratio),
         confidence=confidence,
-        because=f"{len(middle)} readings in the middle of the run; the healthy size differs between models",
+        because=f"{len(middle)} readings in the middle of the run; the healthy update size differs between models",
         values={"lr": peak, "proposed": proposed, "ratio": ratio, "low": low, "high": high, "factor": factor},
         figures=[figure],
         notes=list(_notes(record, factor)),
@@ -80,8 +80,8 @@ def _answer(peak: float, proposed: float | None, ratio: float) -> str:
 
 def _notes(record: Record, factor: float) -> Iterator[str]:
     if math.isclose(max(factor, 1 / factor), FURTHEST):
-        yield f"The advice changes the rate by a factor of {FURTHEST:g} at most; ask again after the next run."
+        yield f"This changes the rate by at most a factor of {FURTHEST:g}; ask again after the next run."
     if factor > 1:
-        yield "This is for training from scratch: pretrained weights need smaller updates."
+        yield "This applies to training from scratch; pretrained weights need smaller updates."
     if factor > 1 and record.facts.betas is None:
-        yield "Where the loss begins to swing, go back halfway: SGD's stable rate depends on the curvature."
+        yield "If the loss starts to swing, go back halfway: the stable rate of SGD depends on the curvature."

@@ -80,7 +80,7 @@ class Record:
     def __init__(self, run: Run) -> None:
         last = run.last_step
         if last is None:
-            raise RunError(f"{run.path} has no readings yet; there is nothing to advise on")
+            raise RunError(f"{run.path} has no readings yet; so there is nothing to advise on")
         self.run = run
         self.last_step = last
         meta = run.meta

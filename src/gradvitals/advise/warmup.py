@@ -61,7 +61,7 @@ def advise_warmup(record: Record) -> Advice:
     figures = list(_figures(record, start))
     known = [steps for steps in (start.norms, start.updates, start.signal) if steps is not None]
     if not known:
-        raise CannotTell("norms and updates were still changing fast at the end of the run", figures)
+        raise CannotTell("norms and updates were still changing fast when the run ended", figures)
     steps, answer, confidence, because = _answer(record, start, max(known))
     return Advice(
         topic=TOPIC,
@@ -79,7 +79,7 @@ def advise_warmup(record: Record) -> Advice:
             "harm": start.harm or None,
         },
         figures=figures,
-        notes=["This holds for the learning rate of this run; a higher one takes a longer warmup."],
+        notes=["This applies to the learning rate of this run; a higher one needs a longer warmup."],
     )
 
 
@@ -129,17 +129,17 @@ def _warmup_used(lr: Series) -> int:
 
 def _start(record: Record) -> Start:
     if record.first_step > 0:
-        raise CannotTell(f"the record begins at step {record.first_step:,}: it does not show how training began")
+        raise CannotTell(f"the record starts at step {record.first_step:,} and does not show how training started")
     if not len(record.lr):
-        raise CannotTell("no learning rate was read")
+        raise CannotTell("the run has no learning rate")
     if len(record.norms) < 4 * WINDOW:
-        why = f"{len(record.norms):,} steps are too few to see what settles; it takes {4 * WINDOW:,}"
+        why = f"it needs {4 * WINDOW:,} steps, and the run has {len(record.norms):,}"
         raise CannotTell(why)
     if record.lr.values.max() <= 0:
         raise CannotTell("the learning rate is zero")
     used = _warmup_used(record.lr)
     if used > 0.9 * len(record.lr):
-        raise CannotTell("the learning rate was still rising at the end of the run")
+        raise CannotTell("the learning rate was still rising when the run ended")
     moves = record.series("update/rms")
     rates = record.lr.at(moves.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -188,20 +188,20 @@ def _harm(record: Record, used: int) -> str:
 
 def _answer(record: Record, start: Start, settled: int) -> tuple[int, str, Confidence, str]:
     """Returns the steps advised, the answer, the confidence and its reason."""
-    used, single = start.used, "it is one run at one learning rate"
+    used, single = start.used, "based on one run at one learning rate"
     if start.harm:
         guess = min(LONGEST_GUESS, max(WINDOW, record.num_steps // 10))
         steps = round(rounded_up(max(settled, 2 * used, guess)))
         now = f"instead of {used:,}" if used else "where there was none"
-        because = "it is clear that one is needed, but not how long: a tenth of the run" if steps == guess else single
+        because = "a warmup is needed, but its length is a guess: a tenth of the run" if steps == guess else single
         confidence: Confidence = "fair"
         fell, error = fall(record.loss.chosen(record.loss.steps < max(EARLY, 2 * used)).values)
         if used >= record.num_steps // 10:
-            confidence, because = "low", "the warmup is a tenth of the run already, and it did not prevent the harm"
+            confidence, because = "low", "the warmup is already a tenth of the run and did not prevent the harm"
         elif fell > 2 * error:
-            confidence, because = "low", "the loss fell meanwhile"
+            confidence, because = "low", "the loss fell in the meantime"
         return steps, f"Warm up for about {steps:,} steps {now}: the first steps did harm.", confidence, because
-    kept = f"Keep the warmup of {used:,} steps" if used else "Go on without a warmup"
+    kept = f"Keep the warmup of {used:,} steps" if used else "No warmup needed"
     if start.restless:
         because = f"{start.restless} still changed fast after an eighth of the run"
         return used, f"{kept}: nothing went wrong in the first steps.", "low", because
@@ -210,23 +210,28 @@ def _answer(record: Record, start: Start, settled: int) -> tuple[int, str, Confi
         return used, answer, "fair" if used else "low", single
     if settled <= WINDOW:
         text = f"A warmup of {used:,} steps is" if used else "No warmup is"
-        return used, f"{text} enough, as far as this run shows: all settled in {settled} steps.", "low", single
+        return (
+            used,
+            f"{text} enough, as far as this run shows: everything settled within {settled} steps.",
+            "low",
+            single,
+        )
     until_settled = record.first_step + settled + WINDOW
     fell, error = fall(record.loss.chosen(record.loss.steps < until_settled).values)
     if fell > 2 * error:
-        answer = f"{kept}: everything had settled only by step {settled:,}, but the loss fell meanwhile."
+        answer = f"{kept}: everything settled only by step {settled:,}, but the loss fell in the meantime."
         return used, answer, "low", single
     steps = round(rounded_up(settled))
     answer = (
-        f"A longer warmup may help, about {steps:,} steps: the learning rate was at its height after {used:,}, and "
-        f"everything settled only after {settled:,}, during which the loss did not fall."
+        f"A longer warmup of about {steps:,} steps may help: the learning rate peaked after {used:,} steps, and "
+        f"everything settled only after {settled:,}, while the loss did not fall."
     )
     return steps, answer, "low", f"late settling does not prove harm, and {single}"
 
 
 def _figures(record: Record, start: Start) -> Iterator[Figure]:
     first, begun = record.first_step, float(record.lr.values[0])
-    text = f"the learning rate was at its height from the start, {number(begun)}"
+    text = f"the learning rate started at its peak of {number(begun)}"
     if start.used:
         text = f"the learning rate rose from {number(begun)} to {number(start.peak_lr)} over {start.used:,} steps"
     rise = {"first": begun, "peak": start.peak_lr, "steps": start.used}
@@ -241,5 +246,5 @@ def _figures(record: Record, start: Start) -> Iterator[Figure]:
         late = f", and far lower up to step {start.signal:,}" if start.signal else ""
         text = f"the whole interval of the GSNR was above zero by step {start.seen:,}{late}"
         yield Figure(text=text, values={"gsnr_seen": start.seen, "no_signal_until": start.signal})
-    calm = "nothing went wrong in the first steps" if len(record.loss) else "no loss was observed to show harm"
+    calm = "nothing went wrong in the first steps" if len(record.loss) else "the run has no loss that could show harm"
     yield Figure(text=start.harm or calm, values={"harm": bool(start.harm)}, first_step=first)

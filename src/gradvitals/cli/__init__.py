@@ -14,8 +14,8 @@ from gradvitals import __version__
 from gradvitals.errors import GradvitalsError
 
 COMMANDS = {
-    "run": "Run your training script as it is, and watch it.",
-    "doctor": "Say what is wrong with a run, why, and how to fix it.",
+    "run": "Run your training script unchanged, and watch it.",
+    "doctor": "Diagnose a run: what is wrong, why, and how to fix it.",
     "watch": "Follow a run in the terminal while it trains.",
     "serve": "Show all runs on a live page in the browser.",
     "report": "Print the numbers of a run, or write them as one HTML file.",
@@ -23,8 +23,8 @@ COMMANDS = {
     "diff": "Compare two runs: where they diverge, and what differs.",
     "ls": "List the runs in a folder.",
     "export": "Write the readings of a run as CSV or Parquet.",
-    "import": "Read a run that W&B, TensorBoard or a CSV file recorded.",
-    "probe": "Examine a model and its data without training.",
+    "import": "Import a run from W&B, TensorBoard or a CSV file.",
+    "probe": "Examine a model and its data, without training.",
     "mcp": "Serve runs to a coding agent (Model Context Protocol).",
     "demo": "Watch a training run go wrong and get fixed, in a minute.",
     "bench": "Measure what monitoring costs on this machine.",
@@ -110,12 +110,12 @@ def _fail(message: str) -> NoReturn:
 def main() -> None:
     """Vital signs for training: what is wrong, why, and how to fix it.
 
-    Commands that read a run take the newest one in gradvitals_runs/ and runs/ if
-    none is named.
+    Commands use the newest run in gradvitals_runs/ and runs/ if you do not name
+    one.
 
     \b
     Start here:
-      gradvitals run train.py     record a run, without changing the script
-      gradvitals doctor           the verdict, the likely cause, the fix
-      gradvitals demo             nothing to watch yet? one minute on a CPU
+      gradvitals run train.py     record a run of your unchanged script
+      gradvitals doctor           get the verdict, the cause and the fix
+      gradvitals demo             no script yet? one minute on a CPU
     """

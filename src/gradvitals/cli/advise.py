@@ -14,10 +14,10 @@ from gradvitals.cli.output import console, json_option, print_json, run_argument
 @click.option("-v", "--verbose", is_flag=True, help="Show the evidence behind each piece of advice.")
 @json_option
 def advise(run: Path, verbose: bool, as_json: bool) -> None:
-    """Suggest settings for the next run from what RUN shows: clipping, batch size, warmup, decay, layers.
+    """Suggest settings for the next run: learning rate, clipping, batch size, warmup, decay, layers.
 
-    Each suggestion comes with its confidence. If the run does not show enough, the answer names what is missing.
-    Works on a finished run and on one that is being written. Needs no torch.
+    Every suggestion has a confidence. If the run does not show enough, says what is missing. Works while the run is
+    still training. Needs no torch.
 
     \b
     Example:

@@ -33,21 +33,22 @@ def bench() -> None:
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where to run; auto takes a GPU if there is one.",
+    help="Where to run; auto uses a GPU if there is one.",
 )
 @click.option(
     "--workload",
     "workloads",
     type=click.Choice(WORKLOADS),
     multiple=True,
-    help="Model to train; may be given several times.  [default: all that suit the device]",
+    help="Model to train. Repeatable.  [default: all that suit the device]",
 )
 @click.option(
     "--variant",
     "variants",
     type=click.Choice(VARIANTS),
     multiple=True,
-    help="What to time beside bare steps; may be given several times.  [default: all]",
+    metavar="VARIANT",
+    help=f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Time compiled models too.")
 @click.option(
@@ -58,14 +59,14 @@ def bench() -> None:
     type=click.IntRange(min=1),
     default=6,
     show_default=True,
-    help="Rounds, each with new processes; at least six are needed for an interval.",
+    help="Rounds, each with new processes; an interval needs at least six.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch in every process.  [default: torch's]")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads per process.  [default: torch's]")
 @click.option(
     "--keep-memory/--no-keep-memory",
     default=True,
     show_default=True,
-    help="Have the C library keep freed memory, so that page faults do not blur the times.",
+    help="Let the C library keep freed memory, so page faults do not blur the times.",
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
@@ -83,15 +84,15 @@ def overhead(
 ) -> None:
     """Time watched steps against bare steps of the same training loop.
 
-    Every variant is a process of its own. They take turns of a few steps and are stopped in between; every round starts
-    new ones. The row "bare again" shows what the machine's noise alone amounts to. "plain", "norm" and "full" are
-    microseconds of recording on the training thread: of a plain step, of one that reads a norm which the loop did not
-    compute, and of a full reading. All workloads and variants take about ten minutes.
+    Each variant runs in its own process, a few steps at a time in turn, and each round starts new processes. "bare
+    again" shows the noise of the machine. "plain", "norm" and "full" are the microseconds that recording takes on the
+    training thread: for a plain step, for a step that also computes the gradient norm, and for a full reading. All
+    workloads and variants take about ten minutes.
 
     \b
     Example:
       gradvitals bench overhead
-      gradvitals bench overhead --workload gpt --variant "bare again" --variant watch --rounds 20
+      gradvitals bench overhead --workload gpt --variant watch
       gradvitals bench overhead --device cuda --compile --markdown
     """
     from gradvitals.bench import format_markdown, run_overhead

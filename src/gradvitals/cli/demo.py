@@ -20,7 +20,7 @@ FAULTS = ("stale", "lr", "none")
 
 @click.command()
 @click.option(
-    "--fault", type=click.Choice(FAULTS), default="stale", show_default=True, help="Which bug to plant in the loop."
+    "--fault", type=click.Choice(FAULTS), default="stale", show_default=True, help="Bug to plant in the loop."
 )
 @click.option(
     "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Optimizer steps per training."
@@ -30,15 +30,15 @@ FAULTS = ("stale", "lr", "none")
     type=click.Path(path_type=Path),
     default=Path("gradvitals_runs/demo"),
     show_default=True,
-    help="Where to keep the run; a number is added if there is one already.",
+    help="Folder for the run, numbered if it already has one.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed for weights and batches.")
 @json_option
 def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
-    """Watch a training run go wrong, and get fixed.
+    """Watch a training run go wrong and get fixed.
 
     Trains a small transformer on Shakespeare with a bug in the loop, prints the verdict, applies the fix, trains again
-    and draws both loss curves. Takes less than a minute on a CPU, and needs no network. Ctrl-C ends it early.
+    and draws both loss curves. Takes less than a minute on a CPU and needs no network. Ctrl-C stops early.
 
     \b
     Example:
@@ -90,7 +90,9 @@ def demo(fault: str, steps: int, out: Path, seed: int, as_json: bool) -> None:
     show()
     show(Curves(curves, [f"Loss {name}" for name in names]))
     show(
-        f"\nThe fix brings the loss after {second.steps} steps from {ends[0]:.2f} down to {ends[1]:.2f}.", style="bold"
+        f"\nThe fix lowers the loss after {second.steps} steps from {ends[0]:.2f} to {ends[1]:.2f} "
+        "(mean of the last 10 steps).",
+        style="bold",
     )
     show(f"\nBoth runs are kept. Next:\n  gradvitals diff {first.path} {second.path}\n  gradvitals serve")
 
@@ -116,8 +118,8 @@ def _progress(screen: Console, steps: int, *, silent: bool) -> Iterator[Callable
         MofNCompleteColumn(),
         TextColumn("steps"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
+        TextColumn("{task.fields[loss]}"),
     )
     with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("", total=steps, loss=float("nan"))
-        yield lambda done, loss: bar.update(task, completed=done, loss=loss)
+        task = bar.add_task("", total=steps, loss="")
+        yield lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.2f}")

@@ -12,10 +12,10 @@ from gradvitals.cli.output import console, json_option, print_json, resolve
 @click.argument("second", metavar="[B]", required=False)
 @json_option
 def diff(first: str | None, second: str | None, as_json: bool) -> None:
-    """Compare run A with run B: the first step at which they diverge for good, settings, findings.
+    """Compare run A with run B: where they diverge for good, settings, findings.
 
-    With one run, compares it with the newest; with none, the two newest runs in gradvitals_runs/ and runs/. Needs no
-    torch.
+    With one run, compares it with the newest; with none, compares the two newest runs in gradvitals_runs/ and runs/.
+    Needs no torch.
 
     \b
     Example:

@@ -17,29 +17,25 @@ SEVERITIES = ("info", "warning", "critical")
 
 @click.command()
 @click.argument("run", metavar="[RUN]", required=False)
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Show every finding in full, and what gradvitals reports about itself."
-)
-@click.option("--all", "all_checks", is_flag=True, help="The same, and list each check that passed or was skipped.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every finding in full, and problems of gradvitals itself.")
+@click.option("--all", "all_checks", is_flag=True, help="Like -v, and list every check that passed or was skipped.")
 @click.option(
     "--format",
     "chosen",
     type=click.Choice(("text", "markdown", "json")),
     default="text",
     show_default=True,
-    help="markdown: to paste into an issue or a chat.",
+    help="Output format; markdown is for issues and chats.",
 )
 @click.option(
     "--fail-on",
     type=click.Choice(SEVERITIES),
     default="warning",
     show_default=True,
-    help="Exit with 1 if a finding is at least this serious now.",
+    help="Exit with 1 if a finding is at least this serious.",
 )
 @click.option("--again", is_flag=True, help="Replay the stored readings with the current rules.")
-@click.option(
-    "--explain", "rule", metavar="RULE", help="Explain one rule, or any other id of a finding; -v adds its settings."
-)
+@click.option("--explain", "rule", metavar="RULE", help="Explain a rule or another finding id; -v adds its settings.")
 @click.option("--rules", "list_rules", is_flag=True, help="List every rule.")
 @json_option
 @click.pass_context
@@ -55,14 +51,14 @@ def doctor(
     list_rules: bool,
     as_json: bool,
 ) -> int:
-    """Judge RUN: healthy or not, the likely cause, and the fix.
+    """Diagnose RUN: the verdict, the likely cause, and the fix.
 
-    Works on a finished run and on one that is being written. Needs no torch. Exits with 0 if the run is healthy, with
-    1 if a finding is as serious as --fail-on or more, and with 2 if the run could not be read.
+    Works while the run is still training. Needs no torch. Exits with 0 if the run is healthy, 1 if a finding reaches
+    --fail-on, and 2 if the run cannot be read.
 
     \b
     Example:
-      gradvitals doctor                       the newest run in gradvitals_runs/ and runs/
+      gradvitals doctor                       the newest run
       gradvitals doctor runs/gpt -v
       gradvitals doctor --format markdown     to paste into an issue
       gradvitals doctor --explain explosion

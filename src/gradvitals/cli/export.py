@@ -13,15 +13,15 @@ KINDS = ("run", "layer", "tensor", "head")
 
 @click.command()
 @run_argument
-@click.option("--csv", "csv_path", type=click.Path(allow_dash=True), help="File to write as CSV; - prints it.")
-@click.option("--parquet", "parquet_path", type=click.Path(path_type=Path), help="File to write as Parquet.")
-@click.option("--metric", "metrics", multiple=True, help="Keep only this metric; repeat for several.")
+@click.option("--csv", "csv_path", type=click.Path(allow_dash=True), help="Write CSV to this file; - prints it.")
+@click.option("--parquet", "parquet_path", type=click.Path(path_type=Path), help="Write Parquet to this file.")
+@click.option("--metric", "metrics", multiple=True, help="Keep only this metric. Repeatable.")
 @click.option(
     "--kind",
     "kinds",
     type=click.Choice(KINDS),
     multiple=True,
-    help="Keep only rows of this kind; repeat for several.",
+    help="Keep only rows of this kind. Repeatable.",
 )
 @json_option
 def export(
@@ -32,11 +32,11 @@ def export(
     kinds: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Write the readings of RUN as one table.
+    """Write the readings of RUN as a table: CSV or Parquet.
 
-    One row per step, kind and name, one column per metric. Kind is run, layer, tensor or head; name is empty for
-    run. Metrics that come from samples carry their source, as in gsnr:microbatch. An empty cell was not measured
-    at that step, or is NaN. Parquet needs the extra: pip install 'gradvitals[parquet]'.
+    Each row is a step, a kind (run, layer, tensor or head) and a name; each column is a metric. Metrics computed from
+    samples name their source, as in gsnr:microbatch. A cell is empty if the metric was not measured or is NaN.
+    Parquet needs an extra: pip install 'gradvitals[parquet]'.
 
     \b
     Example:

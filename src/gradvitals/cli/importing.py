@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     "--run",
     "run",
     type=click.Path(path_type=Path),
-    help="Folder to make; gradvitals_runs/<source>-imported by default.",
+    help="Folder to create.  [default: gradvitals_runs/<source>-imported]",
 )
 @click.option(
     "--map",
     "mapped",
     multiple=True,
     metavar="COLUMN=METRIC",
-    help="Say what a column is, such as train_nll=loss; may be given several times.",
+    help="Map a column to a metric, such as train_nll=loss. Repeatable.",
 )
 @json_option
 def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bool) -> None:
-    """Turn SOURCE, the history of a run that was never watched, into a run.
+    """Import SOURCE, a history that another tool recorded, as a run.
 
-    SOURCE is TensorBoard event files, an offline run of W&B, a CSV, JSONL or JSON file, or the folder of one. Columns
-    of step, loss, gradient norm and learning rate are guessed by name. What needs more than these is not judged.
+    SOURCE is TensorBoard event files, an offline W&B run, a CSV, JSONL or JSON file, or a folder with one of these.
+    gradvitals guesses the columns of step, loss, gradient norm and learning rate by name, and skips checks that need
+    more.
 
     \b
     Example:

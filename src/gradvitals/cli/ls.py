@@ -15,13 +15,18 @@ SHOWN = 20
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=0), default=SHOWN, show_default=True, help="Runs to show; 0: all."
+    "-n",
+    "--limit",
+    type=click.IntRange(min=0),
+    default=SHOWN,
+    show_default=True,
+    help="Number of runs to show; 0 shows all.",
 )
 @json_option
 def ls(folder: Path | None, limit: int, as_json: bool) -> None:
-    """List the runs in FOLDER (by default gradvitals_runs/ and runs/), the newest first.
+    """List the runs in FOLDER, newest first. FOLDER defaults to gradvitals_runs/ and runs/.
 
-    Each line shows a status light, the number of steps, the last loss, the age of the run, and what is wrong.
+    Each line shows a status light, the steps, the last loss, the age, and what is wrong.
 
     \b
     Example:

@@ -12,11 +12,11 @@ from gradvitals.places import default_folder
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=default_folder)
 def mcp(folder: Path) -> None:
-    """Serve the runs in FOLDER to a coding agent, over stdio.
+    """Serve the runs in FOLDER to a coding agent over stdio (Model Context Protocol).
 
-    Speaks the Model Context Protocol. The agent can list runs, get the verdict, read series, explain rules and compare
-    runs. It cannot change anything. Without FOLDER, serves gradvitals_runs/, or runs/ if only that is there. Needs the
-    extra: pip install 'gradvitals[mcp]'.
+    The agent can list runs, get verdicts, read series, explain rules and compare runs; it cannot change anything.
+    Without FOLDER, serves gradvitals_runs/, or runs/ if only that exists. Needs an extra: pip install
+    'gradvitals[mcp]'.
 
     \b
     Example:

@@ -16,21 +16,19 @@ QUESTIONS = ("signal", "layers", "samples", "landscape", "saliency", "robustness
 
 @click.command()
 @click.argument("factory")
-@click.option(
-    "--batches", type=click.IntRange(min=1), help="Batches to take gradients of. [default: the factory's, or 10]"
-)
-@click.option("--lr", type=float, help="Learning rate, for thresholds and the edge of stability.")
+@click.option("--batches", type=click.IntRange(min=1), help="Number of batches. [default: the factory's, or 10]")
+@click.option("--lr", type=float, help="Learning rate for thresholds and the edge of stability.")
 @click.option(
     "--only",
     type=click.Choice(QUESTIONS),
     multiple=True,
-    help="Ask only this question; may be given several times. [default: all]",
+    help="Answer only this question. Repeatable. [default: all]",
 )
 @click.option(
-    "--examples", type=click.IntRange(min=2), help="Examples to examine one by one. [default: the factory's, or 256]"
+    "--examples", type=click.IntRange(min=2), help="Number of single examples. [default: the factory's, or 256]"
 )
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Move the model there. [default: where it is]"
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Move the model to this device. [default: where it is]"
 )
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page with charts.")
 @json_option
@@ -44,17 +42,17 @@ def probe(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Examine the model and the data that FACTORY returns, without training.
+    """Examine the model and data that FACTORY returns, without training.
 
-    FACTORY is `package.module:function`, found from the current folder. The function takes no arguments and returns
-    (model, loader) for a model that returns its loss, (model, loader, loss), (model, loader, loss, optimizer), or a
-    dict of arguments of gv.probe. What it and the model print goes to stderr.
+    FACTORY is `package.module:function`, importable from the current folder. The function takes no arguments and
+    returns (model, loader) if the model returns its loss, else (model, loader, loss) or (model, loader, loss,
+    optimizer), or a dict of arguments for gv.probe. Everything it prints goes to stderr.
 
     \b
     Example:
       gradvitals probe examples.probe_factory:factory
       gradvitals probe examples.probe_factory:factory --lr 0.1 --html probe.html
-      gradvitals probe examples.probe_factory:factory --only samples --json | jq .samples.suspects
+      gradvitals probe examples.probe_factory:factory --only samples --json
     """
     from gradvitals.probe.examination import made_by
     from gradvitals.probe.examination import probe as examine

@@ -16,14 +16,14 @@ from gradvitals.cli.output import console, json_option, print_json, replay_bar, 
     "html_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write one HTML file with charts instead, to send or attach to an issue.",
+    help="Write one HTML file with charts instead, to share or attach to an issue.",
 )
 @json_option
 @click.pass_context
 def report(ctx: click.Context, run: Path, html_file: Path | None, as_json: bool) -> None:
     """Print the numbers of RUN: curves, every layer, the worst tensors, findings.
 
-    Works on a finished run and on one that is being written. Needs no torch.
+    Works while the run is still training. Needs no torch.
 
     \b
     Example:

@@ -28,13 +28,13 @@ class OptionsFirst(click.Command):
 
 
 @click.command(cls=OptionsFirst, context_settings={"allow_interspersed_args": False})
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.option(
     "--run",
     "--out",  # torchrun mistakes --run for one of its own options, wherever it stands
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder to keep the run in; a number is added if it holds a run.  [default: gradvitals_runs/DATE_TIME]",
+    help="Folder for the run, numbered if it already has one.  [default: gradvitals_runs/DATE_TIME]",
 )
 @click.option(
     "--every",
@@ -42,17 +42,19 @@ class OptionsFirst(click.Command):
     default=50,
     show_default=True,
     metavar="N",
-    help="Read every tensor once per N steps.",
+    help="Read every tensor every N steps.",
 )
-@click.option("--sink", "sinks", multiple=True, metavar="SINK", help="Also send readings there, e.g. tensorboard:logs.")
+@click.option(
+    "--sink", "sinks", multiple=True, metavar="SINK", help="Also send readings to SINK, such as tensorboard:logs."
+)
 @click.option(
     "--alert",
     "alerts",
     multiple=True,
     metavar="ALERT",
-    help="Send findings to the URL of a webhook, or to command:PROGRAM.",
+    help="Send findings to a webhook URL, or to command:PROGRAM.",
 )
-@click.option("--quiet", is_flag=True, help="Print nothing: no findings, no verdict.")
+@click.option("--quiet", is_flag=True, help="Do not print findings or the verdict.")
 @click.argument("script", required=True)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -67,9 +69,9 @@ def run(
 ) -> Callable[[], None]:
     """Run the training SCRIPT with its ARGS, and watch it. The script needs no edits.
 
-    Models and optimizers are found when training starts, and the loss is what backward() is called on. Options come
-    before the script; everything after it belongs to the script. Input, output, errors and exit status stay those of
-    the script. Findings and the verdict go to stderr.
+    gradvitals finds models and optimizers when training starts, and records the loss that the script calls backward()
+    on. Options come before SCRIPT; everything after it goes to the script. Its input, output, errors and exit status
+    stay the same. Findings and the verdict go to stderr.
 
     \b
     Example:

@@ -15,15 +15,15 @@ from gradvitals.places import default_folder
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Port to listen on, 0 for any free one. [default: 8484, or a free one if that is taken]",
+    help="Port to listen on; 0 picks a free one. [default: 8484, or a free one if that is taken]",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
     """Show the runs in FOLDER on a live page in the browser.
 
-    FOLDER holds runs, at any depth, or is one; gradvitals_runs/ by default, or runs/ if only that is there. New runs
-    appear by themselves. Only this machine can open the page unless --host says otherwise; the page loads nothing from
-    elsewhere. Ctrl-C stops it.
+    FOLDER is a run or contains runs at any depth. Without it, serves gradvitals_runs/, or runs/ if only that exists.
+    New runs appear automatically. Only this machine can open the page unless you set --host, and the page loads
+    nothing from the network. Ctrl-C stops the server.
 
     \b
     Example:

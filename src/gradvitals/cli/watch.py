@@ -15,15 +15,15 @@ SCREEN_SECONDS, LINE_SECONDS = 1.0, 10.0
     "--every",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="Time between updates.  [default: 1, or 10 without a terminal]",
+    help="Seconds between updates.  [default: 1, or 10 without a terminal]",
 )
-@click.option("--once", is_flag=True, help="Print the run as it is now, and exit.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON whenever something is new.")
+@click.option("--once", is_flag=True, help="Print the current state and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per update.")
 def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> None:
-    """Follow RUN in the terminal: verdict, curves, findings, layers, the worst tensors.
+    """Follow RUN in the terminal: verdict, curves, findings, layers, worst tensors.
 
-    Waits for a run that does not exist yet, and ends when the run ends. Ctrl-C leaves; the run continues. Without a
-    terminal (a pipe, CI) it prints a line from time to time instead. Needs no torch.
+    Waits if the run does not exist yet, and exits when it ends. Ctrl-C stops watching; the run continues. Without a
+    terminal (in a pipe or CI), prints lines instead. Needs no torch.
 
     \b
     Example:

@@ -81,25 +81,29 @@ _NOTICES = (
         id="training_stopped",
         family=NOTICE,
         name="Training stopped",
-        pattern="The training loop ended with an exception, or was stopped by hand. Recorded when a `with` block ends "
-        "or the program exits.",
-        causes=("the error in its title; by hand means Ctrl-C or sys.exit",),
-        fixes=("look at what else was found shortly before: a NaN, a spike, a lost rank",),
+        pattern=(
+            "The training loop ended with an exception or was stopped manually. Recorded when a `with` block ends or "
+            "the program exits."
+        ),
+        causes=("the error in its title; manually means Ctrl-C or sys.exit",),
+        fixes=("look at earlier findings: a NaN, a spike, a lost rank",),
         severities=("info", "critical"),
     ),
     Entry(
         id="run_cut_off",
         family=NOTICE,
         name="Run cut off",
-        pattern="The run was not closed, and its process stopped responding. Found when the run is read, because a "
-        "process that is killed cannot report it.",
+        pattern=(
+            "The run was not closed, and its process is gone. Found when the run is read, because a killed process "
+            "cannot report it."
+        ),
         causes=(
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
             "the files were copied while the run was active, or the disk is full and nothing more can be written",
         ),
         fixes=(
-            "look at the end of its output, and in the log of the system or the scheduler for what killed it",
-            "restart it from its last checkpoint with watch(..., resume=True): the record continues",
+            "check the end of its output and the log of the system or scheduler for what killed it",
+            "restart from the last checkpoint with watch(..., resume=True), which continues the record",
         ),
         severities=("warning",),
     ),
@@ -107,8 +111,8 @@ _NOTICES = (
         id="ranks_lost",
         family=NOTICE,
         name="Ranks lost",
-        pattern="Other ranks stopped responding, so their readings are missing from here on.",
-        causes=("a process died or hangs", "the network between hosts is down", "ranks make different steps"),
+        pattern="Other ranks stopped responding, so their readings are missing from then on.",
+        causes=("a process died or hangs", "the network between hosts is down", "ranks take different steps"),
         fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
         severities=("critical",),
     ),
@@ -121,35 +125,44 @@ _NOTICES = (
             "no micro-batches, one process, or an optimizer without Adam-like moments",
             "overhead_budget with several ranks: all must read the same steps",
         ),
-        fixes=("nothing, if another source is available; else see the documentation for what each source needs",),
+        fixes=(
+            (
+                "no action needed if another source is available; otherwise see the documentation for what each source "
+                "needs"
+            ),
+        ),
         severities=("info",),
     ),
     Entry(
         id="readings_thinned",
         family=NOTICE,
         name="Readings thinned",
-        pattern="Monitoring took a larger share of the step than Config.overhead_budget allows (2% by default on a "
-        "CPU), so tensors are read less often, or not every step is read.",
-        causes=("the model has many small tensors, or its steps are very short",),
-        fixes=("raise overhead_budget, or choose fewer metrics; 1 means no limit",),
+        pattern=(
+            "Monitoring exceeded Config.overhead_budget (2% of the step time by default on a CPU), so gradvitals reads "
+            "tensors less often or skips steps."
+        ),
+        causes=("the model has many small tensors, or steps are very short",),
+        fixes=("raise overhead_budget (1 removes the limit), or choose fewer metrics",),
         severities=("info",),
     ),
     Entry(
         id="monitor_error",
         family=NOTICE,
         name="Internal error",
-        pattern="A part of gradvitals, or a rule, raised an error and is disabled from here on. Training continues.",
-        causes=("a bug in gradvitals or in a rule of your own", "a model or an optimizer it does not know"),
-        fixes=("`gradvitals report --json` shows the traceback; if the rule is not yours, please report it",),
+        pattern="A part of gradvitals, or a rule, raised an error and is disabled from then on. Training continues.",
+        causes=("a bug in gradvitals or in one of your own rules", "an unsupported model or optimizer"),
+        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",),
         severities=("warning",),
     ),
     Entry(
         id="observe_ignored",
         family=NOTICE,
         name="Observed value is not a loss",
-        pattern="Monitor.observe received something other than a tensor or a number. That call is ignored, training "
-        "continues, and later calls count.",
-        causes=("a string, a list or the whole output of a model was passed instead of its loss",),
+        pattern=(
+            "Monitor.observe received something other than a tensor or a number. gradvitals ignores that call; "
+            "training continues, and later calls count."
+        ),
+        causes=("the loop passed a string, a list or a whole model output instead of the loss",),
         fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
         severities=("warning",),
     ),
@@ -157,36 +170,41 @@ _NOTICES = (
         id="no_steps",
         family=NOTICE,
         name="No steps",
-        pattern="The loop continues but skips every batch, so the optimizer makes no more steps.",
-        causes=("the loop skips non-finite batches, and every batch is: the weights have become NaN or Inf",),
+        pattern="The loop continues but skips every batch, so the optimizer takes no more steps.",
+        causes=(
+            "the loop skips batches that are NaN or infinite, and now all of them are: the weights are NaN or Inf",
+        ),
         fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
         severities=("critical",),
     ),
     Entry(
         id="optimizer_remade",
         family=NOTICE,
-        name="Optimizer made at every step",
-        pattern="The script makes a new optimizer for the same weights at nearly every step. `gradvitals run` stops "
-        "watching them then.",
-        causes=("the optimizer is made inside the training loop, so momentum and moments start from zero every time",),
-        fixes=("make the optimizer once, before the training loop",),
+        name="Optimizer created at every step",
+        pattern=(
+            "The script creates a new optimizer for the same weights at nearly every step. `gradvitals run` then stops "
+            "watching them."
+        ),
+        causes=(
+            "the optimizer is created inside the training loop, so momentum and moments start from zero every time",
+        ),
+        fixes=("create the optimizer once, before the training loop",),
         severities=("critical",),
     ),
     Entry(
         id="clipped_twice",
         family=NOTICE,
         name="Clipped twice",
-        pattern="The loop clips gradients, and the optimizer, made with max_norm, clips them again. The lower limit "
-        "wins.",
-        causes=("clip_grad_norm_ is called in the loop, and the optimizer was made with max_norm",),
-        fixes=("remove one of them: of two limits, the higher changes nothing; `gradvitals advise` suggests one",),
+        pattern="The loop clips gradients, and an optimizer with max_norm clips them again. The lower limit wins.",
+        causes=("the loop calls clip_grad_norm_, and the optimizer has max_norm set",),
+        fixes=("remove one of them: the higher limit changes nothing; `gradvitals advise` suggests a limit",),
         severities=("info",),
     ),
     Entry(
         id="store_error",
         family=NOTICE,
         name="Run cannot be written",
-        pattern="Readings could not be written. Training continues, and gradvitals keeps trying to write.",
+        pattern="gradvitals could not write readings. Training continues, and gradvitals keeps trying.",
         causes=("the disk is full, the folder is not writable, or the file was damaged",),
         fixes=("free space, or pass another folder as run=...",),
         severities=("warning",),
@@ -199,17 +217,17 @@ _NOTICES = (
         "continues, and the run's own folder has everything.",
         causes=(
             "the network or the service is down, a disk is full, or settings are wrong",
-            "it takes longer than a step",
+            "the sink takes longer than a training step",
         ),
-        fixes=("look at the error in its title; a sink gets nothing more in this run, later alerts are still tried",),
+        fixes=("check the error in its title; a failed sink stays off for this run, but later alerts are still sent",),
         severities=("info", "warning"),
     ),
     Entry(
         id="rank_lr_differs",
         family=NOTICE,
         name="Learning rates differ",
-        pattern="A rank steps with another learning rate than the first one.",
-        causes=("the rank builds its optimizer or its schedule from different settings",),
+        pattern="A rank uses a different learning rate than the first one.",
+        causes=("the rank builds its optimizer or schedule from different settings",),
         fixes=("build optimizer and schedule the same way on every rank",),
         severities=("critical",),
     ),
@@ -233,8 +251,8 @@ _NOTICES = (
         id="snapshot_error",
         family=NOTICE,
         name="Snapshot not saved",
-        pattern="A snapshot of the Guard could not be written; it keeps trying with later ones.",
-        causes=("the folder is gone, full or not writable",),
+        pattern="The Guard could not write a snapshot; it keeps trying.",
+        causes=("the folder is missing, full or not writable",),
         fixes=("free space, or give the Guard another folder",),
         severities=("warning",),
     ),
@@ -300,20 +318,47 @@ def passed_text(rule: str) -> str:
     return (message.passed if message else "") or f"no sign of: {name_of(rule)}"
 
 
-NAMED = {"first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank"}
-"""Names of a run that a text holds, and how they read about no run in particular."""
+NAMED = {
+    "first": "the tensor",
+    "where": "the tensors",
+    "layer": "that layer",
+    "who": "one rank",
+    "what": "values",
+    "unread": "The steps before it were",
+    "known_loss": "",
+    "instead": "",
+    "activation": "bounded activation",
+    "given": "something else",
+    "noise": "the noise scale",
+    "dtype": "adjacent",
+    "twin": "M",
+}
+"""What stands in a text for a name of a run, and how it reads about no run in particular."""
+LOSS_FUNCTION = re.compile(r"\{loss\}(?= (?:applies|expects))|(?<=before )\{loss\}")
+ASIDE = re.compile(r" \((?!\{)[^()]*\{\w+[^{}]*\}[^()]*\)")
+SETTINGS = r"\{(?:lr|max_norm|limit|clips_at|weight_decay|decay_|momentum|dropout|peak_lr)\w*\}"
+CHANGE = re.compile(
+    r"\b([Tt]he (?:learning rate|weight decay|limit)(?: back)?|momentum|dropout)"
+    rf"(?: (?:of|from|to about|to) {SETTINGS})+"
+)
+"""Phrases that only name numbers of a run."""
 
 
 def without_numbers(text: str) -> str:
-    """Returns a text of a rule with a blank in place of each number of a run.
+    """Returns a text of a rule about no run in particular: settings without their values, and N for other numbers.
 
     >>> without_numbers("Lower the learning rate from {lr} to about {lr_proposed}")
-    'Lower the learning rate from … to about …'
+    'Lower the learning rate'
     >>> without_numbers("Restore a checkpoint from before step {safe}; reset {first}")
-    'Restore a checkpoint from before step …; reset the tensor'
+    'Restore a checkpoint from before step N; reset the tensor'
     """
-    text = PLACEHOLDER.sub(lambda match: NAMED.get(match[1], "…"), text)
-    return text if text.startswith(("optimizer.", "requires_grad", "zero_grad")) else text[:1].upper() + text[1:]
+    text = LOSS_FUNCTION.sub("the loss", CHANGE.sub(r"\1", ASIDE.sub("", text)))
+    text = PLACEHOLDER.sub(lambda match: NAMED.get(match[1], "N%" if match[0].endswith(":%}") else "N"), text)
+    return (
+        text
+        if text.startswith(("optimizer.", "requires_grad", "zero_grad", "nll_loss"))
+        else text[:1].upper() + text[1:]
+    )
 
 
 def _metric(needed: str) -> str:

@@ -18,19 +18,18 @@ from gradvitals.report.verdict import RankedFinding
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, FloatArray
 
-NEGATIVE = "a GSNR cannot be below 0: read a negative one as 0, no measurable signal"
+NEGATIVE = "a true GSNR is never below 0: read a negative estimate as 0, no measurable signal"
 # Adam's second moment reaches back further than its first, and both treat the gradients of steps as independent.
 NEGATIVE_ADAM = (
-    f"{NEGATIVE}. With Adam's moments, the value and its interval get there if gradients have shrunk, or if they "
-    "undo each other from step to step, which the interval does not account for"
+    f"{NEGATIVE}. With Adam's moments, the estimate is negative if gradients have shrunk, or if they cancel from step "
+    "to step, which the interval does not account for"
 )
 NEGATIVE_SAMPLES = (
-    f"{NEGATIVE}. An interval gets there by chance, or if the backward passes of a step are not samples of the same "
-    "distribution"
+    f"{NEGATIVE}. An estimate is negative by chance, or if the backward passes of a step sample different distributions"
 )
 
-SCALE_UNKNOWN = "too early: the noise scale is not known well enough yet to judge the batch"
-GSNR_UNKNOWN = "too early: the GSNR is not known within a factor of ten yet"
+SCALE_UNKNOWN = "too early: the noise scale is still too uncertain to judge the batch"
+GSNR_UNKNOWN = "too early: the GSNR is not yet known within a factor of ten"
 ADAM_UNKNOWN = "the latest GSNR from Adam's moments is not known within a factor of ten"
 ADAM_ZERO = "the latest GSNR from Adam's moments cannot be distinguished from 0"
 ADAM_FALSE = "the GSNR from Adam's moments is wrong for now, because of one huge gradient"
@@ -86,8 +85,8 @@ def adam_memory(run: Run) -> str:
     every = float(np.median(np.diff(readings[-record.window :]))) if readings.size > 1 else 1.0
     until = math.ceil(max(ends[at], readings[-1]) + (record.window - untouched) * every)
     return (
-        f"the gradient of step {int(huge.steps[at]):,}, {number(float(huge.values[at]))} times the usual norm, is "
-        f"still in Adam's moments: the GSNR from them is wrong until about step {until:,}"
+        f"the gradient of step {int(huge.steps[at]):,} was {number(float(huge.values[at]))} times the usual norm and "
+        f"is still in Adam's moments, so the GSNR from them is wrong until about step {until:,}"
     )
 
 

@@ -22,7 +22,9 @@ NEEDS_EXPECTED = ("ratio",)
 """Those of them that mean nothing without one."""
 MADE_NAN = ("loss", "norm")
 """Those of them that training itself may make NaN; otherwise NaN means that the number was not known."""
-LOSS_SPREAD = "spread of observed losses over their mean"
+NONFINITE = ("nonfinite", "loss_nonfinite", "")
+"""Findings that a later NaN belongs to: in others, that step was not read."""
+LOSS_SPREAD = "spread of recorded losses over their mean"
 NORM_SPREAD = "spread of the norm's logarithm"
 NAMES = {
     "z": "standard deviations from normal",
@@ -35,8 +37,19 @@ NAMES = {
     "lr_first": "first learning rate",
     "taken": "share of the weights taken per step",
     "val": "validation loss",
+    "norm": "gradient norm",
+    "lr": "learning rate",
+    "gsnr": "GSNR",
 }
 """What numbers are called whose names in the evidence are short."""
+NAMES_IN: Mapping[str, Mapping[str, str]] = {
+    "update_ratio": {"ratio": "update over weight norm"},
+    "lr_too_high": {"ratio": "update over weight norm"},
+    "update_spike": {"ratio": "update over its baseline"},
+    "explosion": {"ratio": "norm over its baseline", "sensitivity": "loss change of a random step"},
+    "vanishing": {"share": "weakest layer over the strongest"},
+}
+"""What a number is called in the findings of one rule."""
 
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
@@ -60,30 +73,33 @@ def where(finding: Finding, limit: int = NAMED_TENSORS) -> str:
     return text if finding.rank is None else f"{text} (rank {finding.rank})"
 
 
-def evidence(content: Mapping[str, Any]) -> Iterator[str]:
+def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     """Yields the numbers that were seen, each beside what was expected."""
     seen, expected = content.get("seen"), content.get("expected")
     if not isinstance(seen, Mapping):
         return
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
-    names = NAMES | swings
+    names = NAMES | swings | dict(NAMES_IN.get(finding_id, {}))
     yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
-    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)})
+    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)}, names)
     if others:
         yield others
     latest = content.get("latest")
     if isinstance(latest, Mapping):
         shown = {name for name in latest if name in normal or name not in NEEDS_EXPECTED}
-        news = _known({name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)})
+        new = {name: latest[name] for name in latest if name in shown and latest[name] != seen.get(name)}
+        if finding_id not in NONFINITE:
+            new = {name: value for name, value in new.items() if not math.isnan(as_float(value))}
+        news = _known(new, names)
         if news:
             yield f"at step {latest.get('step')}: {news}"
 
 
-def _known(seen: Mapping[str, Any]) -> str:
+def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Returns the numbers whose names say what they are; the others are for titles and fixes."""
     names = [name for name in SELF_EXPLANATORY if name in seen and _is_shown(name, seen[name])]
-    return ", ".join(f"{name.replace('_', ' ')} {_value(seen[name])}" for name in names)
+    return ", ".join(f"{labels.get(name, name).replace('_', ' ')} {_value(seen[name])}" for name in names)
 
 
 def _is_shown(name: str, value: Any) -> bool:

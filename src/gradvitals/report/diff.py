@@ -1,4 +1,4 @@
-"""Two runs compared: the first step at which they separate for good, and the settings and findings that differ."""
+"""Two runs compared: the first step at which they diverge for good, and the settings and findings that differ."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RunDiff:
 
     def _sentences(self) -> Iterator[str]:
         if not self.common_steps:
-            yield "The runs have no step in common, so their curves cannot be compared."
+            yield "The runs have no steps in common, so their curves cannot be compared."
         for curve in self.curves:
             yield from _describe(curve)
         shown = list(self.settings.items())[:MAX_SETTINGS]
@@ -313,18 +313,18 @@ def _flat(prefix: str, content: Any) -> dict[str, Any]:
 
 def _describe(curve: CurveDiff) -> Iterator[str]:
     if curve.layer is not None:
-        yield f"The first layer to separate is {cut(curve.layer)}, at step {curve.step:,}: {_pair(curve.a, curve.b)}."
+        yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,}: {_pair(curve.a, curve.b)}."
         return
     names = f"The {METRICS[curve.metric]}"
     if curve.first_difference is None:
         yield f"{names} are the same at every step."
         return
     if curve.step is None:
-        yield f"{names} differ from step {curve.first_difference:,} on, but by no more than their noise."
+        yield f"{names} differ from step {curve.first_difference:,} on, but only within their noise."
     elif curve.step == curve.first_difference:
-        yield f"{names} separate at step {curve.step:,} for good: {_pair(curve.a, curve.b)}."
+        yield f"{names} diverge for good at step {curve.step:,}: {_pair(curve.a, curve.b)}."
     else:
-        first = f"first differ at step {curve.first_difference:,} and separate for good at step {curve.step:,}"
+        first = f"first differ at step {curve.first_difference:,} and diverge for good at step {curve.step:,}"
         yield f"{names} {first}: {_pair(curve.a, curve.b)}."
     if curve.metric == "loss":
         yield f"Final loss: {_pair(curve.final_a, curve.final_b)}{_change(curve.final_a, curve.final_b)}."
@@ -338,7 +338,7 @@ def _change(a: float, b: float) -> str:
     if not (np.isfinite(a) and np.isfinite(b)) or a <= 0 or abs(b - a) <= SAME * a:
         return ""
     if b > 2 * a:
-        return f" ({number(b / a)} times as high)"
+        return f" ({number(b / a)} times higher)"
     if a > 10 * b:
         return f" ({number(a / b)} times lower)" if b > 0 else ""
     return f" ({percent(abs(b - a) / a, 2)} {'lower' if b < a else 'higher'})"

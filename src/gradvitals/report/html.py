@@ -131,11 +131,14 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     facts = [("When", item.when(live=live, found=True))]
     if finding.tensors:
         facts.append(("Where", where(finding)))
-    seen = list(evidence(finding.evidence))
+    seen = list(evidence(finding.evidence, finding.id))
     if seen:
         facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
-    causes, fixes = _numbered("Likely causes", finding.causes), _numbered("Fixes", finding.fixes)
+    known, fixes = finding.causes, tuple(map(str, finding.fixes))
+    if finding.follows:  # its root has the causes and the fixes
+        known, fixes = known[:1], (f"Fix {finding.follows} first",)
+    two = (_numbered("Likely causes", known), _numbered("Fixes", fixes))
     severity = finding.severity
     head = tag(
         "summary",
@@ -144,7 +147,7 @@ def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
         tag("b", cut(finding.title, TITLE)),
         tag("code", cut(finding.id, 60)),
     )
-    content = (tag("dl", *pairs, class_="about"), tag("div", causes, fixes, class_="two"))
+    content = (tag("dl", *pairs, class_="about"), tag("div", *two, class_="two"))
     opened = "open" if item.is_open and not item.is_routine else None
     body = tag("details", head, *content, open=opened)
     return tag("li", body, class_=f"{severity} {'open' if item.is_open else 'over'}", id=f"f{at}")
@@ -199,7 +202,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
     if not figures:
         return None
     xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
-    text = "From the input, at the top, to the output. Colors are logarithmic; a reading lasts until the next one."
+    text = "Input at the top, output at the bottom. Colors are logarithmic; a reading lasts until the next one."
     drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
     return join([tag("p", text, class_="dim"), drawn])
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from gradvitals.errors import GradvitalsError, RunNotFoundError
 from gradvitals.places import searched_folders
-from gradvitals.report.verdict import Level, State, judge_run, state_of, was_diagnosed
+from gradvitals.report.catalog import name_of
+from gradvitals.report.verdict import Level, State, in_sentence, judge_run, state_of, was_diagnosed
 from gradvitals.store.opening import is_run_file
 from gradvitals.store.reader import open_run
 from gradvitals.store.schema import FILE_NAME
@@ -111,6 +112,8 @@ class RunLine:
     modified: float
     text: str
     """The worst finding, or why the run cannot be read."""
+    short: str = ""
+    """The same in a few words."""
 
     @property
     def age(self) -> float:
@@ -137,10 +140,10 @@ def _line(file: RunFile, folder: Path) -> RunLine:
             losses = run.series("loss")[1] if "loss" in run.metrics("values") else None
             worst = verdict.worst
             text = worst.finding.title if worst is not None and verdict.level != "healthy" else ""
+            short = in_sentence(name_of(worst.finding.id)) if worst is not None and text and level else ""
             loss = float(losses[-1]) if losses is not None and losses.size else None
-            return about(level=level, state=state_of(run), steps=verdict.steps, loss=loss,
-                text=text if level else "not judged: see gradvitals doctor",
-            )  # fmt: skip
+            text = text if level else "not judged: see gradvitals doctor"
+            return about(level=level, state=state_of(run), steps=verdict.steps, loss=loss, text=text, short=short)
     except (GradvitalsError, OSError) as error:
         return about(level=None, state=None, steps=0, loss=None, text=str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence, state_
 
 LIGHTS = {"healthy": "🟢", "attention": "🟡", "unhealthy": "🔴"}
 MAX_FINDINGS = 10
+OUTER_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
 
 
 def render_markdown(report: Report, *, verbose: bool = False) -> str:
@@ -23,12 +25,12 @@ def render_markdown(report: Report, *, verbose: bool = False) -> str:
 def _report(report: Report, verbose: bool) -> Iterator[str]:
     verdict, meta = report.verdict, report.run.meta
     yield f"### {LIGHTS[verdict.level]} {LABELS[verdict.level]}: `{_inline(str(report.run.path))}`\n"
-    yield f"{_text(verdict.headline)}\n"
+    yield f"{_text(verdict.counts if verdict.level != 'healthy' else verdict.headline)}\n"
     caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
     for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:
         yield from _finding(item, live=verdict.live)
-    names = dict.fromkeys(in_sentence(name_of(item.finding.id)) for item in caused if item in serious)
+    names = dict.fromkeys(in_sentence(name_of(item.finding.id)) for item in caused)
     if names and not verbose:
         yield f"Also caused by this: {', '.join(names)}.\n"
     if report.actions:
@@ -58,7 +60,7 @@ def _finding(item: RankedFinding, *, live: bool) -> Iterator[str]:
     for label, text in (
         ("Likely cause", finding.causes[0] if finding.causes else ""),
         ("Fix", finding.fixes[0] if finding.fixes else ""),
-        ("Evidence", "; ".join([*evidence(finding.evidence), *place])),
+        ("Evidence", "; ".join([*evidence(finding.evidence, finding.id), *place])),
     ):
         if text:
             yield f"- {label}: {_text(text)}"
@@ -71,9 +73,9 @@ def _finding(item: RankedFinding, *, live: bool) -> Iterator[str]:
 def _text(text: str) -> str:
     """Returns text that comes from outside as Markdown shows it, character by character."""
     cleaned = clean(text)
-    for character in "\\`*_[]<>#|":
+    for character in "\\`*[]<>#|":
         cleaned = cleaned.replace(character, "\\" + character)
-    return cleaned
+    return OUTER_UNDERSCORE.sub(r"\\_", cleaned)  # one within a word, as in zero_grad, is no markup
 
 
 def _inline(text: str) -> str:

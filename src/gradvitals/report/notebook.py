@@ -173,9 +173,11 @@ def _finding(item: RankedFinding, *, live: bool) -> Html:
 
 
 def _about(run: Run) -> str:
-    steps = "no steps" if run.last_step is None else f"step {run.last_step:,}"
+    last, state = run.last_step, state_of(run)
+    at = f"step {last:,}" if last is not None and state == "running" else plural((last or 0) + 1, "step")
+    steps = "no steps" if last is None else at
     ranks = num_ranks(run.meta)
-    return f"{STATES[state_of(run)]}, {steps}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
+    return f"{STATES[state]}, {steps}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
 
 
 def _cell(curve: Curve, first: int, last: int) -> Html:

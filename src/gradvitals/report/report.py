@@ -33,33 +33,33 @@ from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding
 
 MISSING = {
-    "loss": "no loss was observed: call monitor.observe(loss) after backward",
-    "lr": "no learning rate was read",
-    "gsnr": "no GSNR was measured: it needs two or more backward passes per step, or an Adam-like optimizer",
-    "noise_scale": "no noise scale: it needs two or more backward passes per step, and watch(..., batch_size=...)",
+    "loss": "no loss: call monitor.observe(loss) after backward",
+    "lr": "no learning rate",
+    "gsnr": "no GSNR, which needs two or more backward passes per step, or an Adam-like optimizer",
+    "noise_scale": "no noise scale, which needs two or more backward passes per step, and watch(..., batch_size=...)",
     "clip/max_norm": "the loop does not clip gradients by norm",
     "step/skipped": "the loop has no GradScaler",
     "step/left_out": "no Guard skipped a step",
-    "vrgd/mean": "the optimizer is not of the VRGD family",
+    "vrgd/mean": "the optimizer is not in the VRGD family",
 }
 """Why a metric may be missing, and what to do about it."""
 MISSING_FROM = {
-    "microbatch": "no micro-batches: it needs gradient accumulation, two or more backward passes per step",
-    "ranks": "no ranks to compare: it needs several processes",
+    "microbatch": "no micro-batches, which need gradient accumulation (two or more backward passes per step)",
+    "ranks": "only one rank",
     "adam": "the optimizer keeps no Adam-like moments",
-    "window": "no embedding or output head was followed",
-    "heads": "no attention heads were found: Config.heads sets them",
-    "tensors": "single tensors were not read",
+    "window": "no embedding or output head to follow",
+    "heads": "no attention heads found; set them with Config.heads",
+    "tensors": "no readings of single tensors",
 }
 """The same for a source of samples, or a kind of row, that a rule needs a metric of."""
 MISSING_RANKS = {
-    "ranks/norm_dispersion": "the gradients of single ranks are not available here, or Config.audit_every is None",
-    "ranks/checksum_mismatch": "there are no copies to compare: each shard of the weights is on one rank alone",
-    "ranks/out_of_step": "the ranks have not been compared yet, or Config.audit_every is None",
+    "ranks/norm_dispersion": "the gradients of single ranks are not available, or Config.audit_every is None",
+    "ranks/checksum_mismatch": "no copies to compare: each shard of the weights is on one rank only",
+    "ranks/out_of_step": "ranks have not been compared yet, or Config.audit_every is None",
 }
 """Why a comparison may be missing in a run of several ranks."""
-HEADS_UNREAD = "no GSNR of single attention heads was measured: it needs two or more backward passes per step"
-NO_PASSES = "no noise scale: it needs two or more backward passes per step, or several ranks"
+HEADS_UNREAD = "no GSNR of attention heads, which needs two or more backward passes per step"
+NO_PASSES = "no noise scale, which needs two or more backward passes per step, or several ranks"
 NEVER_A_GSNR = "these readings do not determine a GSNR"
 
 PROPOSALS = frozenset(
@@ -172,6 +172,12 @@ class Report:
         """Why the GSNR in a finding, or at the end, must not be taken at face value; empty if it can be."""
         return adam_memory(self.run) or negative_gsnr_in(self._judged.ranked)
 
+    @property
+    def uses_gsnr(self) -> bool:
+        """Whether a finding that counts rests on a GSNR, so that its caveat matters to the verdict."""
+        shown = [item for item in self._judged.ranked if item.weight != "info"]
+        return any("source" in (item.finding.evidence.get("seen") or {}) for item in shown)
+
     @cached_property
     def summary(self) -> Summary:
         """The numbers of the run."""
@@ -259,13 +265,13 @@ def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
         elif failed & {name, "diagnosis"}:
             reason = "the rule raised an error"
         elif rule.expects_fall and "step/in_turn" in run.metrics("values"):
-            reason = "the model alternates with another one, as in a GAN, so its loss need not fall"
+            reason = "the model alternates with another one, as in a GAN, so its loss does not have to fall"
         elif lacking := next(filter(None, map(why_missing, rule.needs)), ""):
             reason = lacking
         elif until is not None and steps <= 0:
             reason = "no step was finite"
         elif steps <= least:
-            reason = f"too early: it needs more than {least:,} steps{before}"
+            reason = f"too early: needs more than {least:,} steps{before}"
         elif name in NOISE_RULES:
             silent = silent_rules(run) if silent is None else silent
             reason = silent.get(name, "")

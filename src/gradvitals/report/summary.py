@@ -148,7 +148,9 @@ class Summary:
     @property
     def about(self) -> str:
         """The state of the run and its size, in a line."""
-        steps = f"step {self.last_step:,}" if self.last_step is not None else "no steps"
+        last = self.last_step
+        at = f"step {last:,}" if last is not None and self.state == "running" else plural((last or 0) + 1, "step")
+        steps = at if last is not None else "no steps"
         ranks = f"{plural(self.num_ranks, 'rank')}, " if self.num_ranks > 1 else ""
         size = f"{self.num_parameters:,} parameters in {plural(self.num_tensors, 'tensor')}"
         return f"{STATES[self.state]}, {steps}, {duration(self.seconds)}, {ranks}{size}"

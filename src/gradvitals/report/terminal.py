@@ -183,7 +183,7 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
             yield _heading(item, suffix=f"; {item.when(live=verdict.live)}")
         if len(rest) > OTHER_FINDINGS:
             yield Text(f"and {len(rest) - OTHER_FINDINGS} more findings")
-    if report.caveat:
+    if report.caveat and report.uses_gsnr:
         yield Paragraph("Note: ", clean(report.caveat), "yellow")
     if report.actions:
         yield Paragraph("", clean(f"{capitalized(summarize_actions(report.actions).splitlines()[0])}."))
@@ -191,14 +191,14 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
         if finding.severity != "info":
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
     name = relative(report.run.path)
-    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for details)", "dim")))
+    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for more)", "dim")))
 
 
 def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     """Yields cause, fix and evidence of the worst finding; the headline has its title."""
     finding = item.finding
     place = f"in {where(finding)}" if finding.tensors and not finding.says_where else ""
-    seen = "; ".join([*islice(evidence(finding.evidence), EVIDENCE), *([place] if place else [])])
+    seen = "; ".join([*islice(evidence(finding.evidence, finding.id), EVIDENCE), *([place] if place else [])])
     for text in finding.causes[:1]:
         yield _labeled("Likely cause", text)
     for fix in finding.fixes[:1]:
@@ -252,10 +252,10 @@ def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType
 def _origin(report: Report) -> str:
     run, why = clean(str(report.run.path)), report.diagnosed.replayed
     if not why:
-        return f"{run} (recorded live)"
+        return run
     return (
-        f"{run}, replayed with the current rules ({why}). Tensors are stored less often than a live run reads them: "
-        "some findings come later, or not at all."
+        f"{run}, replayed with the current rules ({why}). A run stores fewer tensor readings than it takes, so some "
+        "findings come later, or not at all."
     )
 
 
@@ -268,9 +268,9 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
     parts: list[tuple[str, Sequence[str]]] = [
         ("Where", [where(finding)] if finding.tensors else []),
         ("When", [item.when(live=live, found=True)]),
-        ("Evidence", list(evidence(finding.evidence))),
-        ("Likely cause", finding.causes[:limit]),
-        ("Fix", finding.fixes[:limit]),
+        ("Evidence", list(evidence(finding.evidence, finding.id))),
+        ("Likely cause", finding.causes[: 1 if finding.follows else limit]),
+        ("Fix", [f"Fix {finding.follows} first"] if finding.follows else finding.fixes[:limit]),
     ]
     lines: list[RenderableType] = []
     for label, texts in parts:
@@ -278,7 +278,7 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
             head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
             several = label in ("Likely cause", "Fix") and len(texts) > 1
             lines.append(Paragraph(f"{head}{i + 1}. " if several else head, clean(text), "bold"))
-            lines += _snippet(finding.fixes[i]) if label == "Fix" else ()
+            lines += _snippet(text) if label == "Fix" else ()
     return Group(_heading(item), *lines)
 
 
@@ -288,7 +288,8 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
     if item.is_routine:
         return _routine(item)
     place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
-    lines = [f"{place}{item.when(live=live)}", *(f"Fix: {fix}" for fix in finding.fixes[:1])]
+    fixes = [f"Fix {finding.follows} first"] if finding.follows else [f"Fix: {fix}" for fix in finding.fixes[:1]]
+    lines = [f"{place}{item.when(live=live)}", *fixes]
     return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
 
 
@@ -560,7 +561,7 @@ def render_list(lines: Sequence[RunLine], *, hidden: int = 0) -> RenderableType:
         label = LABELS[line.level] if line.level else "Unknown"
         age = "live" if line.state == "running" else ago(line.age)
         loss = "-" if line.loss is None else number(line.loss, missing="NaN")
-        text = Text.assemble((label, style), clean(f": {line.text}" if line.text else ""))
+        text = Text.assemble((label, style), clean(f": {line.short or line.text}" if line.text else ""))
         table.add_row(Text(light, style), Text(clean(line.path)), f"{line.steps:,}", loss, age, text)
     more = [Text(f"and {hidden:,} more (-n 0 for all)", "dim")] if hidden else []
     return Group(table, *more)
@@ -580,8 +581,16 @@ def _advice_sections(advised: Advised, *, verbose: bool) -> Iterator[RenderableT
     head = f"Advice on {count} of {len(advised.pieces)} settings"
     yield Paragraph("", Text.assemble((head, "bold"), f", from {steps}."))
     yield Paragraph("", Text(clean(advised.run), style="dim"))
+    answers = Counter(advice.answer for advice in advised.pieces if not advice.can_tell)
+    shared = {answer for answer, count in answers.items() if count > 1 and not verbose}
     for advice in advised.pieces:
-        yield from (Text(), *_advice(advice, verbose=verbose))
+        if advice.can_tell or advice.answer not in shared:
+            yield from (Text(), *_advice(advice, verbose=verbose))
+    for answer in shared:
+        topics = [advice.topic for advice in advised.pieces if advice.answer == answer]
+        first, *others = (ADVICE_TITLES.get(topic, topic) for topic in topics)
+        yield from (Text(), Text(", ".join([first, *map(in_sentence, others)]), style="bold dim"))
+        yield Paragraph("  ", clean(answer))
 
 
 def _advice(advice: Advice, *, verbose: bool) -> Iterator[RenderableType]:

@@ -30,7 +30,7 @@ OnStep = Callable[[int], None]
 
 LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "attention", "critical": "unhealthy"}
 LABELS: dict[Level, str] = {"healthy": "Healthy", "attention": "Needs attention", "unhealthy": "Unhealthy"}
-STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopped": "stopped without being closed"}
+STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopped": "cut off"}
 
 STOPPED = "training_stopped"
 WHY_STOPPED = (STOPPED, "ranks_lost")
@@ -46,11 +46,9 @@ EARLY_STEPS = 50
 """With fewer steps read than this, no findings mean little."""
 NAMED_NOTES = 3
 
-UNDIAGNOSED = "Recorded without diagnosis; `gradvitals doctor` judges the stored readings."
-NO_LOSS = (
-    "No loss was observed, so no check of the loss ran: call observe(loss), after backward, on what gv.watch() returns."
-)
-NO_LOSS_IMPORTED = "No loss was imported, so no check of the loss ran: --map COLUMN=loss sets its column."
+UNDIAGNOSED = "Recorded without diagnosis. `gradvitals doctor` judges the stored readings."
+NO_LOSS = "No loss was recorded, so loss checks were skipped: call monitor.observe(loss) after backward."
+NO_LOSS_IMPORTED = "No loss was imported, so loss checks were skipped: name its column with --map COLUMN=loss."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +143,14 @@ class Verdict:
         """The first thing to do about it; None if the run is healthy."""
         fix = next(iter(self.findings[0].fixes), None) if self.level != "healthy" else None
         return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
+
+    @property
+    def counts(self) -> str:
+        """How many steps and findings there are, without the level and the worst finding."""
+        text = self.headline.removeprefix(f"{LABELS[self.level]}: ")
+        others = (item for item in self.ranked if item is not stop_of(self.ranked))
+        worst = next((_worst(item, live=self.live) for item in others), "")
+        return text.replace(f" {worst}", "") if worst else text
 
     @property
     def num_open(self) -> int:
@@ -277,13 +283,15 @@ def _rank(severity: Severity) -> int:
 
 
 def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
-    counted = f"{plural(steps, 'step')}{f' ({read:,} read)' if read < steps else ''}{' so far' if live else ''}"
+    counted = (
+        f"{plural(steps, 'step')}{f' (gradients read at {read:,})' if read < steps else ''}{' so far' if live else ''}"
+    )
     stop = stop_of(ranked)
     others = [item for item in ranked if item is not stop]
     if stop is not None and stop.finding.severity != "info":
         before = f"{_counts(others)} before. {_worst(others[0], live=False)}" if others else "no other findings."
         return f"{LABELS[level]}: {_stopped(stop.finding)}. {counted}, {before}".rstrip()
-    by_hand = "" if stop is None else f" Stopped by hand at step {stop.finding.first_step:,}."
+    by_hand = "" if stop is None else f" Stopped manually at step {stop.finding.first_step:,}."
     if others:
         return f"{LABELS[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
     if read < EARLY_STEPS:
@@ -447,7 +455,7 @@ def _seen(run: Run) -> Iterator[str]:
         if metric in known and len(values := run.series(metric)[1]) > 1:
             parts.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
     if parts:
-        yield f"Seen: {', '.join(parts)}."
+        yield f"So far: {', '.join(parts)}."
 
 
 def metric_of_every_step(run: Run) -> str | None:
@@ -465,10 +473,12 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
     """Yields what to print when training is over: the verdict on each run, and where to read more."""
     for path, model in runs.items():
         with open_run(path) as run:
-            headline = judge_run(run, diagnose_run(run).findings).headline
-        yield f"{clean(model)} ({relative(path)}): {headline}" if len(runs) > 1 else headline
+            verdict = judge_run(run, diagnose_run(run).findings)
+        yield f"{clean(model)} ({relative(path)}): {verdict.headline}" if len(runs) > 1 else verdict.headline
+        if verdict.fix:
+            yield f"fix: {clean(verdict.fix)}"
     for path in runs:
-        yield f"see: gradvitals doctor {relative(path)}"
+        yield f"details: gradvitals doctor {relative(path)}"
 
 
 def relative(path: Path) -> str:
@@ -511,7 +521,7 @@ def _cut_off(run: Run, last_step: int) -> Finding:
     return Finding(
         id="run_cut_off",
         severity="warning",
-        title=f"the run was cut off at step {last_step:,}: not closed, and {seen} {duration(silent)} ago",
+        title=f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago",
         first_step=last_step,
         evidence={"silent_seconds": round(silent, 1)},
         causes=notice.causes,

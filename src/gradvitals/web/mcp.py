@@ -74,7 +74,7 @@ class Runs:
         return _plain(catalog.entry(rule).to_json())
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Compare run A with run B: the step at which they separate for good, settings and findings that differ."""
+        """Compare run A with run B: where they diverge for good, and the settings and findings that differ."""
         with self._open(a) as first, self._open(b) as second:
             return _plain(compare(first, second).to_json())
 

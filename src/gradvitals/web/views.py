@@ -262,7 +262,7 @@ def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dic
         "rank": finding.rank,
         "num_tensors": len(finding.tensors),
         "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
-        "seen": [short(line, TEXT) for line in evidence(finding.evidence)],
+        "seen": [short(line, TEXT) for line in evidence(finding.evidence, finding.id)],
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
         "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
         "snippet": _lines(fix_snippet(next(iter(finding.fixes), None))),

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradvitals import notices
 from gradvitals.config import Config
-from gradvitals.diagnose import Diagnosis, RunInfo
+from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.engine import LARGE_NORM
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
@@ -112,8 +112,25 @@ def print_line(line: str, quiet: bool = False) -> None:
 def live_line(finding: Finding) -> str:
     """Returns a finding that has just opened as one short line; `gradvitals doctor` has the rest."""
     level = colored(finding.severity, "red" if finding.severity == "critical" else "yellow")
-    title = finding.title if len(finding.title) <= TITLE else f"{finding.title[: TITLE - 1]}…"
-    return f"{level} at step {finding.first_step}: {title} [{finding.id}]"
+    since = "at" if finding.found_step in (None, finding.first_step) else "since"
+    return f"{level} {since} step {finding.first_step:,}: {_short(finding.title)} [{finding.id}]"
+
+
+def _short(title: str) -> str:
+    """Returns a title that fits into a live line: what comes after its colon is in the report.
+
+    >>> _short("The learning rate of 1 is too high: " + "the loss rose, " * 9)
+    'The learning rate of 1 is too high'
+    """
+    if len(title) <= TITLE:
+        return title
+    head, colon, _ = title.partition(": ")
+    return head if colon and len(head) <= TITLE else f"{title[: TITLE - 1].rpartition(' ')[0]} …"
+
+
+def _name(finding: Finding) -> str:
+    message = RULES[finding.id].message if finding.id in RULES else None
+    return f"{message.name} [{finding.id}]" if message is not None else f"[{finding.id}]"
 
 
 def colored(text: str, color: str) -> str:
@@ -146,12 +163,13 @@ class LiveDiagnosis:
         printed = self._printed.get(episode)
         if finding.last_step is not None:
             if self._printed.pop(episode, None) is not None and finding.follows is None:
-                print_line(f"{colored('resolved', 'green')} at step {finding.last_step + 1}: {finding.id}", self._quiet)
+                resolved = f"{colored('resolved', 'green')} at step {finding.last_step + 1:,}: {_name(finding)}"
+                print_line(resolved, self._quiet)
         elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
             if finding.follows is None:  # its root cause was printed
-                worse = f"{colored(finding.severity, 'red')} at step {step}: {finding.id} got worse"
+                worse = f"{colored(finding.severity, 'red')} at step {step:,} (was: {printed}): {_name(finding)}"
                 print_line(live_line(finding) if printed is None else worse, self._quiet)
 
     def start_over(self) -> list[Finding]:

@@ -40,22 +40,22 @@ class BatchTooLarge(Rule):
     message = Message(
         name="Batch too large",
         pattern=(
-            "The batch is over twice the upper end of the noise scale at many readings in a row, five times for a "
-            "warning, and not only while the learning rate is rising."
+            "The batch is more than twice the upper end of the noise scale over many readings (a note; a warning from "
+            "five times on), and not only while the learning rate rises."
         ),
         title=(
-            "A batch of {batch_size} is at least {ratio}× the noise scale, which is about {noise_scale}: up to "
-            "{wasted:%} of the samples buy no progress"
+            "A batch of {batch_size} is at least {ratio}× the noise scale of about {noise_scale}: up to {wasted:%} of "
+            "the samples add no progress"
         ),
         causes={
             "early": "Gradients agree early in a run, when a small batch is enough; the noise scale grows later",
-            "large": "The samples of a batch agree so much that fewer of them would point the same way",
+            "large": "The samples of a batch agree so closely that fewer would give the same direction",
         },
         fixes={
-            "smaller": "About {proposed} samples per step would do nearly as well at this stage; grow the batch later",
+            "smaller": "Use about {proposed} samples per step at this stage, and a larger batch later",
             "faster": "Or keep the batch and raise the learning rate, if training stays stable",
         },
-        passed="the batch is not far over the noise scale",
+        passed="the batch is not far above the noise scale",
         reference=NOISE_SCALE,
     )
 
@@ -130,19 +130,21 @@ class BatchTooSmall(Rule):
         ),
         title="A batch of {batch_size} is small for this run: {grounds}",
         causes={
-            "noise": "The few samples of a batch disagree: which of them a step gets decides where it goes",
+            "noise": "The few samples of a batch disagree, so the direction of a step depends on which samples it gets",
             "tiny": (
-                "{batch_size} samples cannot average out what is special about each. This is the swing of the losses "
-                "as observed: if the loop smooths them first, single batches swing by more"
+                "{batch_size} samples are too few to average out their differences. This is the swing of the recorded "
+                "loss; if the loop smooths it, single batches swing more"
             ),
             "late": "The noise scale grows during a run: a batch that was large enough at first may not be later",
         },
         fixes={
             "accumulate": (
-                "Accumulate gradients to about {proposed} samples per step; or lower the learning rate of {lr}, which "
+                "Accumulate gradients to about {proposed} samples per step, or lower the learning rate of {lr}, which "
                 "averages over steps instead"
             ),
-            "nothing": "Nothing needs to be done while the loss falls: small batches use samples well, in more steps",
+            "nothing": (
+                "No action needed while the loss falls: small batches make good use of samples, but take more steps"
+            ),
         },
         passed="the batch is not far below the noise scale",
         reference=NOISE_SCALE,
@@ -202,7 +204,7 @@ class BatchTooSmall(Rule):
             severity="warning" if size <= self.LEAST else "info",
             seen={"batch_size": size, "swing": swing, "proposed": 8 * size, "lr": step.value("lr")},
             expected={"swing": self.SWING},
-            text={"grounds": f"losses as observed scatter by {100 * swing:.0f}% of their mean"},
+            text={"grounds": f"recorded losses scatter by {100 * swing:.0f}% of their mean"},
             causes=("tiny",),
         )
 
@@ -220,23 +222,21 @@ class EstimatorUnreliable(Rule):
     judges_after = 200
     closes_after = 500
     message = Message(
-        name="GSNR not well known",
+        name="GSNR uncertain",
         pattern="The interval of the GSNR spans more than a factor of ten, or includes 0, even after many readings.",
-        title=(
-            "The GSNR is not well known: between {low} and {high} at a batch of {batch_size}, after {readings} readings"
-        ),
+        title="The GSNR is uncertain: between {low} and {high} at a batch of {batch_size}, after {readings} readings",
         causes={
             "few": (
-                "It is measured between {count} micro-batches, and between fewer than 6 the ratio of a single "
-                "coordinate has no finite variance"
+                "It compares only {count} micro-batches; with fewer than 6, the ratio of a single coordinate has no "
+                "finite variance"
             ),
-            "weak": "The signal is weak beside the noise, so it takes many samples to see it",
+            "weak": "The signal is weak compared with the noise, so it takes many samples to measure",
         },
         fixes={
             "split": "Split the same batch into more micro-batches: {needed} instead of {count} are enough",
-            "accumulate": "Accumulate gradients over micro-batches, which can be compared with each other",
+            "accumulate": "Accumulate gradients over several micro-batches, so that they can be compared",
             "longer": "Read more often (Config(tensor_every=...)) or average more readings (Config(gsnr_window=...))",
-            "nothing": "Nothing needs to be done if no decision depends on the GSNR",
+            "nothing": "No action needed unless a decision depends on the GSNR",
         },
         passed="the GSNR of the model is known within a factor of ten",
         reference="arXiv 2309.13681 for the number of micro-batches",
@@ -292,20 +292,22 @@ class MixedPasses(Rule):
     message = Message(
         name="Backward passes of different kinds",
         pattern=(
-            "The GSNR between the backward passes of a step stays below 0, which happens only by chance for samples of "
-            "one distribution: four readings in a row in a GAN, 25 elsewhere (a note)."
+            "The GSNR between the backward passes of a step stays below 0 for four readings in a row in a GAN, or 25 "
+            "elsewhere (a note). Samples of one distribution do that only by chance."
         ),
         title=(
-            "The backward passes of a step are not samples of the same thing: their gradients oppose each other, and "
-            "GSNR and noise scale from them mean nothing"
+            "The backward passes of a step are of different kinds: their gradients oppose each other, so GSNR and "
+            "noise scale are meaningless"
         ),
         causes={
-            "game": "One pass is of real samples and one of generated ones, as in a GAN",
-            "losses": "Each pass has its own loss, and what one gains another loses",
-            "whole": "Together the passes hold the same samples at every step, and the run is at its minimum for them",
+            "game": "One pass uses real samples and another generated ones, as in a GAN",
+            "losses": "Each pass has its own loss, and the losses compete",
+            "whole": (
+                "The passes together cover the same samples at every step, and the run has reached the minimum for them"
+            ),
         },
         fixes={
-            "nothing": "Nothing needs to be done: ignore GSNR and noise scale of this model",
+            "nothing": "No action needed: ignore the GSNR and noise scale of this model",
             "adam": "With an Adam-like optimizer, the GSNR from its moments is valid: Config(sources=('adam',))",
         },
         passed="the passes of a step do not oppose each other",
@@ -338,9 +340,12 @@ class FewParts(Rule):
     message = Message(
         name="Too few micro-batches for VRGD",
         pattern="A variance-reduced optimizer scales gradients by the agreement of fewer than six micro-batches.",
-        title="Gradients are scaled by the agreement of {count} micro-batches, which say little about signal and noise",
+        title=(
+            "VRGD scales gradients by the agreement of only {count} micro-batches, too few to separate signal from "
+            "noise"
+        ),
         causes={
-            "few": "A step has {count} backward passes: their ratio scatters so widely that a few elements decide",
+            "few": "A step has {count} backward passes, so the ratio scatters widely and a few elements dominate",
         },
         fixes={
             "split": "Split the same batch of {batch_size} into {enough} or more backward passes per step",
@@ -388,16 +393,16 @@ class IdenticalMicrobatches(Rule):
         title="All {count} micro-batches of a step give the same gradient",
         causes={
             "same_data": (
-                "The loop puts the same samples into every micro-batch: it asks the loader once per step, not once per "
-                "micro-batch"
+                "The loop reuses the same samples for every micro-batch: it calls the loader once per step, not once "
+                "per micro-batch"
             ),
             "seed": "Each micro-batch is drawn with the same seed or from the same position",
-            "one_batch": "The data is a single batch, as in a test of whether the model can memorize it",
+            "one_batch": "The data is a single batch, as in an overfitting test",
         },
         fixes={
             "next": (
                 "Fetch a new batch for each of the {count} micro-batches; now {step_size} samples per step are worth "
-                "{batch_size}"
+                "only {batch_size}"
             ),
             "shuffle": "Check that the loader shuffles, and that its workers have different seeds",
         },

@@ -14,17 +14,17 @@ from gradvitals.diagnose.step import Step
 
 CLIPPED_ALREADY = {
     "limit_bites": (
-        "Gradients are already clipped to {clips_at}, at {clipped:%} of the last steps: lower the learning rate of "
-        "{lr} rather than the limit"
+        "Clipping to {clips_at} already applies to {clipped:%} of recent steps: lower the learning rate of {lr} rather "
+        "than the limit"
     ),
     "limit_high": (
-        "Clip to {max_norm} instead of {clips_at}: 90% of this run's steps are below it, and the present limit clipped "
-        "{clipped:%} of the last ones"
+        "Clip to {max_norm} instead of {clips_at}: 90% of this run's steps are below it, and the current limit applies "
+        "to {clipped:%} of recent steps"
     ),
 }
 """Fixes that replace the advice to clip if the loop clips already."""
 
-WHEN_DONE = "; after the run, use the limit of `gradvitals advise`, which is based on all its healthy steps"
+WHEN_DONE = ". After the run, `gradvitals advise` suggests a limit based on all healthy steps"
 """A limit from recent steps is provisional: norms change during a run."""
 
 
@@ -86,8 +86,8 @@ class ClipSaturated(_Clipping):
         title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
             "low": (
-                "The limit of {limit} is under the ordinary norm of {norm}: every step is scaled to one length, so "
-                "clipping sets the pace and does not stop spikes"
+                "The limit of {limit} is below the typical norm of {norm}: clipping scales every step to the same "
+                "length instead of stopping spikes"
             ),
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
         },
@@ -140,7 +140,7 @@ class ClipIdle(_Clipping):
         name="Clipping never triggers",
         pattern="Over 500 steps the clipping limit was at least 10 times the largest norm.",
         title="Gradients are clipped to {limit}, but no norm of the last {steps} steps exceeded {norm}",
-        causes={"high": "The limit of {limit} is so high that a spike of 10 times a normal norm would pass"},
+        causes={"high": "The limit of {limit} is so high that a spike of 10 times a normal norm would pass unclipped"},
         fixes={"lower": "Clip to {max_norm}: it leaves ordinary steps of this run alone and stops spikes" + WHEN_DONE},
         passed="the clipping limit is within reach of this run's norms",
     )

@@ -35,31 +35,31 @@ class Nonfinite(Rule):
         pattern="A gradient is NaN or Inf. The finding names the first tensor in the order of backward.",
         title="NaN or Inf in the gradient of {affected}{first_in} at step {at}",
         causes={
-            "scaler": "GradScaler is searching for its scale, at {steps} steps so far: it skips steps that overflow",
-            "diverged": "The loss had risen to {loss} before: most often the learning rate is too high",
-            "forward": "The loss is {loss}: the forward pass fails, and backward only passes it on",
+            "scaler": "GradScaler is still searching for its scale and skips steps that overflow ({steps} so far)",
+            "diverged": "The loss had already risen to {loss}: most often the learning rate is too high",
+            "forward": "The loss is already {loss}: the forward pass fails, and backward only passes it on",
             "backward": (
-                "The layers after {first} are finite{known_loss}: backward fails in {first}, as at a square root or a "
-                "norm of zero, or a sum too large for its type"
+                "The layers after {first} are finite{known_loss}: backward fails in {first}, for example at a square "
+                "root or norm of zero, or by an overflow"
             ),
-            "float16": "The weights are in float16, which ends at 65,504 and rounds Adam's eps of {eps} to zero",
+            "float16": "The weights are float16, which overflows above 65,504 and rounds Adam's eps of {eps} to zero",
             "root": (
-                "The loss takes a square root: at 0, as for two outputs that are equal, its gradient is infinite, "
-                "though the loss itself is {loss}"
+                "The loss takes a square root, whose gradient is infinite at 0 (such as for two equal outputs), "
+                "although the loss itself is {loss}"
             ),
-            "earlier": "{unread} not read and may have left weights that are not finite",
+            "earlier": "{unread} not read and may have left NaN or infinite weights",
             "batch": (
                 "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
                 "infinite values"
             ),
         },
         fixes={
-            "scaler": "Nothing to do at step {at}, unless it continues for many steps",
+            "scaler": "No action needed at step {at}, unless this continues for many steps",
             "guard": (
-                "Look at the batch of step {at}; the Guard has skipped {steps} steps so far and training continues"
+                "Look at the batch of step {at}; the Guard has skipped {steps} steps so far, and training continues"
             ),
             "diverged": "Restore a checkpoint from before the loss rose, and lower the learning rate of {lr}",
-            "skipping": "Stop: GradScaler has skipped {steps} steps in a row, and no scale helps against a NaN",
+            "skipping": "Stop the run: GradScaler has skipped {steps} steps in a row, and no scale can fix a NaN",
             "backward": "Run step {at} again under torch.autograd.detect_anomaly() and look at {first}",
             "earlier": (
                 "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
@@ -67,10 +67,12 @@ class Nonfinite(Rule):
             "forward": (
                 "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
             ),
-            "float16": "From step {at} on, keep weights and optimizer state in float32 and compute under autocast",
-            "root": "Add a small number under the root, and restore a checkpoint from before step {at}",
-            "batch": "Check the batch of step {at} with torch.isfinite, and the loss for a log or a root of zero",
-            "skip": "Skip steps whose gradient is not finite: clip_grad_norm_(error_if_nonfinite=True) raises",
+            "float16": "Keep weights and optimizer state in float32 from step {at} on, and compute under autocast",
+            "root": "Add a small epsilon inside the square root, and restore a checkpoint from before step {at}",
+            "batch": "Check the batch of step {at} with torch.isfinite, and the loss for a log or square root of zero",
+            "skip": (
+                "Skip steps with a NaN or infinite gradient: clip_grad_norm_(error_if_nonfinite=True) raises an error"
+            ),
         },
         snippets={"root": "d = torch.sqrt(((a - b) ** 2).sum(1) + 1e-8)"},
         only_if_chosen=("root",),
@@ -174,29 +176,31 @@ class Explosion(Rule):
     message = Message(
         name="Gradient explosion",
         pattern=(
-            "The gradient norm of the model or of a tensor is over twice its baseline and far outside its spread; or "
-            "it has grown tenfold while the loss rose; or it is out of all proportion to the weights from the start."
+            "The gradient norm of the model or of a tensor is more than twice its baseline and far outside its spread; "
+            "or it has grown tenfold while the loss rose; or it is far too large for the weights from the start."
         ),
         title="{what}",
         causes={
-            "dirty_batch": "The batch of step {at} is corrupted: the norm rose at this step and came back",
+            "dirty_batch": "The batch of step {at} is corrupted: the norm rose at this step and returned to normal",
             "learning_rate": "The learning rate of {lr} is too high: the norm stays up or keeps growing",
-            "momentum": "The optimizer's momentum holds bad steps: weights move too far on ordinary gradients",
+            "momentum": (
+                "The optimizer's momentum still holds bad steps, so ordinary gradients move the weights too far"
+            ),
             "lingers": (
-                "The batch of step {began} is corrupted: the norm rose at this step and came back, but stayed in the "
-                "optimizer's momentum for some more steps"
+                "The batch of step {began} is corrupted: the norm rose at this step and returned to normal, but the "
+                "spike stayed in the optimizer's momentum for several steps"
             ),
-            "harmless": "A single step that the loss does not show: healthy runs have such steps too",
-            "initialization": (
-                "The weights are too large at the start, or a recurrence multiplies what passes through it"
-            ),
+            "harmless": "A single step that left no trace in the loss: healthy runs have such steps too",
+            "initialization": "The initial weights are too large, or a recurrence amplifies its input",
             "loss_scale": "The loss has the wrong scale: summed instead of averaged, or multiplied and never divided",
         },
         fixes={
-            "dirty_batch": "Skip the batch of step {at} and look at it: inputs not normalized, broken, wrong labels",
+            "dirty_batch": (
+                "Skip the batch of step {at}, and check it for broken or unnormalized inputs and wrong labels"
+            ),
             "skipped": (
-                "Look at the batch of step {at}: inputs not normalized, broken, wrong labels; its step was skipped and "
-                "training continues"
+                "Check the batch of step {at} for broken or unnormalized inputs and wrong labels; its step was "
+                "skipped and training continues"
             ),
             "learning_rate": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "Restore a checkpoint from before step {began} and reset the optimizer state",
@@ -204,12 +208,12 @@ class Explosion(Rule):
                 "Skip the batch of step {began} and look at it; if the loss has not recovered, restore an earlier "
                 "checkpoint and reset the optimizer state"
             ),
-            "harmless": "Nothing to do at step {began}; if it comes back, look at its batches",
+            "harmless": "No action needed at step {began}; if it happens again, look at those batches",
             "initialization": (
-                "Start with smaller weights, of standard deviation 1 / sqrt(inputs): the norm of step {at} is {norm}"
+                "Start with smaller weights (standard deviation 1 / sqrt(inputs)): the norm at step {at} is {norm}"
             ),
             "loss_scale": "Average the loss over samples and micro-batches: the norm at step {at} was {norm}",
-            "clip": "Clip gradients to a norm of {max_norm}, which 90% of this run's steps are below",
+            "clip": "Clip gradients to a norm of {max_norm}, which 90% of this run's steps stay below",
         },
         passed="no gradient stood out",
         reference="arXiv 2501.06842 (SPAM), 2504.02507 (ZClip)",
@@ -369,7 +373,7 @@ class Explosion(Rule):
         size = size if step.loss_should_fall else math.inf
         own = np.nan_to_num(norms * weights / np.sqrt(sizes) / size)
         share = max(norm * whole / math.sqrt(sizes.sum()) / size, float(own.max()))
-        text = {"what": f"The gradient norm is {number(norm)} from the start"}
+        text = {"what": f"Gradients are too large from the start: the norm is {number(norm)}"}
         # Layers start near 1 / sqrt(inputs), so that each row of weights has a norm near 1.
         rows = [
             w / math.sqrt(info.shape[0]) for w, info in zip(weights, step.layout.tensors, strict=True) if info.shape[1:]
@@ -499,7 +503,7 @@ class Vanishing(Rule):
         name="Vanishing gradient",
         pattern=(
             "For many steps, the layers nearest the input have less than 1e-5 of the largest layer's gradient, or the "
-            "global norm is under 1e-5 of what it was, while the loss is high."
+            "global norm is below 1e-5 of its peak, while the loss is high."
         ),
         title="{what}",
         causes={
@@ -509,9 +513,12 @@ class Vanishing(Rule):
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
-            "depth": "Up to {layer}, use ReLU or GELU instead of sigmoids, add residual paths, or normalize each layer",
+            "depth": (
+                "In the layers up to {layer}, use ReLU or GELU instead of sigmoid, add residual paths, or normalize "
+                "each layer"
+            ),
             "off": (
-                "Look for units that are off for every input (dead ReLUs) up to {layer}, and start with smaller weights"
+                "Look for dead ReLUs (off for every input) in the layers up to {layer}, and start with smaller weights"
             ),
             "gone": "Restore a checkpoint from before step {at} and use a learning rate below {lr}",
             "initialization": "Initialize with a standard deviation of 1 / sqrt(inputs), or by muP",
@@ -633,16 +640,18 @@ class Oscillation(Rule):
     message = Message(
         name="Oscillation",
         pattern=(
-            "Over a window of steps, the direction of updates changes by far more than momentum explains (a warning), "
-            "or the norm or the loss swings by a large part of itself while the loss is still high (a note)."
+            "Over a window of steps, the direction of updates changes far more than momentum explains (a warning), or "
+            "the norm or the loss swings by a large fraction of its value while the loss is still high (a note)."
         ),
         title="{what}",
         causes={
             "edge_of_stability": (
-                "The learning rate of {lr} is at the edge of stability: each step overshoots and the next one comes "
-                "back"
+                "The learning rate of {lr} is at the edge of stability: each step overshoots and the next one reverses "
+                "it"
             ),
-            "batch_too_small": "The batch of {batch} is small against {noise}: each gradient points elsewhere",
+            "batch_too_small": (
+                "The batch of {batch} is small compared with {noise}, so every gradient points in a different direction"
+            ),
         },
         fixes={
             "edge_of_stability": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
@@ -689,7 +698,7 @@ class Oscillation(Rule):
         if self.lasted < self.PATIENCE:
             return None
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
-        what = f"The loss as observed scatters by {100 * loss_swing:.2g}% of its mean"
+        what = f"The recorded loss scatters by {100 * loss_swing:.2g}% of its mean"
         if turning and cosine < 0:
             what = f"Updates reverse direction: the mean cosine between consecutive updates is {cosine:.2g}"
         elif turning:
@@ -758,11 +767,13 @@ class UnstableNorm(Rule):
     follows = ("stale_gradients", "lr_too_high")
     message = Message(
         name="Unstable norm",
-        pattern="The norm of a tensor varies by more than its own size from one step to the next, over many steps.",
-        title="The gradient norm of {where} varies by {cv}× its own size",
+        pattern=(
+            "The gradient norm of a tensor varies by more than its mean from one step to the next, over many steps."
+        ),
+        title="The gradient norm of {where} varies by {cv}× its mean",
         causes={
             "noise": "Few samples reach {first}: a small batch, or rows that are rarely used",
-            "sharp": "A learning rate near the stability limit makes small causes large",
+            "sharp": "The learning rate is near the stability limit, so small changes have large effects",
         },
         fixes={
             "clip": "Clip gradients to a norm of {max_norm}, so that single steps do not dominate",
@@ -770,7 +781,7 @@ class UnstableNorm(Rule):
             "batch": "Use a larger batch, or accumulate micro-batches",
             "lr": "Give {first} a smaller learning rate",
         },
-        passed="norms vary less than their own size",
+        passed="norms vary by less than their mean",
     )
 
     WINDOW = 50  # steps that the moving average covers

@@ -29,14 +29,11 @@ class StaleGradients(Rule):
     taints_steps = True
     message = Message(
         name="Gradients not zeroed",
-        pattern="Backward adds to the gradients that the previous step left, step after step.",
-        title=(
-            "Gradients accumulate because they are not zeroed: every step since step {step} uses the sum of all "
-            "earlier ones"
-        ),
+        pattern="Every backward pass adds to the gradients that the previous step left behind.",
+        title="Gradients are not zeroed: since step {step}, every step uses the sum of all earlier gradients",
         causes={
-            "forgotten": "optimizer.zero_grad() is not called, or only now and then",
-            "elsewhere": "zero_grad() is called on another model or another optimizer than the one that steps",
+            "forgotten": "optimizer.zero_grad() is missing, or not called at every step",
+            "elsewhere": "zero_grad() is called on a different model or optimizer than the one that steps",
         },
         fixes={
             "zero": "Call optimizer.zero_grad() once per step, before the first backward",
@@ -83,9 +80,9 @@ class BatchesGivenUp(Rule):
     message = Message(
         name="Skipped batches",
         pattern=(
-            "The loop skips a batch now and then, without a step: a warning if its loss or gradient was NaN or Inf."
+            "The loop sometimes skips a batch without taking a step: a warning if its loss or gradient was NaN or Inf."
         ),
-        title="The loop skipped batches{whose}, without a step, the first before step {step}",
+        title="The loop skipped batches{whose} without taking a step, the first before step {step}",
         causes={
             "broken": "Their loss was {loss}, and the loop continued without a step",
             "gradient": "Their gradient norm was {norm}, and the loop continued without a step",
@@ -93,17 +90,18 @@ class BatchesGivenUp(Rule):
         },
         fixes={
             "find": (
-                "Find the batch: gradvitals counts optimizer steps, so a counter of batches is ahead by those skipped"
+                "Find the batch: gradvitals counts optimizer steps, so a batch counter is ahead by the number of "
+                "skipped batches"
             ),
             "broken": (
-                "Look in it for samples with NaN, Inf or no content, and in the loss, which was {loss}, for a division "
-                "by 0 or a log of 0"
+                "Check it for empty samples, NaN and Inf, and check the loss, which was {loss}, for a division by 0 or "
+                "a log of 0"
             ),
             "gradient": (
-                "Look in it for values that are far too large or 0: a loss can be finite while its gradient is not, as "
-                "after a square root or a norm at 0, a division by nearly 0, or a product that float16 cannot hold"
+                "Check it for zeros and very large values: a finite loss can have an infinite gradient, for example "
+                "after a square root or norm of 0, a division by almost 0, or an overflow in float16"
             ),
-            "chosen": "Nothing, if it is intended ({batches} when this was found)",
+            "chosen": "No action needed if this is intended ({batches} when this was found)",
         },
         passed="the loop skipped no batches",
     )
@@ -178,11 +176,14 @@ class TrainedInTurn(Rule):
             "Another optimizer alternates with this one, and the loss of one model goes through the other, as in a GAN "
             "(a note)."
         ),
-        title="Optimizers alternate, as in a GAN: a loss that rises or stands still is not a finding",
-        causes={"game": "What one model gains the other loses, so neither loss has to fall"},
+        title="Optimizers alternate, as in a GAN: a rising or flat loss is not reported",
+        causes={"game": "The models compete, so neither loss has to fall"},
         fixes={
-            "score": "Judge by the generated samples, or a score of them: these losses do not show progress",
-            "balance": "If the loss of one model goes to 0 and stays there, the other learns nothing: slow that model",
+            "score": "Judge progress by the generated samples, or a score such as FID: these losses do not show it",
+            "balance": (
+                "If the loss of one model drops to 0 and stays there, slow that model down: the other one learns "
+                "nothing"
+            ),
         },
         passed="the model does not alternate with another one",
     )
@@ -210,14 +211,16 @@ class FrozenWeights(Rule):
         title="{frozen} of {tensors} tensors are frozen and do not change: {where}",
         causes={
             "random": (
-                "requires_grad is False for {first}, which is frozen at its random initialization: it was never "
-                "trained, nor loaded from a checkpoint"
+                "requires_grad is False for {first}, which is frozen at its random initialization: it was neither "
+                "trained nor loaded from a checkpoint"
             ),
             "frozen": "requires_grad is False for {first}: frozen on purpose, as for fine-tuning, or by mistake",
         },
         fixes={
             "thaw": "Call requires_grad_(True) on {first} before training, or load pretrained weights",
-            "intended": "Nothing, if {first} is meant to be frozen; else call requires_grad_(True) before training",
+            "intended": (
+                "No action needed if {first} is meant to be frozen; otherwise call requires_grad_(True) before training"
+            ),
         },
         changes={"thaw": {"requires_grad": True}},
         snippets={"thaw": "model.requires_grad_(True)"},

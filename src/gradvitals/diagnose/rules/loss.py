@@ -32,15 +32,17 @@ class LossNonfinite(Rule):
     message = Message(
         name="Loss not finite",
         pattern="The loss is NaN or infinite.",
-        title="The loss is {loss} at step {at}; it was {last_loss} before",
+        title="The loss became {loss} at step {at}; it was {last_loss} before",
         causes={
-            "weights": "The weights are not finite since step {broken}, so every forward pass fails from then on",
-            "earlier": "{unread} not read and may have left weights that are not finite",
+            "weights": "The weights have been NaN or infinite since step {broken}, so every later forward pass fails",
+            "earlier": "{unread} not read and may have left NaN or infinite weights",
             "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
-            "float16": "The model computes in float16, which ends at 65,504 and rounds Adam's eps of 1e-8 to zero",
+            "float16": (
+                "The model computes in float16, which overflows above 65,504 and rounds Adam's eps of 1e-8 to zero"
+            ),
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
             "forward": (
-                "The forward pass overflows: a division by zero, the log of zero, or a sum too large for its type"
+                "The forward pass overflows: a division by zero, the log of zero, or a number too large for its type"
             ),
             "data": "The batch itself holds NaN or infinite values",
         },
@@ -53,7 +55,7 @@ class LossNonfinite(Rule):
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
             "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
-            "log": "Clamp the probability before the log, or use the loss of torch that takes logits",
+            "log": "Clamp the probability before the log, or use the PyTorch loss that takes logits",
             "check_batch": (
                 "Check the batch of step {at} with torch.isfinite, then continue from a checkpoint before it"
             ),
@@ -126,12 +128,15 @@ class LossSpike(Rule):
     taints_steps = True
     message = Message(
         name="Loss spike",
-        pattern="One loss is far above those before it, by the spread of this run's losses and of their logarithms.",
+        pattern=(
+            "One loss is far above the previous ones, compared with the spread of this run's losses and of their "
+            "logarithms."
+        ),
         title="The loss jumped to {loss} at step {at} (normally {expected_loss})",
         causes={
             "update": "Step {pushed} moved the weights {moved}× as far as normal: momentum or the learning rate",
             "batch": "The batch of step {at} differs from the others: corrupted, mislabeled, or not normalized",
-            "sharp": "The learning rate is near the stability limit of this model, so small causes have large effects",
+            "sharp": "The learning rate is near the stability limit of this model, so small changes have large effects",
         },
         fixes={
             "batch": "Look at the batch of step {at}; skip it if it is broken",
@@ -210,13 +215,15 @@ class LossRising(Rule):
             "lr": "The learning rate rose from {lr_before} to {lr}, which is too high for this model",
             "batch": "The gradient of step {spiked} was {spike}× its baseline: one batch threw the weights off",
             "update": "Step {pushed} moved the weights {moved}× as far as normal, and the loss rose after it",
-            "data": "The data changed around step {at}: other labels, another source, another order",
+            "data": "The data changed around step {at}: different labels, source or order",
             "high_lr": "The learning rate of {lr} is too high at this stage of the run",
-            "momentum": "Momentum of {momentum} adds up the last {memory} gradients: steps overshoot for that long",
-            "stale": "Gradients are not zeroed between steps, so steps become ever longer: see stale_gradients",
+            "momentum": (
+                "A momentum of {momentum} adds up the last {memory} gradients, so steps overshoot for that long"
+            ),
+            "stale": "Gradients are not zeroed between steps, so steps keep growing: see stale_gradients",
         },
         fixes={
-            "data": "Compare batches before and after step {at}: inputs and targets must not have changed",
+            "data": "Compare the inputs and targets of batches from before and after step {at}",
             "lr": "Restore a checkpoint from before step {at} and set the learning rate back to {lr_before}",
             "batch": "Restore a checkpoint from before step {spiked}, skip its batch, and clip gradients",
             "update": "Restore a checkpoint from before step {pushed} and reset the optimizer state",
@@ -409,7 +416,7 @@ class LossPlateau(Rule):
         name="Loss plateau",
         pattern=(
             "The loss has hardly fallen since the start of the run and is flat (a note at first, then a warning), or "
-            "has stopped falling later on (a note). Both are judged by a line through the losses and its standard "
+            "has stopped falling later on (a note). Both are decided by a line fitted to the losses and its standard "
             "error."
         ),
         title="The loss {kind}: {loss} after {steps} steps",
@@ -418,14 +425,14 @@ class LossPlateau(Rule):
                 "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and the "
                 "loss hardly moves"
             ),
-            "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or inputs all alike",
+            "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or identical inputs",
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
-            "initialization": "The weights may start too small or too large for the signal to pass",
+            "initialization": "The initial weights may be too small or too large for a signal to pass",
             "done": "The model has learned what it can at a learning rate of {lr}",
         },
         fixes={
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
-            "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
+            "no_signal": "Train on 10 samples only: if the loss of {loss} does not fall even then, check the targets",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
             "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
             "initialization": (
@@ -494,7 +501,7 @@ class LossPlateau(Rule):
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
             expected={"loss": self.start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
-            text={"kind": "is flat, little below its start" if fallen else "has hardly fallen since the start"},
+            text={"kind": "is flat, barely below its start" if fallen else "has hardly fallen since the start"},
             since=int(begin),
             causes=(cause,),
             fixes=(cause,),
@@ -547,17 +554,21 @@ class LossUnbounded(Rule):
     follows = ("stale_gradients",)
     masks = ("explosion", "still_falling", "loss_spike")
     message = Message(
-        name="Loss without a lower end",
+        name="Loss without a lower bound",
         pattern="The loss is negative, 20 times as far from zero as at the start, and falls ever faster.",
-        title="The loss falls without end: {loss} after {steps} steps, ever faster, from {first_loss}",
+        title="The loss falls without bound and ever faster: from {first_loss} to {loss} after {steps} steps",
         causes={
             "sign": (
-                "The loss has no lower end: its sign is wrong, so that an error is made larger, or one of its terms "
-                "grows without limit"
+                "The loss has no lower bound: its sign is wrong, so training makes the error larger, or one of its "
+                "terms grows without limit"
             )
         },
-        fixes={"sign": "Check the sign of every term of the loss; what pushes apart needs a limit, such as a margin"},
-        passed="the loss has a lower end",
+        fixes={
+            "sign": (
+                "Check the sign of every term of the loss; a term that pushes apart needs a limit, such as a margin"
+            )
+        },
+        passed="the loss has a lower bound",
     )
 
     EVERY = 20  # steps between checks
@@ -606,29 +617,28 @@ class StillFalling(Rule):
     message = Message(
         name="Stopped while learning",
         pattern=(
-            "When the run ended, the last half of its steps had brought more than 42% of all that the loss fell (28% "
-            "if its steps were short), at a learning rate that had not been lowered. A note, or a warning if the "
-            "learning rate is too low or its schedule had not ended."
+            "The second half of the run contributed more than 42% of the total drop in loss (28% if its steps were "
+            "small), and the learning rate had not decayed. A note, or a warning if the learning rate is too low or "
+            "its schedule had not ended."
         ),
-        title="The loss is still falling at the end of the run: by {fell} over the last {steps} steps, to {loss}",
+        title="The loss was still falling when the run ended: by {fell} over the last {steps} steps, to {loss}",
         causes={
             "low_lr": (
                 "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
                 "their norm, and the loss is still falling"
             ),
             "schedule": (
-                "The run stopped too early, in the middle of its schedule: the learning rate is still {lr}, on its way "
-                "down"
+                "The run stopped too early, in the middle of its schedule: the learning rate is still {lr} and decaying"
             ),
             "short": "The run stopped too early, unless it was a test: after {total} steps the loss is still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
-            "schedule": "Train to the end of the schedule, or make it as long as the run of {total} steps",
+            "schedule": "Train to the end of the schedule, or shorten it to the {total} steps of this run",
             "short": "Train for {steps_proposed} steps or more, or raise the learning rate from {lr}",
         },
         snippets={"short": "num_steps = {steps_proposed}"},
-        passed="the loss had leveled out when the run ended, or its learning rate had been lowered",
+        passed="the loss had leveled off when the run ended, or the learning rate had decayed",
     )
 
     FEWEST = 80  # losses
@@ -688,13 +698,13 @@ class Memorizing(Rule):
     closes_after = 10**9
     expects_fall = True
     message = Message(
-        name="Memorizing",
+        name="Overfitting",
         pattern="The validation loss has risen by 20% or more from its lowest, while the training loss kept falling.",
         title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
         causes={
             "memorizes": (
-                "The model memorizes the training data: validation was best at step {at}, and what was learned since "
-                "does not carry over"
+                "The model memorizes the training data: validation was best at step {at}, and what it has learned "
+                "since does not generalize"
             )
         },
         fixes={

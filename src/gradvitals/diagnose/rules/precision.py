@@ -33,23 +33,23 @@ class PrecisionUnderflow(Rule):
     message = Message(
         name="Gradients too small for float16",
         pattern=(
-            "The root mean square of float16 gradients is near its smallest number, 6e-8, or small with many exact "
-            "zeros: the rest of them is lost."
+            "The root mean square of float16 gradients is near the smallest float16 number, 6e-8, or small with many "
+            "exact zeros: the rest of the gradient is lost."
         ),
-        title="Gradients of {where} are too small for float16: {rms} or zero, and it ends at {expected_smallest}",
+        title="Gradients of {where} are too small for float16: {rms} or zero, and float16 ends at {expected_smallest}",
         causes={
-            "unscaled": "float16 has no number between 0 and 6e-8, and no loss scale keeps gradients above it",
-            "scaled": "The loss scale has become too small, after steps that overflowed",
+            "unscaled": "float16 has no numbers between 0 and 6e-8, and no loss scale keeps gradients above that",
+            "scaled": "The loss scale became too small after steps that overflowed",
             "vanishing": "Gradients shrink from layer to layer: see vanishing",
         },
         fixes={
             "unscaled": "Use bfloat16, or scale the loss by {scale} with torch.amp.GradScaler and float32 weights",
             "scaled": (
-                "Find out why steps overflow, because each one halves the scale; or use bfloat16, which needs none"
+                "Find out why steps overflow, because each one halves the scale; or use bfloat16, which needs no scale"
             ),
             "float32": "Keep {first} in float32",
         },
-        passed="gradients are well above the smallest number of their type",
+        passed="gradients are well above the smallest number their type can hold",
         reference="Mixed precision training, arXiv 1710.03740",
     )
 

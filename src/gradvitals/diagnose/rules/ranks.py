@@ -190,24 +190,23 @@ class HighDispersion(Rule):
         title="{what}, since step {since}",
         causes={
             "one": (
-                "Rank {rank} does something else than the others: its data, the scale of its loss, its batch size, or "
-                "hardware that computes wrongly"
+                "Rank {rank} differs from the others in its data, loss scale or batch size, or its hardware is faulty"
             ),
             "two": (
-                "One of the two ranks does something else than the other: its data, the scale of its loss, its batch "
-                "size, or hardware that computes wrongly (two ranks, {ratio} and its inverse, do not show which)"
+                "The two ranks differ in their data, loss scale or batch size, or the hardware of one is faulty (with "
+                "two ranks, {ratio} and its inverse do not show which one)"
             ),
             "changed": (
-                "One rank has changed: silent hardware failure, or data unlike that of the others (baseline: {usual})"
+                "One rank has changed: a silent hardware failure, or data unlike that of the others (baseline: {usual})"
             ),
-            "shards": "The shards differ: lengths, sources, or samples of one class on one rank",
-            "seeds": "Ranks draw with seeds that are not aligned, or their samplers are at different positions",
+            "shards": "The shards differ in length or source, or one rank has samples of a single class",
+            "seeds": "Seeds do not match between ranks, or their samplers are at different positions",
             "sizes": "Ranks have batches of different sizes, or some are padded",
         },
         fixes={
             "rank": (
-                "Look at the data and the loss of rank {rank} at step {since}; if both are like the others', run a "
-                "hardware test on its node"
+                "Look at the data and the loss of rank {rank} at step {since}; if both look normal, run a hardware "
+                "test on its node"
             ),
             "compare": (
                 "Compare the local gradient norms of step {since}, rank by rank, and look at the data of the largest"
@@ -263,7 +262,9 @@ class HighDispersion(Rule):
             severity="warning",
             seen={"dispersion": value, "usual": before, "world_size": world, "since": self.since},
             expected={"dispersion": before if math.isfinite(before) else self.MOST},
-            text={"what": f"The gradient norms of the {world} ranks lie far apart: {number(value)} of their mean"},
+            text={
+                "what": f"The gradient norms of {world} ranks are far apart: a spread of {number(value)} of their mean"
+            },
             since=self.since,
             causes=("changed",) if grown else (),
         )
@@ -331,12 +332,12 @@ class LowDispersion(Rule):
         title="{who} have the same data: {how}",
         causes={
             "pair": (
-                "Rank {rank} was given the shard of rank {twin}: a sampler or loader with the wrong rank, or the wrong "
+                "Rank {rank} reads the shard of rank {twin}: its sampler or loader has the wrong rank or the wrong "
                 "number of ranks"
             ),
             "sampler": "Every rank reads the same samples: no DistributedSampler, or one that does not know its rank",
             "seed": "Every rank shuffles with the same seed and reads from the start",
-            "after": "Norms were compared after gradients had been averaged, when they must be equal",
+            "after": "Norms were compared after gradients were averaged, so they are equal by design",
         },
         fixes={
             "pair": (
@@ -346,8 +347,8 @@ class LowDispersion(Rule):
                 "Give each of the {world_size} ranks its own shard: DistributedSampler, or a loader seeded by rank"
             ),
             "check": (
-                "Print the indices of one batch on two ranks; GSNR and noise scale between ranks mean nothing until "
-                "they differ"
+                "Print the sample indices of one batch on two ranks; GSNR and noise scale between ranks are "
+                "meaningless until they differ"
             ),
         },
         passed="each rank has its own data",
@@ -498,30 +499,28 @@ class RngMismatch(Rule):
     needs = ("ranks/out_of_step",)
     closes_after = 500
     message = Message(
-        name="A rank out of step",
+        name="Rank out of sync",
         pattern=(
-            "At several audits a rank's random numbers differ from the others', after all had been the same; or ranks "
-            "that split the work on the same samples received different ones."
+            "In several audits, a rank's random numbers differ from the others', although all started the same; or "
+            "ranks that split the work on the same samples received different samples."
         ),
-        title="The {what} of {who} differ from those of the other ranks since step {since}",
+        title="The {what} of {who} have differed from those of the other ranks since step {since}",
         causes={
-            "draws": ("Only {who} drew some random numbers: an evaluation, a log or a retry on one rank alone"),
-            "samples": (
-                "The loader of {who} is at another position, or shuffles with another seed, than that of its group"
-            ),
-            "resumed": "One rank was resumed from another checkpoint, or without its random state",
+            "draws": "Only {who} drew extra random numbers, for example for an evaluation, a log or a retry",
+            "samples": "The loader of {who} has a different position or shuffling seed than the rest of its group",
+            "resumed": "One rank was resumed from a different checkpoint, or without its random state",
         },
         fixes={
             "draws": (
-                "Save and restore the random state around what {who} does alone, or use a separate torch.Generator "
-                "there; it is harmless if nothing on the ranks relies on equal draws"
+                "Save and restore the random state around code that only {who} runs, or use a separate torch.Generator "
+                "there; harmless if nothing relies on equal random numbers"
             ),
             "samples": (
-                "Seed the loaders of ranks that split one batch alike: by the index of their group, not by the rank"
+                "Give ranks that split one batch the same loader seed: the index of their group, not of the rank"
             ),
             "seeds": "If every rank is meant to draw its own numbers, seed each by its rank from the start",
         },
-        passed="the ranks draw the same random numbers if they did at the start",
+        passed="ranks that started with the same random numbers still draw the same ones",
     )
 
     IN_A_ROW = 3  # audits: a rank may be one draw ahead at the moment of one

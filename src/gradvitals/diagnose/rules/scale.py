@@ -105,17 +105,17 @@ class TrappedScale(Rule):
             "after reading, in a run long enough to have forgotten its initial norm."
         ),
         title=(
-            "{tensors} of {matrices} weight matrices have the size that noise and weight decay give them: the root "
-            "mean square of {first} is {rms}, and noise alone would make it {noise_rms}"
+            "Noise and weight decay alone explain the size of {tensors} of {matrices} weight matrices: the root mean "
+            "square of {first} is {rms}, and noise alone would give {noise_rms}"
         ),
         causes={
             "noise": (
-                "Most of their gradient may be noise: each step moves them at random and the weight decay of "
-                "{weight_decay} pulls them back; at a learning rate of {lr} the two balance there, whatever size suits "
-                "the loss. A norm alone does not prove it"
+                "Most of their gradient may be noise: steps move them at random, and the weight decay of "
+                "{weight_decay} pulls them back. At a learning rate of {lr} the two balance at this size, whether or "
+                "not it suits the loss. A norm alone does not prove it"
             ),
             "invariant": (
-                "Or their size does not matter, as of weights right before a normalization: then nothing is lost"
+                "Or their size does not matter, as for weights right before a normalization: then nothing is lost"
             ),
         },
         fixes={
@@ -127,11 +127,9 @@ class TrappedScale(Rule):
                 "Or set their size by hand: it scales with the root of learning rate over weight decay, so a quarter "
                 "of the weight decay makes them twice as large"
             ),
-            "nothing": "Nothing needs to be done while the loss falls: the possible gain is small",
+            "nothing": "No action needed while the loss falls: the possible gain is small",
         },
-        passed=(
-            "no weight matrix was seen to be held by noise, as far as the optimizer and the length of the run show it"
-        ),
+        passed="noise does not hold any weight matrix at its size, as far as this optimizer and run length can show",
         reference="arXiv 2601.04890 (learnable multipliers)",
     )
 

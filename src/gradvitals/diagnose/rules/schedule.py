@@ -34,15 +34,15 @@ class WarmupNeeded(Rule):
     message = Message(
         name="Warmup needed",
         pattern=(
-            "The learning rate is at its full height from the first step, and the loss rises in the first steps, or "
-            "the first gradients are 20 times all that follow."
+            "The learning rate starts at its full value, and the loss rises in the first steps or the first gradients "
+            "are 20 times all later ones."
         ),
         title="Training started at the full learning rate of {lr}: {harm}",
         causes={
-            "rose": "The first steps were too long for weights that have learned nothing yet",
+            "rose": "The first steps were too large for weights that have not learned anything yet",
             "shock": (
-                "The first gradients were far larger than all that follow, and at the full learning rate they push "
-                "the weights far from where they started"
+                "The first gradients were far larger than all later ones, and at the full learning rate they push the "
+                "weights far from their initialization"
             ),
             "too_high": "The learning rate of {lr} is too high for this model, with or without a warmup",
             "moments": "An adaptive optimizer has poor estimates of the gradient's size in its first steps",
@@ -93,7 +93,7 @@ class WarmupNeeded(Rule):
         loss = float(recent.mean())
         if loss < self.LEARNED * losses[0]:
             return None  # it is flat because there is little left to learn
-        ratio = f"{first / usual:.0f}×"
+        ratio = f"{first / usual:,.0f}×"
         harm = f"the first gradients were {ratio} the median of the run, and the loss stays at {number(loss)}"
         return self._observe(step, "shock", {"loss": loss, "norm": first, "usual_norm": usual}, harm, losses[0])
 
@@ -144,22 +144,22 @@ class LrTooHigh(Rule):
     message = Message(
         name="Learning rate too high",
         pattern=(
-            "Within the first steps, at the full learning rate, the loss rises to ten times the first one or more, the "
-            "gradient with it, and the weights change by a large part of their norm: critical until the loss is back "
-            "under the first one. Or the first steps multiply the weights, and from then on the loss stays high and no "
-            "signal is left in most tensors: a warning."
+            "Within the first steps at the full learning rate, the loss rises at least tenfold, the gradient rises "
+            "with it, and the weights change by a large part of their norm: critical until the loss has fallen to half "
+            "its first value. Or the first steps inflate the weights, the loss stays high, and the gradients of most "
+            "tensors carry no signal: a warning."
         ),
         title="The learning rate of {lr} is too high: {harm}",
         causes={
             "too_far": "One step changed the weights by {ratio:%} of their norm and destroyed the initialization",
             "no_signal": (
-                "The initialization is destroyed, and no signal is left in the gradients of most tensors, with a "
-                "median GSNR of {gsnr}: they cancel from step to step, or are far smaller than they were"
+                "The first steps destroyed the initialization, and the gradients of most tensors carry no signal, with "
+                "a median GSNR of {gsnr}: they cancel from step to step, or are far smaller than they were"
             ),
         },
         fixes={
             "lower": "Start again and lower the learning rate from {lr} to about {lr_proposed}",
-            "warmup": "If that is slow, raise it step by step, with a warmup and clipped gradients",
+            "warmup": "If that is too slow, raise it gradually, with a warmup and gradient clipping",
         },
         passed="the first steps did not destroy the initialization",
     )
@@ -233,7 +233,7 @@ class LrTooHigh(Rule):
         seen |= {"ratio": peak["ratio"], "first_norm": first["norm"], "steps": steps}
         seen["lr_proposed"] = lr * min(0.003 / peak["ratio"], 0.1)
         harm = (
-            f"within {steps} steps the loss rose from {number(first['loss'])} to {number(peak['loss'])} and the "
+            f"in the first steps the loss rose from {number(first['loss'])} to {number(peak['loss'])} and the "
             f"gradient norm from {number(first['norm'])} to {number(peak['norm'])}"
         )
         return Observation(
@@ -292,7 +292,7 @@ class LrTooHigh(Rule):
             # Adam's first step is as long as its learning rate, whatever the gradient: a seventieth is typical.
             proposed = min(self.first["lr"] * 0.015 * math.sqrt(1 - ratio**2) / ratio, lr / 3)
         harm = (
-            f"the first {self.SETTLED} steps made the weights {number(self.grown)}× as large, and after "
+            f"the first {self.SETTLED} steps multiplied the weights by {number(self.grown)}, and after "
             f"{self.found:,} steps the loss is still {number(self.stuck_at)} (it started at {number(first)})"
         )
         seen: dict[str, Any] = {"loss": loss, "growth": self.grown, "lr": lr, "lr_proposed": proposed}
@@ -343,18 +343,18 @@ class DecayDue(Rule):
         name="Decay due",
         pattern="The GSNR has fallen far below its best and the loss has leveled out, at a constant learning rate.",
         title=(
-            "The signal has faded and the loss is level at {loss}: the GSNR is at most {high}, down from {best}, and "
+            "The signal has faded and the loss is flat at {loss}: the GSNR is at most {high}, down from {best}, and "
             "the learning rate is still {lr}"
         ),
         causes={
-            "too_long": "Steps of this length only move the weights around in the noise; shorter ones average it out",
+            "too_long": "Steps this large only move the weights around in the noise; smaller ones average it out",
             "learned": "The model has learned what this data and this model size allow",
         },
         fixes={
             "decay": "Lower the learning rate from {lr} to about {lr_proposed}, or decay it from here to the end",
-            "batch": "Or raise the batch over {batch_size}, which reduces noise as a decay does",
+            "batch": "Or raise the batch above {batch_size}, which reduces noise just as a decay does",
         },
-        passed="the learning rate suits the present signal",
+        passed="the learning rate suits the current signal",
         reference="arXiv 1711.00489",
     )
 

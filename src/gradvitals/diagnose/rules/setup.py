@@ -45,18 +45,18 @@ class BadInputs(Rule):
     is_setup = True
     message = Message(
         name="NaN in the data",
-        pattern="A batch that was inspected holds NaN or infinite inputs or targets.",
-        title="The {what} of the batch of step {at} hold {count} NaN or infinite values",
+        pattern="An inspected batch contains NaN or infinite inputs or targets.",
+        title="The {what} of the batch of step {at} contain {count} NaN or infinite values",
         causes={
             "column": (
-                "{columns} of {of} input columns are NaN or infinite in every sample: most likely they were divided by "
-                "a standard deviation of zero, because the column is constant"
+                "{columns} of {of} input columns are NaN or infinite in every sample: most likely a constant column "
+                "was divided by its standard deviation, which is zero"
             ),
-            "sample": "Some samples of the data hold NaN or infinite {what}: missing values, or a broken record",
+            "sample": "Some samples have NaN or infinite {what}: missing values, or a broken record",
         },
         fixes={
             "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
-            "sample": "Remove or fill the samples that are not finite before training",
+            "sample": "Remove or fill samples with NaN or infinite values before training",
         },
         snippets={
             "column": "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
@@ -104,33 +104,30 @@ class LossMismatch(Rule):
     closes_after = NEVER
     is_setup = True
     message = Message(
-        name="Output, loss and targets do not fit",
+        name="Loss mismatch",
         pattern=(
             "The graph of the loss shows an output activation that the loss does not expect, outputs that cannot reach "
             "the targets, or shapes that broadcast."
         ),
         title="{what}",
         causes={
-            "one_unit": (
-                "A softmax over a single output is 1 whatever the weights are: the loss cannot fall, and no gradient "
-                "flows"
-            ),
+            "one_unit": "A softmax over a single output is always 1: the loss cannot fall, and no gradient flows",
             "double_softmax": (
-                "The model's output goes through a softmax, and {loss} applies another one: outputs between 0 and 1 "
-                "cannot become confident, and gradients are small"
+                "The model applies a softmax, and {loss} applies another one: predictions cannot become confident, and "
+                "gradients stay small"
             ),
-            "double_sigmoid": "The model's output goes through a sigmoid, and {loss} applies another one",
-            "no_log": "nll_loss expects log-probabilities, and gets {given}",
+            "double_sigmoid": "The model applies a sigmoid, and {loss} applies another one",
+            "no_log": "nll_loss expects log-probabilities, but gets {given}",
             "relu_output": (
-                "The last operation of the model is a ReLU: outputs cannot be negative, and one that is off for every "
-                "sample never learns"
+                "The model ends in a ReLU: outputs cannot be negative, and an output that is 0 for every sample never "
+                "learns"
             ),
             "bounded": (
-                "The output goes through a {activation}, which stays between {low} and {high}, but targets lie between "
-                "{target_min} and {target_max}: the output cannot reach them"
+                "The model ends in a {activation}, which stays between {low} and {high}, but targets range from "
+                "{target_min} to {target_max}: the output cannot reach them"
             ),
             "classes": (
-                "The targets are {classes} classes, and the loss expects one probability: {units} output cannot tell "
+                "The targets have {classes} classes, but the loss expects one probability: {units} output cannot tell "
                 "{classes} classes apart"
             ),
             "multi_label": (
@@ -145,23 +142,25 @@ class LossMismatch(Rule):
                 "Outputs of shape ({samples}, 1) and targets of shape ({samples},) broadcast to a square: every output "
                 "is compared with the targets of all samples, so the model learns their mean"
             ),
-            "mse_classes": "Mean squared error on {classes} one-hot classes: cross-entropy is made for classes",
+            "mse_classes": (
+                "The loss is the mean squared error on {classes} one-hot classes, but cross-entropy is made for classes"
+            ),
             "range": (
-                "{loss} expects targets from 0 to 1, and these lie between {target_min} and {target_max}: the loss has "
-                "no lower end and keeps falling without bound"
+                "{loss} expects targets from 0 to 1, but these range from {target_min} to {target_max}: the loss has "
+                "no lower bound and keeps falling"
             ),
             "scrambled": (
-                "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length): "
-                "the scores of a place are mixed with those of others"
+                "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length), "
+                "which mixes up the scores of different positions"
             ),
-            "negated": "The loss is an error with a minus before it ({loss}): every step makes the error larger",
+            "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
             "padding": (
-                "{padding:%} of the labels are one class that stands only where the input is padding: the loss and its "
-                "gradients are mostly about padding"
+                "{padding:%} of the labels are one class that appears only at padding: padding dominates the loss and "
+                "its gradients"
             ),
             "copied": (
-                "Each target is the input at the same place, so the model only has to copy it: to predict the next "
-                "one, targets must be one place ahead of inputs"
+                "Each target equals the input at the same position, so the model only has to copy it. To predict the "
+                "next token, targets must be one position ahead of inputs"
             ),
         },
         fixes={
@@ -178,8 +177,8 @@ class LossMismatch(Rule):
             "mse_classes": "Use cross_entropy on the outputs of the last layer, with class indices as targets",
             "range": "Divide the targets by {target_max}, so that they lie between 0 and 1",
             "scrambled": "Swap the dimensions with transpose, or flatten both: logits.flatten(0, 1) and y.flatten()",
-            "negated": "Remove the minus before the loss",
-            "padding": "Leave padding out of the loss with ignore_index={pad_label}",
+            "negated": "Remove the minus sign before the loss",
+            "padding": "Exclude padding from the loss with ignore_index={pad_label}",
             "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
         changes={
@@ -216,7 +215,7 @@ class LossMismatch(Rule):
             "copied": "loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())",
         },
         is_certain=True,
-        passed="output, loss and targets fit together",
+        passed="output, loss and targets match",
     )
 
     ENOUGH = 3  # inspected batches with targets before their range counts
@@ -321,19 +320,19 @@ class LossMismatch(Rule):
 
     def _title(self, cause: str, activation: str, loss: str) -> str:
         return {
-            "one_unit": "A softmax is taken over a single output",
-            "double_softmax": "There is a softmax before cross_entropy",
-            "double_sigmoid": "There is a sigmoid before binary_cross_entropy_with_logits",
+            "one_unit": "The model applies a softmax to a single output",
+            "double_softmax": "The model applies a softmax before cross_entropy",
+            "double_sigmoid": "The model applies a sigmoid before binary_cross_entropy_with_logits",
             "no_log": "nll_loss gets outputs that are not log-probabilities",
-            "relu_output": "The output goes through a ReLU",
+            "relu_output": "The model ends in a ReLU",
             "bounded": f"The targets are outside the range of the output's {activation}",
-            "classes": "One output unit is trained on several classes",
-            "multi_label": "A softmax is used for independent labels",
+            "classes": "One output unit cannot learn several classes",
+            "multi_label": "A softmax makes independent labels compete",
             "raw_log": "The loss takes the log of raw outputs",
-            "broadcast": "Outputs and targets of different shapes broadcast",
-            "mse_classes": "Classes are trained with a mean squared error",
-            "range": "The targets are outside 0 to 1",
-            "scrambled": "A reshape mixes the outputs of different places",
+            "broadcast": "Outputs and targets have different shapes and broadcast",
+            "mse_classes": "The loss is a mean squared error, but the targets are classes",
+            "range": "The targets are outside the range 0 to 1",
+            "scrambled": "A reshape mixes up outputs of different positions",
             "negated": "The loss has the wrong sign",
             "padding": "Padding counts as a class in the loss",
             "copied": "The targets are the inputs",
@@ -354,8 +353,8 @@ class UnscaledData(Rule):
     message = Message(
         name="Data not scaled",
         pattern=(
-            "What the first layer is fed, or the targets of a regression, have a mean or spread of 10 or more (a note, "
-            "or a warning from 30 on), or columns differ in spread by a factor of 1,000."
+            "The inputs of the first layer, or the targets of a regression, have a mean or spread of 10 or more (a "
+            "note, or a warning from 30 on), or the spreads of columns differ by a factor of 1,000."
         ),
         title="The {what} are not standardized: {how}",
         causes={
@@ -364,20 +363,20 @@ class UnscaledData(Rule):
                 "times too large for this initialization"
             ),
             "units": (
-                "The inputs are not standardized: columns have different units, with a spread from {low} to {high}, so "
-                "that the largest ones drown the others"
+                "The inputs are not standardized: columns have spreads from {low} to {high}, so the largest ones drown "
+                "out the others"
             ),
             "inputs": (
                 "The inputs are not standardized: a mean of up to {offset} and a spread of up to {high} make the first "
-                "steps too long and gradients lopsided"
+                "steps too large and the gradients uneven"
             ),
             "both": (
-                "Inputs and targets are not standardized: inputs reach {largest}, targets have a mean of {target_mean} "
-                "and a spread of {target_std}"
+                "Inputs and targets are not standardized: inputs reach {largest}, and targets have a mean of "
+                "{target_mean} and a spread of {target_std}"
             ),
             "targets": (
                 "The targets are not standardized: with a mean of {target_mean} and a spread of {target_std}, outputs "
-                "that start near 0 have far to go, and the loss and its gradients are huge"
+                "start far away, and the loss and its gradients are huge"
             ),
         },
         fixes={
@@ -485,7 +484,7 @@ class BadStart(Rule):
         },
         changes={"weights": {"initialization": "default"}},
         snippets={"weights": "nn.init.xavier_uniform_(layer.weight)\nnn.init.zeros_(layer.bias)"},
-        passed="the first loss is that of a model that knows nothing yet",
+        passed="the first loss is what an untrained model should have",
     )
 
     FAR = 4.0
@@ -526,8 +525,8 @@ class NoNonlinearity(Rule):
     is_setup = True
     message = Message(
         name="No activation between layers",
-        pattern="The loss goes through two layers or more, and through no nonlinear operation between them.",
-        title="There is no activation between the {layers} layers of the model",
+        pattern="The model has two or more layers with no nonlinear operation between them.",
+        title="The model has no activation between its {layers} layers",
         causes={
             "linear": "Without an activation between them, {layers} layers compute no more than a single linear one"
         },
@@ -561,7 +560,7 @@ class HiddenLayers(Rule):
     is_setup = True
     message = Message(
         name="Layers missing from the model",
-        pattern="Backward reaches layers that a module keeps in a plain list or dict, and nothing changes them.",
+        pattern="Backward reaches layers that a module keeps in a plain list or dict, and no optimizer updates them.",
         title="{tensors} tensors that the loss depends on are not parameters of the model, and never change",
         causes={
             "list": (
@@ -602,18 +601,16 @@ class EqualUnits(Rule):
     closes_after = NEVER
     is_setup = True
     message = Message(
-        name="Units that start alike",
+        name="Identical units",
         pattern="At the first step all rows of a weight matrix are the same, and not zero.",
-        title="In {layers} of the model's weight matrices all units start with the same weights",
+        title="All units start with the same weights in {layers} of the model's weight matrices",
         causes={
-            "constant": (
-                "Weights are set to a constant: units with the same weights get the same gradients and stay one unit"
-            )
+            "constant": "The weights start at a constant: identical units get identical gradients and stay identical"
         },
         fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
         changes={"constant": {"initialization": "default"}},
         snippets={"constant": "nn.init.kaiming_normal_(layer.weight)"},
-        passed="the units of every layer start with weights of their own",
+        passed="the units of every layer start with different weights",
     )
 
     def check(self, step: Step) -> Observation | None:
@@ -635,14 +632,16 @@ class DataOrder(Rule):
     is_setup = True
     message = Message(
         name="Batches not shuffled",
-        pattern="Each of the first steps gets the same part of a larger tensor, or batches hold one class each.",
+        pattern="The first steps all use the same slice of a larger tensor, or each batch contains a single class.",
         title="{what}",
         causes={
-            "same": "Each step trains on the same batch, a small part of the data: the loop never takes the next one",
-            "sorted": "The data is sorted by class and not shuffled: each stretch of steps unlearns the other classes",
+            "same": "Every step trains on the same small batch: the loop never fetches the next one",
+            "sorted": (
+                "The data is sorted by class and not shuffled: while the model learns one class, it unlearns the others"
+            ),
         },
         fixes={
-            "same": "Take the next batch in each step: for x, y in loader",
+            "same": "Fetch a new batch at every step: for x, y in loader",
             "sorted": "Shuffle the data: DataLoader(..., shuffle=True)",
         },
         changes={"same": {"shuffle": True}, "sorted": {"shuffle": True}},
@@ -651,7 +650,7 @@ class DataOrder(Rule):
             "sorted": "loader = DataLoader(dataset, batch_size={samples}, shuffle=True)",
         },
         is_certain=True,
-        passed="batches differ, and hold several classes",
+        passed="batches differ and contain several classes",
     )
 
     SAME = 6  # equal batches in a row
@@ -686,7 +685,7 @@ class DataOrder(Rule):
             else:
                 self.mixed += 1
             if self.pure >= self.BATCHES and len(self.classes) >= 2 and self.mixed <= self.pure / 2:
-                return self._observe("sorted", "Batches hold one class each: the data is sorted", samples)
+                return self._observe("sorted", "Each batch contains a single class: the data is sorted", samples)
         return None
 
     def _observe(self, cause: str, what: str, samples: float) -> Observation:
@@ -709,7 +708,7 @@ class LayerModes(Rule):
         name="Dropout, batch norm or mode",
         pattern=(
             "The model trains in evaluation mode although it has batch norm or dropout; dropout removes 80% or more; "
-            "or batch norm has four values per channel or fewer to average over."
+            "or batch norm averages over four or fewer values per channel."
         ),
         title="{what}",
         causes={
@@ -789,26 +788,26 @@ class LossUnreached(Rule):
     closes_after = NEVER
     is_setup = True
     message = Message(
-        name="Loss of another model",
-        pattern="In the first steps, no backward pass reached any parameter that the optimizer steps.",
-        title="The loss does not reach any of the parameters that the optimizer steps",
+        name="Loss does not reach the model",
+        pattern="In the first steps, no backward pass reached any parameter that the optimizer updates.",
+        title="The loss does not reach any of the parameters that the optimizer updates",
         causes={
             "copy": (
-                "The optimizer steps another model than the one in the loss: a copy, an average, or one that was "
-                "replaced after the optimizer was made"
+                "The optimizer updates a different model than the one in the loss: a copy, an average, or one that was "
+                "replaced after the optimizer was created"
             ),
             "detached": (
                 "The loss has no graph: it was computed from detached values, such as argmax, round, .detach(), "
-                ".item() or NumPy, and requires_grad was set on the result, which brings no gradient back"
+                ".item() or NumPy. Setting requires_grad on the result does not bring the gradient back"
             ),
         },
         fixes={
-            "make": "Make the optimizer from the parameters of the model that computes the loss",
-            "detached": "Compute the loss from the model's raw outputs, by differentiable operations only",
+            "make": "Create the optimizer from the parameters of the model that computes the loss",
+            "detached": "Compute the loss from the model's raw outputs, with differentiable operations only",
         },
         only_if_chosen=("detached",),
         snippets={"make": "optimizer = type(optimizer)(model.parameters(), lr={lr})"},
-        passed="the loss reaches the parameters that the optimizer steps",
+        passed="the loss reaches the parameters that the optimizer updates",
     )
 
     PATIENCE = 5  # inspected steps

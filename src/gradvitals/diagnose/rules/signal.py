@@ -42,7 +42,7 @@ class NearZeroInitialGsnr(Rule):
     message = Message(
         name="No signal at the start",
         pattern="The GSNR is close to 0 over the first readings, and the loss does not fall.",
-        title="Gradients hold no signal so far: the GSNR of a step is between {low} and {high}, and the loss is {loss}",
+        title="Gradients carry no signal so far: the GSNR per step is between {low} and {high}, and the loss is {loss}",
         causes={
             "labels": "Inputs and targets do not match: shuffled, shifted by one, or wrong for many samples",
             "init": "The weights started too large or too small, so outputs hardly depend on inputs",
@@ -50,18 +50,18 @@ class NearZeroInitialGsnr(Rule):
                 "The learning rate was {lr_first} from the first step: it may have destroyed the weights before they "
                 "had learned anything"
             ),
-            "batch": "The batch of {batch_size} is so small that {readings} readings cannot show the signal",
+            "batch": "A batch of {batch_size} is too small for {readings} readings to show a signal",
         },
         fixes={
-            "labels": "Look at ten samples of a batch with their targets, as the model receives them",
+            "labels": "Print ten samples of a batch with their targets, exactly as the model receives them",
             "warmup": "Start again with a warmup: from {lr_start} to {lr_first} over the first few hundred steps",
             "overfit": (
-                "Train on one batch alone: if the loss does not fall to near zero, the model or the loss is wrong, not "
+                "Train on a single batch: if the loss does not approach zero, the bug is in the model or the loss, not "
                 "the data"
             ),
             "init": "Check the initialization: activations should have a standard deviation near 1 in every layer",
         },
-        passed="the gradients held a signal from the start",
+        passed="gradients carried a signal from the start",
         reference="arXiv 2001.07384 for GSNR",
     )
 
@@ -128,8 +128,8 @@ class DeepLayerCollapse(Rule):
         title="The signal fades toward the {towards}: the GSNR is {low_end} in {first} and {high_end} in {strong}",
         causes={
             "attenuation": (
-                "On its way back through {layers} layers the gradient drowns in noise, as in deep networks without a "
-                "path around the layers (post-LN) or with saturating activations"
+                "The gradient drowns in noise on its way back through {layers} layers, as in deep networks without "
+                "residual paths (post-LN) or with saturating activations"
             ),
             "output": (
                 "Layers near the output receive contradicting gradients: noisy targets, or a loss that pulls in "
@@ -138,7 +138,8 @@ class DeepLayerCollapse(Rule):
         },
         fixes={
             "pre_ln": (
-                "Normalize before each layer of the stack that holds {first}, not after the sum (pre-LN, RMSNorm)"
+                "Use pre-norm in the stack that contains {first}: normalize before each layer, not after the residual "
+                "sum"
             ),
             "scale": "Scale the residual branches by 1/√{layers} at the start",
             "warmup": "Use a longer warmup: such stacks are most fragile in their first steps",
@@ -232,20 +233,22 @@ class SuddenGsnrDrop(Rule):
     message = Message(
         name="Signal lost",
         pattern=(
-            "The GSNR of one source at one batch size drops far below the interval it had, faster than a decline with "
-            "the length of the run or its previous decline, and not while the learning rate is rising."
+            "The GSNR from one source at one batch size drops far below its earlier interval and faster than it "
+            "normally declines, while the learning rate is not rising."
         ),
         title=(
-            "The GSNR at a batch of {batch_size} dropped from {before} before step {from_step} to {gsnr}, at most "
-            "{high}"
+            "The GSNR at a batch of {batch_size} dropped from {before} before step {from_step} to {gsnr} (at most "
+            "{high})"
         ),
         causes={
             "edge": (
-                "The weights have reached a region of high curvature, where the learning rate of {lr} makes steps go "
+                "The weights have reached a region of high curvature, in which steps at a learning rate of {lr} bounce "
                 "back and forth"
             ),
-            "data": "The data has changed: another source, another order, targets that no longer fit",
-            "learned": "The easy part is learned, and what is left cannot be told from noise at this batch size",
+            "data": "The data has changed: a different source, a different order, or wrong targets",
+            "learned": (
+                "The model has learned the easy part; the rest is indistinguishable from noise at this batch size"
+            ),
         },
         fixes={
             "lower": "Lower the learning rate from {lr} to about {lr_proposed}",
@@ -308,20 +311,20 @@ class SparseFeatureNoise(Rule):
     message = Message(
         name="Heads without signal",
         pattern=(
-            "Some heads of an attention layer have a signal and others next to none, by intervals that do not overlap, "
-            "or some have no gradient at all."
+            "Some heads of an attention layer have a clear signal and others almost none (their intervals do not "
+            "overlap), or some get no gradient at all."
         ),
-        title="Attention head {where} {state}, while heads beside it have a GSNR of about {others}",
+        title="Attention head {where} {state}, while other heads of its layer have a GSNR of about {others}",
         causes={
             "masked": "The output of {first} never reaches the loss: masked, pruned, or multiplied by zero",
             "unbalanced": "Other heads of the layer already do what {first} could learn, so it gets no signal",
         },
         fixes={
             "unmask": "Find what silences {first}: a head mask, a gate, or zero columns in the output projection",
-            "watch": "If {first} stays so, prune it: attention works as well without a head that learns nothing",
+            "watch": "If {first} does not recover, prune it: attention works as well without it",
             "momentum": (
-                "Or give weak heads their own parameter group; DeepKD raises the momentum of parts with a high GSNR "
-                "and lowers that of the others"
+                "Or move weak heads to their own parameter group; DeepKD uses a higher momentum for parts with a high "
+                "GSNR"
             ),
         },
         passed="all attention heads have a signal",
@@ -404,13 +407,13 @@ class HighEffortLowProgress(Rule):
         ),
         causes={
             "edge": "The learning rate of {lr} throws the weights back and forth across a valley",
-            "damaged": "An earlier step did harm, and the run has not recovered",
+            "damaged": "An earlier step damaged the weights, and the run has not recovered",
             "data": "The data has changed, so what was learned no longer helps",
         },
         fixes={
             "lower": "Lower the learning rate from {lr} to about {lr_proposed}",
-            "go_back": "Restore a checkpoint from before the loss rose, if it does not fall by itself",
-            "reset": "Reset the optimizer's momentum: it holds the steps that went wrong",
+            "go_back": "If the loss does not recover by itself, restore a checkpoint from before it rose",
+            "reset": "Reset the optimizer's momentum, which still holds the bad steps",
         },
         passed="large gradients came with progress",
     )
@@ -470,27 +473,28 @@ class NoisyGradients(Rule):
     default = False
     message = Message(
         name="Noisy gradients",
-        pattern="The median GSNR is under 1 at the batch size in use; the finding reports the share of coordinates.",
+        pattern=(
+            "The median GSNR is below 1 at the current batch size. The finding reports the share of coordinates below "
+            "1."
+        ),
         title=(
-            "Gradient noise exceeds signal: at a batch of {batch_size} the median GSNR of a tensor is {median}, and "
+            "Gradient noise exceeds signal: at a batch of {batch_size} the median GSNR per tensor is {median}, and "
             "{share} are below 1"
         ),
         causes={
             "ordinary": (
-                "This is ordinary: healthy runs are below 1 most of the time, and learn by taking many steps. The "
-                "limit of 1 is a convention and depends on the batch size. An estimate below 0 means that no signal "
-                "can be told from the noise yet"
+                "This is normal: healthy runs stay below 1 most of the time and learn by taking many steps. The "
+                "threshold of 1 is a convention and depends on the batch size. A negative estimate means that signal "
+                "and noise cannot be distinguished yet"
             ),
             "small_batch": (
-                "A larger batch has less noise: with twice the {batch_size} samples per step the true GSNR is twice as "
-                "large"
+                "A larger batch has less noise: doubling the {batch_size} samples per step doubles the true GSNR"
             ),
         },
         fixes={
-            "nothing": "Nothing needs to be done while the loss falls",
+            "nothing": "No action needed while the loss falls",
             "batch": (
-                "If it does not, raise the batch over {batch_size} by accumulating gradients, or lower the learning "
-                "rate"
+                "If the loss stalls, accumulate gradients to a batch above {batch_size}, or lower the learning rate"
             ),
         },
         passed="most coordinates have more signal than noise",

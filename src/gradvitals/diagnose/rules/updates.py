@@ -47,23 +47,25 @@ class DeadTensor(Rule):
         pattern="A tensor's gradient is missing or exactly zero for many steps, while other tensors have one.",
         title="{where} had no gradient for {steps} steps",
         causes={
-            "unused": "{first} has no gradient from step {at} on: not used in the forward pass, or detached on the way",
-            "died": "All units behind {first} are off: a ReLU that is negative for every input passes nothing back",
+            "unused": "{first} has had no gradient since step {at}: the forward pass does not use it, or detaches it",
+            "died": "All units after {first} are off: a ReLU whose inputs are all negative passes no gradient back",
             "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
             "rounded": "The gradient of {first} is too small for float16 and becomes zero: see precision_underflow",
             "cut_off": "{first} had gradients until step {at}: it was frozen or detached, or is no longer used",
             "cancels": (
                 "The gradients of {first} cancel, while its layer's weight learns: the loss does not depend on it, as "
-                "on a bias before a difference or a normalization"
+                "with a bias before a difference or a normalization"
             ),
         },
         fixes={
-            "unused": "Look for where the forward pass skips {first}: .detach(), no_grad(), a branch never taken",
+            "unused": (
+                "Find where the forward pass skips {first}: .detach(), no_grad(), or a branch that is never taken"
+            ),
             "died": "Start again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
-            "zero": "Look at what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
+            "zero": "Check what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
             "rounded": "Use bfloat16, or a loss scale, so that {first} receives a gradient",
-            "cut_off": "Look for what happened at step {at}: requires_grad_(False), a callback, a branch that ended",
-            "cancels": "Nothing: it does no harm; the layer may also be made with bias=False",
+            "cut_off": "Check what happened at step {at}: requires_grad_(False), a callback, or a branch that ended",
+            "cancels": "No action needed: it does no harm; you can also create the layer with bias=False",
             "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
         },
         only_if_chosen=("rounded", "cancels"),
@@ -156,15 +158,15 @@ class DeadUnits(Rule):
     message = Message(
         name="Dead units",
         pattern="Over several readings, a ReLU turns off 75% or more of a layer's units for every sample of the batch.",
-        title="{dead:%} of the units behind {first} are dead: their ReLU is off for every sample",
+        title="{dead:%} of the units after {first} are dead: their ReLU is off for every sample",
         causes={
             "start": (
-                "They were off from the first step: the initialization puts them there, with biases that are too "
-                "negative or weights that are too large"
+                "They were off from the first step: the initial biases are too negative, or the initial weights too "
+                "large"
             ),
             "lr": (
-                "They died in training, from {alive:%} alive at first: a learning rate of {lr} is too high and pushed "
-                "the weights to where no input activates the units"
+                "They died during training ({alive:%} were alive at first): a learning rate of {lr} is too high and "
+                "pushed the weights to where no input activates them"
             ),
         },
         fixes={
@@ -235,33 +237,33 @@ class UnchangedWeights(Rule):
         title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
         causes={
             "left_out": (
-                "{first} was not given to the optimizer: the layer was made or replaced after the optimizer, or left "
+                "The optimizer does not have {first}: the layer was created or replaced after the optimizer, or left "
                 "out of it; or its group has a learning rate of 0"
             ),
             "zeroed": (
-                "zero_grad() runs between backward and step, so that the optimizer steps without a gradient; or the "
-                "optimizer holds the parameters of another model"
+                "zero_grad() runs between backward and step, so the optimizer steps without a gradient; or the "
+                "optimizer holds the parameters of a different model"
             ),
             "zero_lr": "The learning rate is 0",
             "decayed": (
-                "The learning rate has decayed from {peak_lr} to {lr} by step {at}: the schedule is over long before "
-                "the run, most often because scheduler.step() is called for every batch and not once per epoch"
+                "The learning rate has decayed from {peak_lr} to {lr} by step {at}: the schedule ends long before the "
+                "run, most often because scheduler.step() is called for every batch instead of once per epoch"
             ),
-            "stopped": "{first} moved until step {at}: the lr of its group is 0 now, or its gradient too small",
-            "resolution": "Updates of {first} are lost: they are under half the distance between two {dtype} numbers",
+            "stopped": "{first} changed until step {at}: now the lr of its group is 0, or its gradient is too small",
+            "resolution": "Updates of {first} are lost: they are smaller than half the gap between two {dtype} numbers",
         },
         fixes={
-            "left_out": "Make the optimizer after the last change to the model, and give it {first}",
+            "left_out": "Create the optimizer after the last change to the model, and pass it {first}",
             "decayed": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run",
             "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
-            "zero_lr": "Check the schedule: its learning rate is 0 since step {at}",
-            "stopped": "Look for what happened at step {at}: a group's lr set to 0, or a gradient down to {gradient}",
+            "zero_lr": "Check the schedule: its learning rate has been 0 since step {at}",
+            "stopped": "Check what happened at step {at}: a group's lr set to 0, or a gradient that fell to {gradient}",
             "resolution": "Keep {first} in float32, or a float32 copy of it in the optimizer that can hold small steps",
         },
         changes={"zeroed": {"zero_grad": "after_step"}},
         snippets={"zeroed": "loss.backward()\noptimizer.step()\noptimizer.zero_grad()"},
         only_if_chosen=("zeroed", "zero_lr", "resolution", "decayed"),
-        passed="no tensor stood still",
+        passed="every trained tensor changed",
     )
 
     PATIENCE_MOVED = 5  # steps in a row, for weights that moved at nearly every step before
@@ -346,12 +348,12 @@ class UpdateRatio(Rule):
     masks = ("update_spike", "lr_too_high", "warmup_needed")
     message = Message(
         name="Update too large or too small",
-        pattern="One step changes weights by more than 10% of their norm, or by next to nothing, again and again.",
+        pattern="Steps repeatedly change weights by more than 10% of their norm, or by almost nothing.",
         title="{what}",
         causes={
             "high_lr": "The learning rate of {lr} is too high for weights of this size",
             "small_weights": "The weights of {first} are very small: they started so, or decay has shrunk them",
-            "momentum": "The optimizer's momentum moves them, at the same learning rate: it holds bad steps",
+            "momentum": "The optimizer's momentum holds bad steps and moves the weights, at an unchanged learning rate",
             "low_lr": "The learning rate of {lr} is too low: it would take {needed} steps to change the weights",
             "cut_lr": "The learning rate fell from {lr_before} to {lr} at step {at}",
             "small_gradient": "Hardly any gradient reaches {first}, or its group has a far smaller learning rate",
@@ -554,13 +556,13 @@ class StrongDecay(Rule):
     message = Message(
         name="Weight decay too strong",
         pattern=(
-            "Weight decay takes over 1% of the weights per step, or outweighs the first gradients where the two are "
-            "added, and has left less than half of their norm."
+            "Weight decay removes over 1% of the weights per step, or outweighs the first gradients if it is added to "
+            "them, and less than half of the weight norm is left."
         ),
-        title="Weight decay of {weight_decay} is too strong: {left:%} of the norm of the weights is left",
-        causes={"decay": "Weight decay of {weight_decay} takes more from the weights than the gradient gives"},
+        title="A weight decay of {weight_decay} is too strong: only {left:%} of the weight norm is left",
+        causes={"decay": "A weight decay of {weight_decay} shrinks the weights faster than the gradient grows them"},
         fixes={"lower": "Start again and lower the weight decay from {weight_decay} to about {decay_proposed}"},
-        passed="weight decay takes a small part of the weights per step",
+        passed="weight decay removes only a small part of the weights per step",
     )
 
     TAKEN, LEFT = 0.01, 0.5
@@ -604,12 +606,12 @@ class UpdateSpike(Rule):
     taints_steps = True
     message = Message(
         name="Update spike",
-        pattern="One step moves the weights far more than normal, while the gradient is ordinary.",
-        title="Step {at} moved {where} {ratio}× as far as normal, on an ordinary gradient",
+        pattern="One step moves the weights far more than normal, although the gradient is ordinary.",
+        title="Step {at} moved {where} {ratio}× as far as normal, with an ordinary gradient",
         causes={
             "momentum": (
-                "The optimizer's momentum holds something that does not belong there, or its second moment had become "
-                "too small for the gradients to come"
+                "The optimizer's momentum holds a bad step, or its second moment had become too small for the next "
+                "gradients"
             ),
             "lingers": "The gradient of step {exploded} was far too large and is still in the optimizer's momentum",
             "lr": "The learning rate rose from {lr_before} to {lr}",
@@ -622,7 +624,7 @@ class UpdateSpike(Rule):
                 "moments)"
             ),
             "lingers": "Skip the batch of step {exploded}, or clip to a norm that would have cut its gradient",
-            "lr": "Set the learning rate back from {lr} to {lr_before}, or raise it over some hundred steps",
+            "lr": "Set the learning rate back from {lr} to {lr_before}, or raise it over a few hundred steps",
             "beta2": "Lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
         },
         passed="no step moved the weights far more than normal",

@@ -314,7 +314,7 @@ class Launch:
 
             theirs(kind, error, trace)
             for path in runs:
-                self._print(f"see: gradvitals doctor {relative(path)}")
+                self._print(f"details: gradvitals doctor {relative(path)}")
 
         sys.excepthook = show
 

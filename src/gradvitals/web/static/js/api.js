@@ -14,13 +14,13 @@ async function get(path, kind = "json") {
   try {
     return await read(await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(LIMIT) }), kind);
   } catch (trouble) {
-    throw trouble instanceof Trouble ? trouble : new Trouble("The server does not answer.", 0);
+    throw trouble instanceof Trouble ? trouble : new Trouble("The server does not respond.", 0);
   }
 }
 
 async function read(answer, kind) {
   if (answer.ok) return answer[kind]();
-  let text = `The server answered ${answer.status}.`;
+  let text = `The server returned ${answer.status}.`;
   try { text = (await answer.json()).error || text; } catch { /* not ours */ }
   throw new Trouble(text, answer.status);
 }

@@ -35,7 +35,7 @@ export function findingBody(finding, { onopen, onzoom }) {
     finding.snippet ? el("pre", { class: "snippet", text: finding.snippet }) : null,
     finding.tensors.length ? el("section", {}, el("h3", { text: "Where" }), el("div", { class: "tensors" }, finding.tensors.map((item) => tensorButton(item, onopen)), rest > 0 ? el("span", { class: "dim", text: `and ${rest} more` }) : null)) : null,
     el("p", { class: "row" }, onzoom ? el("button", { type: "button", text: "Zoom to it", onclick: () => onzoom(finding) }) : null),
-    el("p", { class: "dim" }, "In full: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
+    el("p", { class: "dim" }, "Details: ", el("code", { text: `gradvitals doctor --explain ${finding.id}` })),
   ];
 }
 
@@ -87,15 +87,15 @@ export function showTensor(ids, runs, kind, { name, about, legend, texts, range,
 }
 
 export function showHelp() {
-  const keys = [["j / k", "next or previous run"], ["f", "next finding"], ["x", "steps or time along the axis"], ["d", "layers of the next run, then where runs differ"], ["+ / −", "zoom in or out"], ["← / →", "move along, when zoomed"], ["0", "show everything"], ["t", "light or dark"], ["r", "list of runs"], ["Esc", "close, or show everything"]];
-  openDrawer("Keys, and how to read it", [
+  const keys = [["j / k", "next or previous run"], ["f", "next finding"], ["x", "steps or time on the axis"], ["d", "layers of the next run, then where runs differ"], ["+ / −", "zoom in or out"], ["← / →", "move along, when zoomed"], ["0", "show everything"], ["t", "light or dark"], ["r", "list of runs"], ["Esc", "close, or show everything"]];
+  openDrawer("Keys, and how to read the charts", [
     el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })])),
     el("section", {}, el("h3", { text: "Charts" }),
-      el("p", { text: "Drag over a chart to zoom; all charts follow and load finer numbers. Double-click to show everything. In a long run, a line is the mean of each bin, and the shade around it is the lowest and highest value there: no peak is lost." }),
-      el("p", { text: "GSNR and noise scale have a band: their 95% interval. A gap means that the readings do not determine a value." }),
+      el("p", { text: "Drag over a chart to zoom; all charts follow and load more detail. Double-click to show everything. In a long run, the line is the mean of each bin and the shaded area its range, so no peak is lost." }),
+      el("p", { text: "The band of GSNR and noise scale is their 95% interval. A gap means that the readings do not determine a value." }),
       el("p", { text: "A red tick at the top is a NaN or infinite value." })),
-    el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar starts at the first step of a finding and ends at its last. ■ is critical, ▲ a warning, ● a note; resolved findings are pale. ◆ is an action of a Guard or a schedule, ◇ one that was not taken." })),
+    el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar spans the steps of a finding. ■ is critical, ▲ a warning, ● a note; resolved findings are pale. ◆ is an action of a Guard or a schedule, ◇ one that it did not take." })),
     el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, from the input at the top to the output; light is large. Click a cell to open the tensor that stands out there; click a name to show its tensors and, for GSNR, its attention heads. In the heatmap: arrow keys move, Enter opens, + and − open and close a layer." }),
-      el("p", { text: "With runs side by side, choose above the heatmap which run it shows, or the ratio of two: gray means equal, orange that the other run has larger numbers, blue smaller ones." })),
+      el("p", { text: "When you compare runs, choose above the heatmap which run it shows, or the ratio of two: gray means equal, orange that the other run is larger, blue that it is smaller." })),
   ]);
 }

@@ -128,7 +128,7 @@ export class Heatmap {
     this.stale = false;
     if (!this.run) return;
     this.scroller.hidden = this.nothing;
-    if (this.nothing) { this.tell(this.other ? "Single tensors were not read in both runs" : "Single tensors were not read in this run"); fill(this.legend); return; }
+    if (this.nothing) { this.tell(this.other ? "Not both runs have readings of single tensors" : "This run has no readings of single tensors"); fill(this.legend); return; }
     const { run, other, picture, turn } = this;
     const wanted = ["layers", ...(this.expanded.size ? ["tensors"] : []), ...(this.expanded.size && picture === "gsnr" && this.layout.heads.length ? ["heads"] : [])];
     const ask = (id, rows) => api.heatmap(id, { picture, columns: COLUMNS, rows, ...this.stretch(id) });
@@ -141,7 +141,7 @@ export class Heatmap {
       this.tables = new Map(wanted.map((rows, i) => [rows, found[i]]));
       this.measure();
       const shared = !other || this.matched.layers.some((row) => row >= 0);
-      this.tell(!shared ? "The runs have no layer in common" : found[0].columns ? "" : other ? "The runs have no step in common" : this.axis.range ? "Nothing was read in these steps" : "Nothing read yet");
+      this.tell(!shared ? "The runs have no layer in common" : found[0].columns ? "" : other ? "The runs have no step in common" : this.axis.range ? "No readings in these steps" : "Nothing read yet");
     } catch (trouble) {
       if (turn === this.turn) this.tell(trouble.message);
     }

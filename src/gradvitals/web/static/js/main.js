@@ -41,8 +41,8 @@ function state(title, ...parts) {
 
 function empty(folder) {
   state("No runs yet",
-    el("p", { text: `This page shows every run that appears in ${folder}, as soon as it does.` }),
-    el("p", {}, "To have something to look at: ", el("code", { text: "gradvitals demo" })),
+    el("p", { text: `This page shows each run in ${folder} as soon as it starts.` }),
+    el("p", {}, "To try it: ", el("code", { text: "gradvitals demo" })),
     el("p", {}, "In a training script: ", el("code", { text: 'monitor = gv.watch(model, optimizer, run="runs/first")' })));
 }
 
@@ -58,7 +58,7 @@ async function askForRuns() {
   try {
     found = await api.runs();
   } catch (trouble) {
-    if (!runs.length) state("The server does not answer", el("p", { text: "Is gradvitals serve still running? This page tries again by itself." }));
+    if (!runs.length) state("The server does not respond", el("p", { text: "Is gradvitals serve still running? This page keeps trying." }));
     return;
   }
   runs = newestFirst(found.runs);
@@ -97,7 +97,7 @@ async function open(run, others = compared) {
   } catch (trouble) {
     if (run !== current) return;
     const name = runs.find((each) => each.id === run)?.name ?? "";
-    state("This run cannot be shown", el("p", { class: "run-name", text: name }), el("p", { text: trouble.message }));
+    state("Cannot show this run", el("p", { class: "run-name", text: name }), el("p", { text: trouble.message }));
     current = run;
   }
 }

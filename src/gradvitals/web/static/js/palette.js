@@ -45,4 +45,4 @@ export function severityColour(severity) {
 
 export const SIGNS = { critical: "■", warning: "▲", info: "●" };
 export const LEVEL_SIGNS = { healthy: "✓", attention: "▲", unhealthy: "■", pending: "…", unknown: "?" };
-export const LEVEL_WORDS = { healthy: "Healthy", attention: "Needs attention", unhealthy: "Unhealthy", pending: "Not read yet", unknown: "Not judged" };
+export const LEVEL_WORDS = { healthy: "Healthy", attention: "Needs attention", unhealthy: "Unhealthy", pending: "Loading", unknown: "No verdict" };

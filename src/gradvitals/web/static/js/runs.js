@@ -43,7 +43,7 @@ export class RunList {
     this.input.hidden = this.runs.length < FILTER_FROM;
     const shown = this.runs.filter((run) => !this.filter || run.name.toLowerCase().includes(this.filter));
     fill(this.list, shown.map((run) => this.row(run)));
-    this.note.textContent = this.runs.length > 1 ? "Tick runs to draw them beside the one you look at." : "";
+    this.note.textContent = this.runs.length > 1 ? "Check runs to compare them with the current one." : "";
     if (focused) this.list.querySelector(`[data-run="${CSS.escape(focused)}"] ${within === "INPUT" ? "input" : "button"}`)?.focus();
   }
 
@@ -73,8 +73,9 @@ export function newestFirst(runs) {
 
 function stepText(run) {
   if (run.state === "error") return "cannot be read";
-  if (run.state === "unread") return "not read yet";
-  const at = run.last_step === null ? "no step yet" : `step ${step(run.last_step)}`;
+  if (run.state === "unread") return "loading";
+  const steps = (run.last_step ?? -1) + 1;
+  const at = !steps ? "no steps yet" : run.state === "running" ? `step ${step(run.last_step)}` : `${step(steps)} step${steps === 1 ? "" : "s"}`;
   const when = run.heard_at ? ago(run.heard_at, Date.now() / 1000) : "";
   if (run.state === "running") return `${at}, running`;
   if (run.state === "stopped") return `${at}, cut off${when ? ` ${when}` : ""}`;

@@ -14,10 +14,10 @@ export const NAMES = {
 // How to have what a run does not measure.
 const ENABLE = {
   loss: "call monitor.observe(loss) after backward.",
-  "grad/norm": "gradients were not read in this run.",
-  gsnr: "it needs gradient accumulation (two or more backward passes per step), several ranks, or an Adam-like optimizer.",
-  noise_scale: "it needs gradient accumulation or several ranks, and gv.watch(..., batch_size=...).",
-  lr: "the optimizer has none.",
+  "grad/norm": "this run has no gradient readings.",
+  gsnr: "use gradient accumulation (two or more backward passes per step), several ranks, or an Adam-like optimizer.",
+  noise_scale: "use gradient accumulation or several ranks, and gv.watch(..., batch_size=...).",
+  lr: "the optimizer has no learning rate.",
 };
 const UNITS = { noise_scale: "samples" };
 const LOG = new Set(["grad/norm", "gsnr", "noise_scale", "update/ratio"]);
@@ -47,7 +47,7 @@ export class Strip {
       this.log = chosen === "log";
       this.chart.setLog(this.log);
     });
-    this.missing = el("p", { class: "strip-missing dim", hidden: true, text: `${NAMES[metric] || metric} is not measured: ${ENABLE[metric] || "the run does not read it."}` });
+    this.missing = el("p", { class: "strip-missing dim", hidden: true, text: `${NAMES[metric] || metric} is not measured: ${ENABLE[metric] || "this run does not record it."}` });
     this.element = el("section", { class: "strip", "aria-label": NAMES[metric] || metric },
       el("div", { class: "strip-head" },
         el("div", { class: "strip-name" }, el("h3", { text: NAMES[metric] || metric, title: texts?.[metric] || "" }), scale), this.value, this.more),
@@ -145,7 +145,7 @@ export class Strip {
     if (isUntold) this.state.textContent = "Not identifiable at any step so far";
     else if (!lines.length) {
       const missing = this.runs.length && this.runs.every((run) => !this.has(run) || this.all.has(run));
-      this.state.textContent = missing ? "Nothing read yet" : "Loading";
+      this.state.textContent = missing ? "No readings yet" : "Loading";
     }
     this.collapse();
     this.chart.setLines(lines);
@@ -195,7 +195,7 @@ export class Strip {
     const source = this.sources.get(this.runs[0])?.source;
     if (x !== null && first) parts.unshift(el("span", { class: "at", text: this.axis.mode === "step" ? `step ${step(first.x)}` : duration(first.x) }));
     else if (this.metric === "gsnr" && own >= 0) parts.push(...noSignal(lines[own].mean));
-    if (source && !(x !== null && first)) parts.push(el("span", { class: "source", text: `from ${source}`, title: "Where the samples behind it come from" }));
+    if (source && !(x !== null && first)) parts.push(el("span", { class: "source", text: `from ${source}`, title: "Source of the samples" }));
     fill(this.more, parts);
   }
 
@@ -220,7 +220,7 @@ function nowOf(data) {
 // How often no signal could be told from noise, where that was so.
 function noSignal(values) {
   const text = belowZero(values);
-  return text ? [el("span", { class: "below-zero", text, title: "A GSNR of 0 or less: no signal was distinguishable from noise there" })] : [];
+  return text ? [el("span", { class: "below-zero", text, title: "A GSNR of 0 or less: signal and noise cannot be distinguished" })] : [];
 }
 
 function belowZero(values) {

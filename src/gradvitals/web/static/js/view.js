@@ -216,7 +216,7 @@ export class RunView {
         overview.cause ? el("p", {}, el("span", { class: "label", text: "Likely cause" }), el("span", { text: overview.cause })) : null,
         el("p", { class: "fix" }, el("span", { class: "label", text: "Fix" }), el("span", { text: overview.fix })),
         overview.snippet ? el("pre", { class: "snippet", text: overview.snippet }) : null) : null,
-      chips.length ? el("div", { class: "chips" }, chips.map((finding) => el("button", { type: "button", class: `chip ${finding.severity}`, title: finding.title, onclick: () => this.openFinding(finding) }, el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "chip-text", text: finding.title }))), more > 0 ? el("a", { href: "#findings", class: "dim", text: `and ${more} more` }) : null) : null,
+      chips.length ? el("div", { class: "chips" }, chips.map((finding) => el("button", { type: "button", class: `chip ${finding.severity}`, title: finding.title, onclick: () => this.openFinding(finding) }, el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "chip-text", text: finding.name }))), more > 0 ? el("a", { href: "#findings", class: "dim", text: `and ${more} more` }) : null) : null,
     ];
     // A live region is only touched when its words change: screen readers say what is put into it.
     const text = made.map((part) => part?.textContent).join("\n");
@@ -236,7 +236,7 @@ export class RunView {
     const hidden = overview.num_findings - overview.findings.length;
     fill(this.findings,
       el("div", { class: "card-head" }, el("h2", { id: "findings", text: "Findings" }), el("span", { class: "dim", text: overview.findings.length ? `${overview.num_findings}, worst first` : "" })),
-      overview.findings.length ? null : el("p", { class: "dim", text: overview.last_step === null ? "No reading yet." : "No findings." }),
+      overview.findings.length ? null : el("p", { class: "dim", text: overview.last_step === null ? "No readings yet." : "No findings." }),
       overview.findings.map((finding) => {
         const key = `${finding.id} ${finding.first_step} ${finding.rank}`;
         const details = el("details", { class: `finding ${finding.severity}${finding.open ? "" : " over"}`, "data-key": key, open: open.has(key) },
@@ -247,7 +247,7 @@ export class RunView {
         write();
         return details;
       }),
-      hidden > 0 ? el("p", { class: "dim", text: `${hidden} more; gradvitals doctor names them all.` }) : null,
+      hidden > 0 ? el("p", { class: "dim", text: `${hidden} more; gradvitals doctor -v lists them all.` }) : null,
       overview.acted.length ? el("div", { class: "acted" }, el("h3", { text: "Actions" }), overview.acted.map((line) => el("p", { text: line[0].toUpperCase() + line.slice(1) }))) : null,
       overview.monitoring.length ? el("div", { class: "acted" }, el("h3", { text: "Monitoring" }), overview.monitoring.map((note) => el("p", { text: `${note.title} (step ${step(note.step)})` }))) : null);
     if (focused) this.findings.querySelector(`[data-key="${CSS.escape(focused)}"] > summary`)?.focus();
@@ -256,7 +256,7 @@ export class RunView {
   drawFacts(overview) {
     const seconds = (overview.heard_at ?? 0) - (overview.started_at ?? 0);
     const facts = [
-      ["State", { running: "running", finished: "finished", stopped: "cut off: ended without being closed" }[overview.state] ?? overview.state],
+      ["State", { running: "running", finished: "finished", stopped: "cut off: the process ended without closing the run" }[overview.state] ?? overview.state],
       ["Last step", step(overview.last_step)], ["Recorded over", duration(seconds)],
       ["Started", overview.started_at ? new Date(overview.started_at * 1000).toLocaleString() : "–"],
       ["Watched", `${count(overview.num_parameters)} parameters in ${count(overview.num_tensors)} tensors`],
@@ -275,7 +275,7 @@ export class RunView {
     const buttons = () => [...this.worst.querySelectorAll("button")];
     const focused = buttons().indexOf(document.activeElement);
     fill(this.worst, el("div", { class: "card-head" }, el("h2", { text: "Worst tensors" })),
-      found.lists.length ? null : el("p", { class: "dim", text: found.trouble || "Single tensors were not read in this run." }),
+      found.lists.length ? null : el("p", { class: "dim", text: found.trouble || "This run has no readings of single tensors." }),
       el("div", { class: "worst" }, found.lists.map((list) => el("table", {}, el("caption", { text: list.title, title: this.texts[list.metric] }), el("thead", {}, el("tr", {}, ["Tensor", "Value", "Step"].map((text) => el("th", { scope: "col" }, el("span", { class: "unseen", text }))))),
         el("tbody", {}, list.rows.map((item) => el("tr", {}, el("td", {}, tensorButton(item, (kind, row) => this.openTensor(kind, row))), el("td", { class: "n", text: number(item.value) }), el("td", { class: "n dim", text: `at ${step(item.step)}`, title: `step ${step(item.step)}` }))))))));
     if (focused >= 0) buttons()[focused]?.focus({ preventScroll: true }); // the same place in the lists
