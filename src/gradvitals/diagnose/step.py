@@ -138,10 +138,19 @@ class Step:
         return not (self.alternating or self.is_reinforced or self.fact("head/foreign") == 1)
 
     @cached_property
+    def trivial_loss(self) -> float:
+        """The loss of predicting the mean, or the frequency of each class; inf if it is unknown.
+
+        With more classes than samples in a batch, the first batches do not show how frequent each is.
+        """
+        trivial, classes = self.fact("target/trivial_loss"), self.fact("head/softmax_units")
+        return trivial if trivial > 0 and not classes > self.fact("head/samples") else math.inf
+
+    @cached_property
     def loss_left(self) -> float:
         """The recent loss over that of the trivial prediction, or over the first losses if that is unknown."""
-        recent, trivial = self.history["loss"].last(50), self.fact("target/trivial_loss")
-        level = trivial if 0 < trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
+        recent, trivial = self.history["loss"].last(50), self.trivial_loss
+        level = trivial if trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
         return float(np.median(recent)) / level if len(recent) and level > 0 else math.nan
 
     def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:

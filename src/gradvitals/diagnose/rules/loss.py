@@ -37,6 +37,11 @@ class LossNonfinite(Rule):
             "weights": "The weights are not finite since step {broken}, so every forward pass fails from then on",
             "earlier": "{unread} not read and may have left weights that are not finite",
             "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
+            "exploded": (
+                "Outputs explode: the loss was {last_loss} before, and that of predicting the mean is {trivial}; "
+                "initial weights are too large, a recurrence multiplies what passes through it, or the learning rate "
+                "is too high"
+            ),
             "float16": "The model computes in float16, which ends at 65,504 and rounds Adam's eps of 1e-8 to zero",
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
             "forward": (
@@ -52,6 +57,7 @@ class LossNonfinite(Rule):
             "diverged": (
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
+            "exploded": "Start with torch's own initialization, and clip gradients to a norm of {max_norm}",
             "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
             "log": "Clamp the probability before the log, or use the loss of torch that takes logits",
             "check_batch": (
@@ -64,11 +70,12 @@ class LossNonfinite(Rule):
             "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
             "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
         },
-        only_if_chosen=("float16", "log"),
+        only_if_chosen=("float16", "log", "exploded"),
         passed="the loss was finite at every step",
     )
 
     DIVERGED = 10.0  # largest recent norm over its baseline for the run to have diverged
+    EXPLODED = 1e3  # last loss over that of the trivial prediction
 
     last_loss: float = field(default=math.nan, init=False)
     largest: float = field(default=0.0, init=False)
@@ -102,8 +109,11 @@ class LossNonfinite(Rule):
             cause = "log"
         elif half and len(half) == len(step.layout.tensors):
             cause = "float16"
+        elif cause == "forward" and self.last_loss > self.EXPLODED * step.trivial_loss:
+            cause = "exploded"
         lr = step.value("lr")
-        seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
+        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause == "exploded" else {}
+        seen |= {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
         fixes = (cause,) if cause != "forward" else ("check_batch" if step.was_taken else "skipped",)
         causes = ("earlier", cause) if step.unread and fixes == ("check_batch",) else (cause,)
@@ -403,14 +413,14 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
+    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "vanishing")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",
         pattern=(
-            "The loss has hardly fallen since the start of the run and is flat (a note at first, then a warning), or "
-            "has stopped falling later on (a note). Both are judged by a line through the losses and its standard "
-            "error."
+            "The loss has hardly fallen since the start of the run, or from that of predicting the mean or the class "
+            "frequencies, and is flat (a note at first, then a warning), or has stopped falling later on (a note). "
+            "Judged by a line through the losses and its standard error."
         ),
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
@@ -439,6 +449,9 @@ class LossPlateau(Rule):
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
+    TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
+    HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
+    USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
     LATE = 0.01  # a late plateau: the loss fell by less than this share of all it fell since the start
 
@@ -450,6 +463,8 @@ class LossPlateau(Rule):
     rose_at: int = field(default=0, init=False)
     """The last step with a learning rate higher than any before: a warmup is not judged."""
     has_learned: bool = field(default=False, init=False)
+    stands: bool = field(default=False, init=False)
+    """Whether the loss stood still when it was surely late."""
 
     def check(self, step: Step) -> Observation | None:
         """Fits a line through the losses, every 20 steps."""
@@ -468,32 +483,38 @@ class LossPlateau(Rule):
     def _never_fell(self, step: Step) -> Observation | None:
         begin = max(0.4 * step.number, self.rose_at)
         values = step.history["loss"].since(begin)[1]
-        size = abs(self.start)
+        start = min(self.start, step.trivial_loss) if self.start > 0 else self.start
+        size = abs(start)
         recent = float(np.median(step.history["loss"].last(20)))
-        if self.start - recent > self.LEARNED * size:
+        if start - recent > self.LEARNED * size:
             self.has_learned = True
         if self.has_learned or len(values) < 0.5 * self.FIRST_STEPS:
             return None
         fell, error = fall(values)
-        since_start = self.start - recent
+        since_start = start - recent
         # Little for certain and no more than chance; or next to nothing since the start, chance or not.
         flat = abs(fell) + 2 * error < self.FLAT * size and (fell < 2.5 * error or since_start < self.FLAT * size)
+        surely = float(values.mean() - 2 * values.std() / math.sqrt(len(values)))
+        flat |= fell < 2.5 * error and surely > self.USELESS * step.trivial_loss
+        flat |= self.stands and since_start < self.HELD * size
         last = values[-30:]
         doubt = float(last.std()) * math.sqrt(1 / FIRST + 1 / len(last))
-        back = step.number >= 100 and abs(self.start - float(last.mean())) + 2 * doubt < self.FLAT * size
+        back = step.number >= 100 and abs(start - float(last.mean())) + 2 * doubt < self.FLAT * size
         if not (flat or back):
             return None
+        self.stands |= step.number >= self.sure
         ratios = step.history["update/ratio"].last(5)
         ratio = float(np.median(ratios)) if len(ratios) else math.nan
         fallen = since_start > self.FLAT * size
-        seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
+        seen = self._seen(step, recent, since_start) | {"first_loss": start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4 or self._is_aligned(step):
+        # The loss of steps this short falls too slowly to tell from chance.
+        if ratio < (self.SHORT if fell > 2 * error else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
-            expected={"loss": self.start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
+            expected={"loss": start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
             text={"kind": "is flat, little below its start" if fallen else "has hardly fallen since the start"},
             since=int(begin),
             causes=(cause,),
@@ -543,7 +564,6 @@ class LossUnbounded(Rule):
     needs = ("loss", "grad/norm")
     expects_fall = True
     judges_after = 80
-    closes_after = 100
     follows = ("stale_gradients",)
     masks = ("explosion", "still_falling", "loss_spike")
     message = Message(
@@ -566,6 +586,8 @@ class LossUnbounded(Rule):
     FASTER = 1.5  # fall of the last half of the losses over that of the half before
     STEEPER = 3.0  # gradient norm over that of the first steps; on the way to a minimum it falls
 
+    found: bool = field(default=False, init=False)
+
     def check(self, step: Step) -> Observation | None:
         """Compares the halves of the run, every 20 steps."""
         losses, norms = step.history["loss"], step.history["grad/norm"]
@@ -577,7 +599,9 @@ class LossUnbounded(Rule):
         last = losses.last(200)
         begin, middle, end = (float(np.median(part)) for part in np.array_split(last, 3))
         steeper = float(np.median(norms.last(20))) > self.STEEPER * float(np.median(norms.values[:10]))
-        if not (steeper and middle - end > self.FASTER * (begin - middle)):
+        # What has no lower end does not get one, even if the loss falls at a steady pace from here on.
+        self.found |= steeper and middle - end > self.FASTER * (begin - middle)
+        if not self.found:
             return None
         seen = {"loss": now, "first_loss": start, "steps": step.number}
         return Observation(severity="critical", seen=seen, since=0)
@@ -593,8 +617,9 @@ class StillFalling(Rule):
     needs = ("loss",)
     expects_fall = True
     is_symptom = True
-    judges_after = 80
+    judges_after = 20
     follows = (
+        "schedule_over",
         "stale_gradients",
         "lr_too_high",
         "clip_saturated",
@@ -631,7 +656,7 @@ class StillFalling(Rule):
         passed="the loss had leveled out when the run ended, or its learning rate had been lowered",
     )
 
-    FEWEST = 80  # losses
+    FEWEST, SURE = 20, 80  # losses; with fewer than the second it is a note
     LEFT = 0.05  # share of the first loss below which there is little left to learn
     CLEAR = 2.5  # standard errors
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
@@ -667,7 +692,7 @@ class StillFalling(Rule):
         seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
         seen |= {"lr_proposed": step.higher_lr(), "steps_proposed": 5 * (step.number + 1)}
         return Observation(
-            severity="info" if cause == "short" else "warning",
+            severity="info" if cause == "short" or len(losses) < self.SURE else "warning",
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),
@@ -689,7 +714,10 @@ class Memorizing(Rule):
     expects_fall = True
     message = Message(
         name="Memorizing",
-        pattern="The validation loss has risen by 20% or more from its lowest, while the training loss kept falling.",
+        pattern=(
+            "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
+            "note, or a warning if a quarter of what validation had gained is lost again."
+        ),
         title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
         causes={
             "memorizes": (
@@ -708,6 +736,7 @@ class Memorizing(Rule):
     RISE = 1.2  # validation loss over its lowest
     FEWEST = 4  # validations
     GAP = 1.5  # validation loss over training loss
+    LOST = 0.25  # share of what validation had gained since the start of the run
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -728,8 +757,9 @@ class Memorizing(Rule):
         if not (rose and train < 0.9 * self.train_then and val > self.GAP * train):
             return None
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
+        gained = float(np.mean(step.first_losses)) - self.best
         return Observation(
-            severity="warning",
+            severity="warning" if val - self.best > self.LOST * gained else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
             since=self.best_step,
