@@ -74,6 +74,10 @@ CAUSES = {
     "copied_targets": r"targets? (is|are) the inputs?|one place ahead",
     "wrong_sign": r"minus|wrong sign|sign is wrong",
     "root_of_zero": r"root|norm of zero",
+    "time_first": r"time steps?|batch_first",
+    "hidden_softmax": r"softmax",
+    "capacity": r"(few|too small|narrow).{0,30}(units|layer|model)",
+    "penalty": r"penalty|regulari[sz]|weight decay",
     "memorizing": r"memori[sz]|overfit|validation",
 }
 """What the title and the first cause of the leading finding say if they name the right cause."""

@@ -143,7 +143,7 @@ _INSPECTED = {
     "body/layers": "matrices and convolutions that the loss goes through",
     "body/nonlinear": "nonlinear operations between them",
     "body/hidden": "trainable tensors of layers that a module keeps in a plain list or dict, and that nothing changes",
-    "body/equal_units": "matrices whose rows were all the same at the first step, and not zero",
+    "body/equal_units": "matrices whose rows were all the same at the first step, and not zero unless all are",
     "body/softmax_units": "units of a softmax whose result a linear layer is fed, at most",
     "body/time_first": "1 if the samples of a batch are read as the time steps of a recurrent layer, which comes first",
     "mode/eval": "batch norms and dropouts in evaluation mode while the model trains",

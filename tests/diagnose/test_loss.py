@@ -304,6 +304,17 @@ def test_a_loss_that_is_no_better_than_predicting_the_mean_stands_still_whatever
     assert (finding.severity, finding.last_step) == ("warning", None)
 
 
+def test_a_run_that_ends_without_using_its_inputs_has_learned_nothing() -> None:
+    run = stuck_run(1.0, noise=0.02)
+    run.values["loss"] += np.linspace(2.0, 0.1, 400)  # it falls all the time, to what predicting the mean gives
+    diagnosis = run.diagnosis("loss_plateau")
+    for step in run.readings():
+        diagnosis.read(step)
+    finding = only(diagnosis.finish())
+    assert finding.severity == "warning"
+    assert "ignoring the inputs" in finding.title
+
+
 def test_a_noisy_loss_below_that_of_predicting_the_mean_is_no_plateau() -> None:
     assert stuck_run(0.75).findings("loss_plateau") == []
 

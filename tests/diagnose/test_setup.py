@@ -96,7 +96,7 @@ def test_a_setup_that_fits_is_healthy(tmp_path: Path, model: nn.Module, loss_fn:
 class Reader(nn.Module):
     """Reads a sequence, and puts out two scores for it."""
 
-    def __init__(self, kind: type[nn.RNNBase], at: int = -1, **options: bool) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU | nn.RNN], at: int = -1, **options: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.rnn, self.out = kind(3, 8, **options), nn.Linear(16 if options.get("bidirectional") else 8, 2)
@@ -121,7 +121,7 @@ class TimeFirst(Reader):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_samples_taken_for_time_steps_are_found(tmp_path: Path, kind: type[nn.RNNBase]) -> None:
+def test_samples_taken_for_time_steps_are_found(tmp_path: Path, kind: type[nn.LSTM | nn.GRU | nn.RNN]) -> None:
     for number, options in enumerate(({}, {"bidirectional": True})):
         verdict = verdict_of(
             tmp_path / f"bug{number}", Reader(kind, **options), functional.cross_entropy, SEQUENCES, LABELS
@@ -377,8 +377,9 @@ class Stack(nn.Module):
         return 3 * x
 
 
-def alike(model: nn.Sequential, value: float) -> nn.Sequential:
-    nn.init.constant_(model[0].weight, value)
+def alike(model: nn.Sequential, value: float, *, everywhere: bool = False) -> nn.Sequential:
+    for weight in model.parameters() if everywhere else (model[0].weight,):
+        nn.init.constant_(weight, value)  # type: ignore[arg-type]
     return model
 
 
@@ -390,6 +391,7 @@ def alike(model: nn.Sequential, value: float) -> nn.Sequential:
         (Stack(lambda layers: [layer.requires_grad_(False) for layer in layers]), None),
         (alike(net(2), 0.1), "equal_units"),
         (alike(net(2), 0.0), None),
+        (alike(net(2), 0.0, everywhere=True), "equal_units"),
     ],
 )
 def test_layers_outside_the_model_and_units_alike_are_found(

@@ -357,8 +357,10 @@ class Inspection:
         found: dict[str, Tensor | float] = {}
         if before is None:
             matrices = [weight.detach() for weight in graph.leaves.values() if weight.dim() > 1 and len(weight) > 1]
-            if equal := [(weight == weight[:1]).all() & (weight[0] != 0).any() for weight in matrices]:
-                found["body/equal_units"] = torch.stack(equal).sum()
+            if matrices:  # a single layer may start at zero, not all of them
+                zero = torch.stack([(weight == 0).all() for weight in matrices])
+                equal = torch.stack([(weight == weight[:1]).all() for weight in matrices])
+                found["body/equal_units"] = (equal & (~zero | (zero.all() & (len(zero) > 1)))).sum()
         else:  # what another optimizer holds has changed since
             found["body/hidden"] = float(sum(before.get(weight) == version for weight, version in hidden.items()))
         return found

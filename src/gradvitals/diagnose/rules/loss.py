@@ -13,6 +13,7 @@ from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import Step
+from gradvitals.format import number
 from gradvitals.types import Severity
 
 
@@ -503,20 +504,39 @@ class LossPlateau(Rule):
         if not (flat or back):
             return None
         self.stands |= step.number >= self.sure
+        return self._observe(step, start, fell > 2 * error, int(begin))
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if the run ends without being any better than a prediction that knows no inputs."""
+        losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
+        if step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
+            return None
+        fell, error = fall(losses)
+        surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
+        if not surely > self.USELESS * step.trivial_loss:
+            return None
+        return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
+
+    def _observe(self, step: Step, start: float, falls: bool, since: int) -> Observation:
+        recent = float(np.median(step.history["loss"].last(20)))
         ratios = step.history["update/ratio"].last(5)
         ratio = float(np.median(ratios)) if len(ratios) else math.nan
+        size, since_start = abs(start), start - recent
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": start, "ratio": ratio}
         cause = "no_signal"
         # The loss of steps this short falls too slowly to tell from chance.
-        if ratio < (self.SHORT if fell > 2 * error else self.TINY) or self._is_aligned(step):
+        if ratio < (self.SHORT if falls else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
+        kind = "is flat, little below its start" if fallen else "has hardly fallen since the start"
+        if start == step.trivial_loss and not fallen:
+            kind = f"is no better than ignoring the inputs would give ({number(start)})"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
             expected={"loss": start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
-            text={"kind": "is flat, little below its start" if fallen else "has hardly fallen since the start"},
-            since=int(begin),
+            text={"kind": kind},
+            since=since,
             causes=(cause,),
             fixes=(cause,),
         )

@@ -677,7 +677,7 @@ class EqualUnits(Rule):
     is_setup = True
     message = Message(
         name="Units that start alike",
-        pattern="At the first step all rows of a weight matrix are the same, and not zero.",
+        pattern="At the first step all rows of a weight matrix are the same, and not zero unless all weights are.",
         title="In {layers} of the model's weight matrices all units start with the same weights",
         causes={
             "constant": (
