@@ -438,7 +438,7 @@ class LossPlateau(Rule):
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples alone: if the loss of {loss} does not fall even then, check the targets",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
-            "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
+            "large_lr": "Lower the learning rate from {lr} to about {lr_lower}",
             "initialization": (
                 "Compare the outputs of each layer at the start: their standard deviation should be near 1"
             ),
@@ -451,6 +451,7 @@ class LossPlateau(Rule):
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
     TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
+    LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
     HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
     USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
@@ -509,7 +510,7 @@ class LossPlateau(Rule):
     def conclude(self, step: Step) -> Observation | None:
         """Fires if the run ends without being any better than a prediction that knows no inputs."""
         losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
-        if step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
+        if self.has_learned or step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
             return None
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
@@ -528,6 +529,8 @@ class LossPlateau(Rule):
         # The loss of steps this short falls too slowly to tell from chance.
         if ratio < (self.SHORT if falls else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
+        elif ratio > self.LONG and recent > self.ABOVE * step.trivial_loss:
+            cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
         kind = "is flat, little below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
             kind = f"is no better than ignoring the inputs would give ({number(start)})"
