@@ -907,7 +907,7 @@ def softmax_and_one_hot_into_cross_entropy(bug: bool, k: Knobs) -> float:
     return wrong(full, test)
 
 
-@case("loss_mismatch", half="blind")
+@case("loss_mismatch", "output_activation", half="blind")
 def kl_divergence_of_probabilities(bug: bool, k: Knobs) -> float:
     (x, y), test = tabular(5)
     model = nn.Sequential(*mlp(8, 32, 5), nn.Softmax(1) if bug else nn.LogSoftmax(1))

@@ -36,7 +36,7 @@ CAUSES = {
     "no_nonlinearity": r"(no|without an?) (activation|nonlinear)",
     "outputs_count": r"(one|single|\d+) output|outputs? for",
     "dead_units": r"dead|units? .{0,20}(are|is) off|off for every",
-    "initialization": r"initiali[sz]|weights.{0,30}(too large|start)",
+    "initialization": r"initiali[sz]|weights.{0,30}(too large|start)|start.{0,20}same weights",
     "vanishing": r"each layer passes on less|vanish|sigmoid or tanh",
     "no_gradient": r"detach|not used in the forward|no gradient",
     "not_in_optimizer": r"not (given to|in) the optimizer|param_groups",

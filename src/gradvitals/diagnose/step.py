@@ -51,6 +51,9 @@ class RunInfo:
         return cls(**known)
 
 
+LIKELIHOODS = ("cross_entropy", "bce", "bce_logits")
+
+
 class Step:
     """One step's readings, with the run they are part of.
 
@@ -141,10 +144,12 @@ class Step:
     def trivial_loss(self) -> float:
         """The loss of predicting the mean, or the frequency of each class; inf if it is unknown.
 
-        With more classes than samples in a batch, the first batches do not show how frequent each is.
+        With more classes than samples in a batch, the first batches do not show how frequent each is. A likelihood of
+        targets between 0 and 1 cannot reach 0, so that a good prediction may be little better than a trivial one.
         """
         trivial, classes = self.fact("target/trivial_loss"), self.fact("head/softmax_units")
-        return trivial if trivial > 0 and not classes > self.fact("head/samples") else math.inf
+        soft = self.loss_function in LIKELIHOODS and self.fact("target/integer") < 0.99
+        return trivial if trivial > 0 and not soft and not classes > self.fact("head/samples") else math.inf
 
     @cached_property
     def loss_left(self) -> float:
