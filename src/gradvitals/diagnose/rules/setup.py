@@ -681,7 +681,8 @@ class EqualUnits(Rule):
         title="In {layers} of the model's weight matrices all units start with the same weights",
         causes={
             "constant": (
-                "Weights are set to a constant: units with the same weights get the same gradients and stay one unit"
+                "Weights are set to a constant, such as zero: units with the same weights get the same gradients and "
+                "stay one unit"
             )
         },
         fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
