@@ -27,7 +27,9 @@ CLEARLY = 0.1
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each version.")
 @click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--cases", "only", metavar="REGEX", help="Only cases and controls whose name it matches.")
-@click.option("--half", type=click.Choice(("tune", "held")), help="Only this half of the cases, without controls.")
+@click.option(
+    "--half", type=click.Choice(("tune", "held", "blind")), help="Only this half of the cases, without controls."
+)
 @click.option("--quick", is_flag=True, help=f"The first {QUICK} cases with one seed.")
 @click.option("--show", is_flag=True, help="Print what the doctor printed for each buggy run.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
@@ -85,7 +87,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         for name, kinds in by_case.items()
         if name in CONTROLS
     ]
-    halves = {half: _total([one for one in cases if one["half"] == half]) for half in ("tune", "held")}
+    halves = {half: _total([one for one in cases if one["half"] == half]) for half in ("tune", "held", "blind")}
     lines = [o.lines for o in outcomes if o.kind in ("fixed", "control") and o.level == "healthy"]
     return {
         "cases": cases,

@@ -46,7 +46,7 @@ class Case:
     train: Train
     post: str
     half: str
-    """Whether rules were tuned on it (``tune``) or not (``held``)."""
+    """``tune`` if rules were tuned on it, ``held`` if not, ``blind`` if its author had not read the rules."""
 
 
 CASES: dict[str, Case] = {}
@@ -892,3 +892,141 @@ def root_of_zero_in_a_distance(bug: bool, k: Knobs) -> float:
     model = Distance(0.0 if bug else 1e-6)
     fit(model, adam(model, k, 3e-3), mse, (pairs, far), k, steps=300)
     return unexplained(model, (torch.cat([test_x, test_x.roll(1, 0)], 1), (test_y - test_y.roll(1, 0)).abs()))
+
+
+# -- written before the rules were read ------------------------------------------------------------------------------
+
+
+@case("double_softmax", half="blind")
+def softmax_and_one_hot_into_cross_entropy(bug: bool, k: Knobs) -> float:
+    (x, y), test = images()
+    model = nn.Sequential(nn.Flatten(), *mlp(100, 50, 6, act=nn.Sigmoid))
+    end = nn.Softmax(1) if bug else nn.Identity()
+    full = nn.Sequential(model, end)
+    fit(full, sgd(full, k, 0.1), cross_entropy, (x, one_hot(y, 6)), k, steps=360)
+    return wrong(full, test)
+
+
+@case("loss_mismatch", "output_activation", half="blind")
+def kl_divergence_of_probabilities(bug: bool, k: Knobs) -> float:
+    (x, y), test = tabular(5)
+    model = nn.Sequential(*mlp(8, 32, 5), nn.Softmax(1) if bug else nn.LogSoftmax(1))
+    shares = 0.9 * one_hot(y, 5) + 0.02
+    fit(model, adam(model, k, 3e-3), lambda p, y: functional.kl_div(p, y, reduction="batchmean"), (x, shares), k)
+    return wrong(model, test)
+
+
+@case("loss_mismatch", "targets_range", half="blind")
+def labels_of_minus_one_under_bce(bug: bool, k: Knobs) -> float:
+    (x, y), test = binary()
+    model = mlp(8, 32, 1)
+    fit(model, adam(model, k, 0.01), bce_logits, (x, 2 * y - 1 if bug else y), k, steps=600)
+    return wrong_binary(model, test, 0.0)
+
+
+class Reader(nn.Module):
+    """A recurrent layer over sequences, and a linear one on one of its time steps."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], at: int, batch_first: bool) -> None:
+        super().__init__()
+        self.rnn, self.out, self.at = kind(1, 32, batch_first=batch_first), nn.Linear(32, 1), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0][:, self.at])  # type: ignore[no-any-return]
+
+
+@case("time_first", half="blind")
+def batch_first_forgotten(bug: bool, k: Knobs) -> float:
+    train, test = sequences()
+    model = Reader(nn.LSTM, -1, batch_first=not bug)
+    fit(model, adam(model, k, 5e-3), mse, train, k, steps=300)
+    return unexplained(model, test)
+
+
+@case("time_first", half="blind")
+def first_time_step_is_read(bug: bool, k: Knobs) -> float:
+    train, test = sequences()
+    model = Reader(nn.GRU, 0 if bug else -1, batch_first=True)
+    fit(model, adam(model, k, 5e-3), mse, train, k, steps=300)
+    return unexplained(model, test)
+
+
+@case("schedule_zero", half="blind")
+def scheduler_stepped_for_every_batch(bug: bool, k: Knobs) -> float:
+    train, test = images()
+    model = cnn()
+    optimizer = sgd(model, k, 0.02, 0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5 if bug else 5 * 31, 0.5)
+    fit(model, optimizer, cross_entropy, train, k, steps=400, schedule=schedule)
+    return wrong(model, test)
+
+
+@case("clipping", half="blind")
+def clipped_to_a_thousandth(bug: bool, k: Knobs) -> float:
+    train, test = sequences()
+    model = Reader(nn.GRU, -1, batch_first=True)
+    fit(model, sgd(model, k, 0.1, 0.9), mse, train, k, steps=400, clip=1e-3 if bug else 1.0)
+    return unexplained(model, test)
+
+
+@case("hidden_softmax", half="blind")
+def softmax_between_layers(bug: bool, k: Knobs) -> float:
+    train, test = images()
+    act = nn.Softmax(1) if bug else nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(100, 64), act, nn.Linear(64, 64), act, nn.Linear(64, 6))
+    fit(model, sgd(model, k, 0.1, 0.9), cross_entropy, train, k, steps=250)
+    return wrong(model, test)
+
+
+@case("too_early", "lr_low", half="blind")
+def one_step_per_epoch(bug: bool, k: Knobs) -> float:
+    train, test = tabular(5)
+    model = mlp(8, 64, 5)
+    size = 1000 if bug else 32
+    fit(model, sgd(model, k, 0.1), cross_entropy, train, k, steps=30 * (1000 // size), batch=size)
+    return wrong(model, test)
+
+
+@case("log_of_zero", half="blind")
+def log_of_zero_after_a_squeeze(bug: bool, k: Knobs) -> float:
+    (x, _), (test_x, _) = binary()
+    y, model = (x[:, :1] > 0).float(), nn.Sequential(*mlp(8, 32, 1), nn.Sigmoid())
+
+    def loss_fn(p: Tensor, y: Tensor) -> Tensor:
+        p = p.squeeze(1) if bug else p.squeeze(1).clamp(1e-6, 1 - 1e-6)
+        return -(y[:, 0] * p.log() + (1 - y[:, 0]) * (1 - p).log()).mean()
+
+    fit(model, adam(model, k, 0.03), loss_fn, (3 * x, y), k, steps=600)
+    return wrong_binary(model, (3 * test_x, (test_x[:, :1] > 0).float()))
+
+
+@case("initialization", half="blind")
+def every_weight_zero(bug: bool, k: Knobs) -> float:
+    train, test = tabular(4)
+    model = mlp(8, 32, 32, 4)
+    for weight in model.parameters() if bug else ():
+        nn.init.zeros_(weight)
+    fit(model, sgd(model, k, 0.1), cross_entropy, train, k, steps=600)
+    return wrong(model, test)
+
+
+@case("capacity", half="blind")
+def two_hidden_units(bug: bool, k: Knobs) -> float:
+    train, test = tabular(4)
+    units = 2 if bug else 64
+    model = mlp(8, units, units, 4)
+    fit(model, adam(model, k, 0.01), cross_entropy, train, k, steps=600)
+    return wrong(model, test)
+
+
+@case("penalty", half="blind")
+def penalty_as_large_as_the_error(bug: bool, k: Knobs) -> float:
+    train, test = regression()
+    model = mlp(8, 64, 1, act=nn.Tanh)
+
+    def loss_fn(p: Tensor, y: Tensor) -> Tensor:
+        squares = torch.stack([weight.square().sum() for weight in model.parameters()])
+        return mse(p, y) + (1.0 if bug else 1e-5) * squares.sum()
+
+    fit(model, adam(model, k, 5e-3), loss_fn, train, k, steps=600)
+    return unexplained(model, test)

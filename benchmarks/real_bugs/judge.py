@@ -35,8 +35,8 @@ CAUSES = {
     "loss_mismatch": r"(loss|mse|cross.entropy|bce).{0,90}(expects|meant|suits|made for|classes|probabilit|targets)",
     "no_nonlinearity": r"(no|without an?) (activation|nonlinear)",
     "outputs_count": r"(one|single|\d+) output|outputs? for",
-    "dead_units": r"dead|units? .{0,20}(are|is) off|off for every|0 for every",
-    "initialization": r"initiali[sz]|weights.{0,30}(too large|start)",
+    "dead_units": r"dead|units? .{0,20}(are|is) off|off for every",
+    "initialization": r"initiali[sz]|weights.{0,30}(too large|start)|start.{0,20}same weights",
     "vanishing": r"each layer passes on less|vanish|sigmoid or tanh",
     "no_gradient": r"detach|not used in the forward|no gradient",
     "not_in_optimizer": r"not (given to|in) the optimizer|optimizer does not have|param_groups",
@@ -74,6 +74,10 @@ CAUSES = {
     "copied_targets": r"targets? (is|are) the inputs?|equals the input|one (place|position) ahead",
     "wrong_sign": r"minus|wrong sign|sign is wrong",
     "root_of_zero": r"root|norm of zero",
+    "time_first": r"time steps?|batch_first",
+    "hidden_softmax": r"softmax",
+    "capacity": r"(few|too small|narrow).{0,30}(units|layer|model)",
+    "penalty": r"penalty|regulari[sz]|weight decay",
     "memorizing": r"memori[sz]|overfit|validation",
 }
 """What the title and the first cause of the leading finding say if they name the right cause."""

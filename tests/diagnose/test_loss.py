@@ -284,3 +284,88 @@ def test_the_error_of_a_fall_is_right() -> None:
 def test_healthy_losses_are_no_alarm(seed: int) -> None:
     run = healthy_run(1500, seed, loss_spread=(0.02, 0.1, 0.3)[seed], warmup=(10, 100, 300)[seed], floor=0.3)
     assert [f for f in run.findings(*ALL) if f.severity != "info"] == []
+
+
+# -- against the trivial prediction -----------------------------------------------------------------------------------
+
+
+def stuck_run(level: float, steps: int = 400, noise: float = 0.25) -> Run:
+    """A regression whose loss starts at 1.5, reaches a level within 20 steps, and stays there."""
+    run = healthy_run(steps)
+    rng = np.random.default_rng(0)
+    losses = level + 0.5 * np.exp(-np.arange(steps) / 5) + noise * rng.standard_normal(steps)
+    run.values["loss"] = np.maximum(losses, 0.05)
+    run.values["target/trivial_loss"] = np.ones(steps)
+    return run
+
+
+def test_a_loss_that_is_no_better_than_predicting_the_mean_stands_still_whatever_its_start() -> None:
+    finding = only(stuck_run(1.02).findings("loss_plateau"))
+    assert (finding.severity, finding.last_step) == ("warning", None)
+
+
+def test_a_run_that_ends_without_using_its_inputs_has_learned_nothing() -> None:
+    run = stuck_run(1.0, noise=0.02)
+    run.values["loss"] += np.linspace(2.0, 0.1, 400)  # it falls all the time, to what predicting the mean gives
+    diagnosis = run.diagnosis("loss_plateau")
+    for step in run.readings():
+        diagnosis.read(step)
+    finding = only(diagnosis.finish())
+    assert finding.severity == "warning"
+    assert "ignoring the inputs" in finding.title
+
+
+def test_a_noisy_loss_below_that_of_predicting_the_mean_is_no_plateau() -> None:
+    assert stuck_run(0.75).findings("loss_plateau") == []
+
+
+def test_a_loss_that_stood_still_does_so_until_a_tenth_is_gone() -> None:
+    run = stuck_run(1.0, steps=900, noise=0.02)
+    run.values["loss"][300:] -= np.minimum(np.arange(600) / 600 * 0.06, 0.06)
+    assert only(run.findings("loss_plateau")).last_step is None
+    run.values["loss"][300:] -= np.minimum(np.arange(600) / 200 * 0.4, 0.4)
+    assert only(run.findings("loss_plateau")).last_step is not None
+
+
+def test_outputs_that_explode_are_named_when_the_loss_becomes_nan() -> None:
+    run = stuck_run(1.0)
+    run.values["loss"][1], run.values["loss"][2:] = 1e9, np.nan
+    finding = only(run.findings("loss_nonfinite"))
+    assert "Outputs explode" in finding.causes[0]
+    assert "clip gradients" in finding.fixes[0].text
+
+
+# -- memorizing and schedules -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("last", "severity"), [(0.40, "info"), (0.90, "warning")])
+def test_memorizing_is_a_note_until_much_of_what_validation_gained_is_lost(last: float, severity: str) -> None:
+    run = healthy_run(400, floor=0.01)
+    run.values["loss"] = 2.0 * np.exp(-np.arange(400) / 80)
+    run.values["val/loss"] = np.full(400, np.nan)
+    run.values["val/loss"][39::40] = [0.9, 0.5, 0.32, 0.30, 0.32, 0.34, 0.36, 0.38, 0.39, last]
+    assert only(run.findings("memorizing")).severity == severity
+
+
+@pytest.mark.parametrize(("floor", "severity"), [(0.9, "warning"), (0.1, "info")])
+def test_a_schedule_that_is_over_long_before_the_run(floor: float, severity: str) -> None:
+    run = healthy_run(400, floor=floor)
+    run.values["lr"] = 0.1 * 0.5 ** (np.arange(400) // 5)
+    finding = only(run.findings("schedule_over"))
+    assert finding.severity == severity
+    assert "scheduler.step()" in finding.causes[0]
+
+
+def test_a_cosine_to_zero_is_a_schedule_that_lasts() -> None:
+    run = healthy_run(400)
+    run.values["lr"] = 0.05 * (1 + np.cos(np.pi * np.arange(400) / 400))
+    assert run.findings("schedule_over") == []
+
+
+def test_a_run_of_few_steps_whose_loss_still_falls_gets_a_note() -> None:
+    run = healthy_run(30)
+    run.values["loss"], run.values["lr"] = 2.3 - 0.03 * np.arange(30), np.full(30, 1e-3)
+    diagnosis = run.diagnosis("still_falling")
+    for step in run.readings():
+        diagnosis.read(step)
+    assert only(diagnosis.finish()).severity == "info"

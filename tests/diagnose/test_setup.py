@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional
 
 import gradvitals as gv
+from gradvitals.cli import main
 from gradvitals.config import Config
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -89,6 +91,153 @@ def test_the_verdict_leads_with_what_is_wrong_with_the_setup(
 )
 def test_a_setup_that_fits_is_healthy(tmp_path: Path, model: nn.Module, loss_fn: Loss, y: Tensor) -> None:
     assert verdict_of(tmp_path / "run", model, loss_fn, X, y).level == "healthy"
+
+
+class Reader(nn.Module):
+    """Reads a sequence, and puts out two scores for it."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU | nn.RNN], at: int = -1, **options: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.out = kind(3, 8, **options), nn.Linear(16 if options.get("bidirectional") else 8, 2)
+        self.at = at
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the scores of one time step of sequences of shape (samples, time, 3)."""
+        scores: Tensor = self.out(self.rnn(x)[0][:, self.at])
+        return scores
+
+
+SEQUENCES = torch.randn(32, 6, 3, generator=torch.Generator().manual_seed(3))
+
+
+class TimeFirst(Reader):
+    """The same, with time moved to where the layer expects it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the scores of the last time step."""
+        scores: Tensor = self.out(self.rnn(x.transpose(0, 1))[0][-1])
+        return scores
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_samples_taken_for_time_steps_are_found(tmp_path: Path, kind: type[nn.LSTM | nn.GRU | nn.RNN]) -> None:
+    for number, options in enumerate(({}, {"bidirectional": True})):
+        verdict = verdict_of(
+            tmp_path / f"bug{number}", Reader(kind, **options), functional.cross_entropy, SEQUENCES, LABELS
+        )
+        assert verdict.worst is not None
+        assert verdict.worst.finding.id == "layer_wiring"
+        assert verdict.fix is not None
+        assert "batch_first=True" in verdict.fix.text
+    for number, model in enumerate((Reader(kind, batch_first=True), TimeFirst(kind))):
+        verdict = verdict_of(tmp_path / f"fine{number}", model, functional.cross_entropy, SEQUENCES, LABELS)
+        assert verdict.level == "healthy"
+
+
+def test_a_recurrent_layer_whose_first_step_alone_is_used_is_found(tmp_path: Path) -> None:
+    model = Reader(nn.GRU, at=0, batch_first=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(SEQUENCES), LABELS)
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        cause = run.verdict.cause
+    assert "first time step" in (cause or "")
+
+
+def test_a_softmax_between_layers_is_a_note_until_the_loss_stands_still(tmp_path: Path) -> None:
+    hidden = nn.Sequential(nn.Linear(4, 16), nn.Softmax(1), nn.Linear(16, 2))
+    verdict = verdict_of(tmp_path / "run", hidden, functional.cross_entropy, X, LABELS)
+    assert verdict.level == "healthy"
+    assert "layer_wiring" in {item.finding.id for item in verdict.ranked}
+    gate = nn.Sequential(nn.Linear(4, 2), nn.Softmax(1), nn.Linear(2, 2))
+    verdict = verdict_of(tmp_path / "gate", gate, functional.cross_entropy, X, LABELS)
+    assert "layer_wiring" not in {item.finding.id for item in verdict.ranked}
+
+
+SHARES = functional.one_hot(LABELS, 2).float()
+
+
+@pytest.mark.parametrize(
+    ("last", "loss_fn", "y", "said"),
+    [
+        (nn.Softmax(1), functional.cross_entropy, SHARES, "softmax"),
+        (nn.Softmax(1), lambda p, y: -(torch.log_softmax(p, 1) * y).sum(1).mean(), SHARES, "softmax"),
+        (nn.Softmax(1), lambda p, y: functional.kl_div(p, y, reduction="batchmean"), SHARES, "log-probabilities"),
+        (nn.Identity(), functional.binary_cross_entropy_with_logits, 2 * SHARES - 1, "between -1 and 1"),
+    ],
+)
+def test_targets_that_are_shares_of_classes_are_looked_at(
+    tmp_path: Path, last: nn.Module, loss_fn: Loss, y: Tensor, said: str
+) -> None:
+    verdict = verdict_of(tmp_path / "bug", net(2, last), loss_fn, X, y)
+    assert verdict.worst is not None
+    assert verdict.worst.finding.id == "loss_mismatch"
+    assert said in (verdict.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("last", "loss_fn"),
+    [
+        (nn.Identity(), functional.cross_entropy),
+        (nn.LogSoftmax(1), lambda p, y: functional.kl_div(p, y, reduction="batchmean")),
+        (nn.Softmax(1), functional.mse_loss),
+    ],
+)
+def test_such_targets_under_a_loss_that_expects_them_are_healthy(
+    tmp_path: Path, last: nn.Module, loss_fn: Loss
+) -> None:
+    assert verdict_of(tmp_path / "run", net(2, last), loss_fn, X, SHARES).level == "healthy"
+
+
+@pytest.mark.parametrize("loss_fn", [functional.binary_cross_entropy_with_logits, functional.cross_entropy])
+def test_binary_and_one_hot_labels_that_come_sorted_are_found(tmp_path: Path, loss_fn: Loss) -> None:
+    model = net(1 if loss_fn is functional.binary_cross_entropy_with_logits else 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for step in range(40):
+            positive = torch.full((32, 1), float(step // 5 % 2))
+            y = (
+                positive
+                if loss_fn is functional.binary_cross_entropy_with_logits
+                else torch.cat((positive, 1 - positive), 1)
+            )
+            optimizer.zero_grad()
+            loss = loss_fn(model(torch.randn(32, 4)), y)
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        assert "data_order" in {finding.id for finding in run.findings}
+
+
+def test_a_root_of_zero_is_named_although_the_first_step_was_not_inspected(tmp_path: Path) -> None:
+    """As under `gradvitals run`, which meets the optimizer at its first step."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "torch.manual_seed(0)\n"
+        "net = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\n"
+        "for _ in range(20):\n"
+        "    x = torch.randn(8, 4)\n"
+        "    other = torch.cat((x[:1], torch.randn(7, 4)))\n"
+        "    loss = torch.sqrt((net(x) - net(other)).square().sum(1)).mean()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    result = CliRunner().invoke(main, ["run", "--quiet", "--out", str(tmp_path / "run"), str(script)])
+    assert result.exit_code == 0, result.output
+    with gv.open_run(tmp_path / "run") as run:
+        verdict = run.verdict
+    assert "square root" in (verdict.cause or "")
+    assert (verdict.fix.text if verdict.fix else "").startswith("Add a small number")
 
 
 class Tagger(nn.Module):
@@ -228,8 +377,9 @@ class Stack(nn.Module):
         return 3 * x
 
 
-def alike(model: nn.Sequential, value: float) -> nn.Sequential:
-    nn.init.constant_(model[0].weight, value)
+def alike(model: nn.Sequential, value: float, *, everywhere: bool = False) -> nn.Sequential:
+    for weight in model.parameters() if everywhere else (model[0].weight,):
+        nn.init.constant_(weight, value)  # type: ignore[arg-type]
     return model
 
 
@@ -241,6 +391,7 @@ def alike(model: nn.Sequential, value: float) -> nn.Sequential:
         (Stack(lambda layers: [layer.requires_grad_(False) for layer in layers]), None),
         (alike(net(2), 0.1), "equal_units"),
         (alike(net(2), 0.0), None),
+        (alike(net(2), 0.0, everywhere=True), "equal_units"),
     ],
 )
 def test_layers_outside_the_model_and_units_alike_are_found(

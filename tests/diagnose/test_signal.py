@@ -83,7 +83,7 @@ def test_noise_that_drowns_the_signal_is_no_alarm(seed: int) -> None:
     )
     families = (signal, batch, schedule)
     rules = [rule() for rule in RULES.values() if rule.__module__ in {family.__name__ for family in families}]
-    assert len(rules) == 15
+    assert len(rules) == 16
     assert alarms(diagnose(run, *rules, layout=make_layout(BLOCKS, HEADS))) == []
 
 

@@ -71,6 +71,7 @@ ERRORS = (
 """Operations whose results are not negative, as errors are."""
 MAX_TERMS = 12
 """Operations in a row that are looked through for errors."""
+SOFTMAX = ("SoftmaxBackward",)
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
 SUM = 2
@@ -338,6 +339,7 @@ class Inspection:
             found |= head.numbers()
             found |= _text_numbers(entry, head)
             found |= self._layer_numbers(graph)
+            found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
         else:  # evaluation may have left the model in its mode since
             modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
         found |= modes
@@ -359,11 +361,21 @@ class Inspection:
         found: dict[str, Tensor | float] = {}
         if before is None:
             matrices = [weight.detach() for weight in graph.leaves.values() if weight.dim() > 1 and len(weight) > 1]
-            if equal := [(weight == weight[:1]).all() & (weight[0] != 0).any() for weight in matrices]:
-                found["body/equal_units"] = torch.stack(equal).sum()
+            if matrices:  # a single layer may start at zero, not all of them
+                zero = torch.stack([(weight == 0).all() for weight in matrices])
+                equal = torch.stack([(weight == weight[:1]).all() for weight in matrices])
+                found["body/equal_units"] = (equal & (~zero | (zero.all() & (len(zero) > 1)))).sum()
         else:  # what another optimizer holds has changed since
             found["body/hidden"] = float(sum(before.get(weight) == version for weight, version in hidden.items()))
         return found
+
+    def _reads_samples_as_time(self, graph: Graph, head: Head) -> bool:
+        """Whether the second dimension of a recurrent layer's output is read as time, which is its first."""
+        layers = [m for m in self._table.model.modules() if isinstance(m, nn.RNNBase)]
+        if not layers or any(layer.batch_first for layer in layers):
+            return False
+        picks = [n for n in (*graph.others, *head.nodes) if _is(n, ("SelectBackward", "MeanBackward"))]
+        return any(_dims(node) == [1] and _is_time_major(_inputs(node)[0]) for node in picks)
 
     def _is_entry(self, layer: Any) -> bool:
         """Whether a layer acts on data rather than on another layer's output."""
@@ -425,14 +437,26 @@ class Inspection:
             found |= {"target/integer": (finite == finite.round()).float().mean()}
             found |= {"target/row_sum": finite.sum(1).mean(), "target/columns": float(finite.shape[1])}
             found |= {"target/nonfinite": (~flat.isfinite()).sum()}
-            found |= {"target/one_hot": ((finite.sum(1) == 1) & (finite.max(1).values == 1)).float().mean()}
+            one_hot = (finite.sum(1) == 1) & (finite.max(1).values == 1)
+            found |= {"target/one_hot": one_hot.float().mean()}
+            if head.loss not in ("cross_entropy", "bce", "bce_logits"):
+                pass
+            elif finite.shape[1] == 1:
+                share, whole = finite.mean(), ((finite == 0) | (finite == 1)).all()
+                found |= {"target/purity": whole * torch.maximum(share, 1 - share), "target/dominant": share > 0.5}
+            else:
+                share = finite.mean(0)
+                found |= {"target/purity": one_hot.all() * share.max(), "target/dominant": share.argmax()}
             if head.loss == "mse" and head.is_mean:
                 found["target/trivial_loss"] = variance.mean()
+            elif head.loss == "cross_entropy" and head.is_mean:
+                found["target/trivial_loss"] = -torch.special.xlogy(mean, mean).sum()
             elif head.loss in ("bce", "bce_logits") and head.is_mean:
                 p = mean.clamp(0, 1)
                 found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
             if not self._first:
-                found = {"target/nonfinite": found["target/nonfinite"]}
+                later = ("target/nonfinite", "target/purity", "target/dominant")
+                found = {name: found[name] for name in later if name in found}
         return found
 
     def _write(self, found: dict[str, Tensor | float]) -> None:
@@ -457,7 +481,7 @@ class Head:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         nodes = graph.head
-        self._nodes, self._members = nodes, set(nodes)
+        self.nodes, self._members = nodes, set(nodes)
         self.labels: Tensor | None = None
         """Classes as integers."""
         self.targets: Tensor | None = None
@@ -489,12 +513,12 @@ class Head:
             "HuberLoss": "smooth_l1",
             "KlDiv": "kl",
         }
-        for node in self._nodes:
+        for node in self.nodes:
             kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
             if kind:
                 self.loss = kind
                 weighted = _saved(node, "weight", "pos_weight") is not None
-                self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted
+                self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted and self._is_whole(node)
                 target = _saved(node, "target")
                 own = _saved(node, "self")
                 if kind == "nll" and target is not None:
@@ -505,18 +529,52 @@ class Head:
                 else:
                     self.targets = target
                 return
-        for node in self._nodes:
+        for node in self.nodes:
             if _is(node, ("PowBackward", "AbsBackward")) and self._is_difference(node):
                 self.loss = "l1" if _is(node, ("AbsBackward",)) else "mse"
+                self.is_mean = self._is_whole(node)
                 self._targets_from_difference(node)
                 return
-        logs = [node for node in self._nodes if _is(node, ("LogBackward", "LogSoftmaxBackward"))]
-        for node in self._nodes:
+        if self._finds_product():
+            return
+        logs = [node for node in self.nodes if _is(node, ("LogBackward", "LogSoftmaxBackward"))]
+        for node in self.nodes:
             if logs and _is(node, ("MulBackward",)):
                 other = self._constant(node)
                 if other is not None and other.dim() > 0 and other.is_floating_point():
                     self.loss, self.targets = "log", other
                     return
+
+    def _is_whole(self, node: Any) -> bool:
+        """Whether the loss is this node or its mean: no other term is added to it, and nothing scales it."""
+        above = self.nodes[0]
+        while above is not node and _is(above, ("MeanBackward", *VIEWS)):
+            above = _inputs(above)[0]
+        return above is node
+
+    def _finds_product(self) -> bool:
+        """Finds cross-entropy and the KL divergence of targets that are shares of classes.
+
+        Both end in a product of the targets with what should be log-probabilities, summed up.
+        """
+        node, scale = self.nodes[0] if self.nodes else None, False
+        while node is not None and _is(node, ("NegBackward", "DivBackward", *REDUCED)):
+            scale |= _is(node, ("DivBackward", "MeanBackward"))
+            operands = _inputs(node)
+            node = operands[0] if all(one is None for one in operands[1:]) else None
+        kind = "cross_entropy"
+        if node is not None and _is(node, ("SubBackward",)):
+            operands = _inputs(node)
+            kind, node = "kl", operands[1] if operands[0] is None else None
+        targets = self._constant(node) if node is not None and _is(node, ("MulBackward",)) else None
+        if targets is None or targets.dim() < 2:
+            return False
+        factor = next(one for one in _inputs(node) if one is not None)
+        if not _is(factor, ("LogSoftmaxBackward",) if kind == "cross_entropy" else ("SoftmaxBackward",)):
+            return False
+        self.loss, self.targets, self.classes = kind, targets, targets.shape[1]
+        self.is_mean = scale and targets.dim() == 2
+        return True
 
     def _is_difference(self, node: Any) -> bool:
         before = _inputs(node)[0]
@@ -558,21 +616,21 @@ class Head:
             found["head/softmax_units"] = float(shape[dim]) if -len(shape) <= dim < len(shape) else math.nan
         elif self.loss == "cross_entropy":
             found["head/softmax_units"] = float(self.classes)
-        found["head/broadcast"] = float(any(self._broadcasts(node) for node in self._nodes))
-        logs = [node for node in self._nodes if _is(node, ("LogBackward",))]
+        found["head/broadcast"] = float(any(self._broadcasts(node) for node in self.nodes))
+        logs = [node for node in self.nodes if _is(node, ("LogBackward",))]
         found["head/scrambled"] = float(self.loss == "cross_entropy" and self._is_scrambled())
         found["head/log"] = float(any(self._is_bare_log(node) for node in logs))
         found["head/negated"] = self._negated()
-        found["head/root"] = float(any(self._is_root(node) for node in self._nodes))
+        found["head/root"] = float(any(self._is_root(node) for node in self.nodes))
         found["head/raw_log"] = float(self.loss == "log" and any(self._is_raw_log(node) for node in logs))
         found["head/logs"] = float(len(logs))
         foreign = [layer for layer in last if graph.weight_row(layer) < 0]
         found["head/foreign"] = float(bool(last) and len(foreign) == len(last))
-        products = [node for node in self._nodes if _is(node, ("MmBackward", "BmmBackward"))]
+        products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
-        found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self._nodes))
+        found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self.nodes))
         found["head/terms"] = float(len(last))
-        signs = [self._both_signs(node) for node in self._nodes if _is(node, ("MulBackward",))]
+        signs = [self._both_signs(node) for node in self.nodes if _is(node, ("MulBackward",))]
         if known := [sign for sign in signs if sign is not None]:
             found["head/signed_weights"] = torch.stack(known).amax()
         matrices = [layer for layer in graph.layers if _is(layer, MATRIX)]
@@ -580,6 +638,8 @@ class Head:
         bent = [n for n in graph.others if not _is(n, LINEAR) and not self._is_scaling(n)]
         bent += [layer for layer in graph.layers if _is(layer, (*RECURRENT, NORMS[2], NORMS[3]))]
         found["body/nonlinear"] = float(len(bent))
+        shares = [_shape(fed)[-1] for layer in matrices if (fed := _fed_by(layer)) is not None and _is(fed, SOFTMAX)]
+        found["body/softmax_units"] = float(max(shares, default=0))
         return found
 
     def _is_scaling(self, node: Any) -> bool:
@@ -599,7 +659,7 @@ class Head:
 
     def _is_scrambled(self) -> bool:
         """Whether a reshape put the last layer's units elsewhere: (n, length, units) read as (n, units, length)."""
-        node = next((node for node in self._nodes if _is(node, ("LogSoftmaxBackward",))), None)
+        node = next((node for node in self.nodes if _is(node, ("LogSoftmaxBackward",))), None)
         shape = _shape(node) if node is not None else []
         while node is not None and not _is(node, LAYERS):
             operands = [one for one in _inputs(node) if one is not None]
@@ -622,13 +682,13 @@ class Head:
             node = operands[0]
             if _is(node, ("SoftmaxBackward", "SigmoidBackward")):
                 return True
-            if not _is(node, ("RsubBackward", "SubBackward", *PASS_THROUGH)):
+            if not _is(node, ("RsubBackward", "SubBackward", *PASS_THROUGH, *VIEWS)):
                 return False
         return False
 
     def _negated(self) -> Tensor | float:
         """Whether the loss is an error with a minus before it: a loss function of torch, or squares and the like."""
-        negated, node = False, self._nodes[0] if self._nodes else None
+        negated, node = False, self.nodes[0] if self.nodes else None
         while node is not None and _is(node, ("NegBackward", *REDUCED)):
             negated ^= _is(node, ("NegBackward",))
             node = next(iter(_inputs(node)), None)
@@ -679,6 +739,33 @@ class Head:
             return None
         whole = (other == other.round()).all()
         return ((other.min() < 0) & (other.max() > 0) & ~whole).float()
+
+
+def _dims(node: Any) -> list[int]:
+    """Returns the dimensions that an operation removes, counted from the first."""
+    dims = getattr(node, "_saved_dim", None)
+    dims = [dims] if isinstance(dims, int) else list(dims or [])
+    rank = len(_shape(_inputs(node)[0])) if _inputs(node)[0] is not None else 0
+    dims = [dim - (1 << 64) if dim >= 1 << 63 else dim for dim in dims]
+    return [dim + rank if dim < 0 else dim for dim in dims]
+
+
+def _is_time_major(node: Any) -> bool:
+    """Whether a node puts out all steps of a recurrence, one after the other along its first dimension."""
+    if node is not None and _is(node, ("CatBackward",)):  # two directions
+        return all(_is_time_major(one) for one in _inputs(node))
+    return node is not None and (_is(node, RECURRENT) or (_is(node, ("StackBackward",)) and _dims(node)[:1] == [0]))
+
+
+def _fed_by(layer: Any) -> Any:
+    """Returns the operation whose result a linear layer is fed, dropout and views aside; None if there is none."""
+    fed = [one for one in _inputs(layer) if one is not None and not hasattr(one, "variable")]
+    weights = [one for one in fed if _is(one, ("TBackward",)) and hasattr(_inputs(one)[0], "variable")]
+    fed = [one for one in fed if one not in weights]
+    node = fed[0] if len(fed) == 1 and weights else None
+    while node is not None and _is(node, ("NativeDropoutBackward", *VIEWS)):
+        node = _inputs(node)[0]
+    return node
 
 
 def _output_of(node: Any) -> Tensor | None:

@@ -51,6 +51,9 @@ class RunInfo:
         return cls(**known)
 
 
+LIKELIHOODS = ("cross_entropy", "bce", "bce_logits")
+
+
 class Step:
     """One step's readings, with the run they are part of.
 
@@ -138,10 +141,21 @@ class Step:
         return not (self.alternating or self.is_reinforced or self.fact("head/foreign") == 1)
 
     @cached_property
+    def trivial_loss(self) -> float:
+        """The loss of predicting the mean, or the frequency of each class; inf if it is unknown.
+
+        With more classes than samples in a batch, the first batches do not show how frequent each is. A likelihood of
+        targets between 0 and 1 cannot reach 0, so that a good prediction may be little better than a trivial one.
+        """
+        trivial, classes = self.fact("target/trivial_loss"), self.fact("head/softmax_units")
+        soft = self.loss_function in LIKELIHOODS and self.fact("target/integer") < 0.99
+        return trivial if trivial > 0 and not soft and not classes > self.fact("head/samples") else math.inf
+
+    @cached_property
     def loss_left(self) -> float:
         """The recent loss over that of the trivial prediction, or over the first losses if that is unknown."""
-        recent, trivial = self.history["loss"].last(50), self.fact("target/trivial_loss")
-        level = trivial if 0 < trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
+        recent, trivial = self.history["loss"].last(50), self.trivial_loss
+        level = trivial if trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
         return float(np.median(recent)) / level if len(recent) and level > 0 else math.nan
 
     def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:

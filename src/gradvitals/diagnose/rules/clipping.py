@@ -81,7 +81,7 @@ class ClipSaturated(_Clipping):
         name="Clipping on every step",
         pattern=(
             "More than 95% of the last few hundred norms exceed the clipping limit (a note), or 20 in a row are over "
-            "1,000 times the limit (a warning)."
+            "1,000 times the limit, or all over 10 times the limit while most of the loss is left (a warning)."
         ),
         title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
@@ -101,6 +101,7 @@ class ClipSaturated(_Clipping):
     WINDOW = 300  # steps looked back on; two thirds of them must exist
     SHORT, FEWEST = 10.0, 40  # a limit this many times below each of so many norms makes every step too short
     FAR = 1000.0  # 20 norms of this many times the limit are a mistake, reported at once
+    LATE, LEFT = 160, 0.5  # steps after which that is a mistake if this share of the trivial loss is left
     HIGH = 100.0  # which is the gradient's if its norm is over this, else the limit's
 
     share: float = 0.95
@@ -118,6 +119,7 @@ class ClipSaturated(_Clipping):
             return None  # Adam makes steps as long whatever the size of the gradient
         usual, proposed = np.quantile(norms, (0.5, self.QUANTILE))
         seen = {"percent": 100 * clipped, "limit": limit, "norm": float(usual), "steps": len(norms)}
+        far |= short and step.number >= self.LATE and step.loss_left > self.LEFT
         cause = "scale" if far and usual > self.HIGH else "low"
         return Observation(
             severity="warning" if far else "info",

@@ -68,7 +68,7 @@ class Nonfinite(Rule):
                 "Restore a checkpoint from before step {safe} and check the batch of step {at} with torch.isfinite"
             ),
             "float16": "Keep weights and optimizer state in float32 from step {at} on, and compute under autocast",
-            "root": "Add a small epsilon inside the square root, and restore a checkpoint from before step {at}",
+            "root": "Restore a checkpoint from before step {at}, and add a small epsilon inside the square root",
             "batch": "Check the batch of step {at} with torch.isfinite, and the loss for a log or square root of zero",
             "skip": (
                 "Skip steps with a NaN or infinite gradient: clip_grad_norm_(error_if_nonfinite=True) raises an error"
@@ -106,6 +106,10 @@ class Nonfinite(Rule):
         if self.last < 0 or step.number - self.last > self.closes_after:
             self._start(step)
         self.bad_for, self.last = self.bad_for + 1, step.number
+        late = self.cause == "batch" and self.seen.get("loss", math.nan) < math.inf and step.fact("head/root") == 1
+        if late and not self.earlier:  # no batch was inspected before
+            self.cause = "root"
+            return replace(self._observe("critical", (self.cause,), (self.cause,)), active=False)
         skipped, guarded = step.value("step/skipped") == 1, step.value("step/left_out") == 1
         ordinary = (skipped or guarded) and self.bad_for <= self.skips
         if guarded:
@@ -379,7 +383,8 @@ class Explosion(Rule):
             w / math.sqrt(info.shape[0]) for w, info in zip(weights, step.layout.tensors, strict=True) if info.shape[1:]
         ]
         causes: tuple[str, ...] = ("loss_scale", "initialization")
-        if rows and np.median(rows) > 10:
+        # A factor on the loss is one on its gradient too: it does not change their ratio.
+        if (rows and np.median(rows) > 10) or share > self.SENSITIVITY:
             causes = ("initialization", "loss_scale")
         if norm > self.SCALE * whole:
             seen = _numbers(step, norm / whole) | {"scale": norm / whole}

@@ -13,6 +13,7 @@ from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import Step
+from gradvitals.format import number
 from gradvitals.types import Severity
 
 
@@ -37,6 +38,10 @@ class LossNonfinite(Rule):
             "weights": "The weights have been NaN or infinite since step {broken}, so every later forward pass fails",
             "earlier": "{unread} not read and may have left NaN or infinite weights",
             "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
+            "exploded": (
+                "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. The initial "
+                "weights are too large, a recurrence multiplies its input, or the learning rate is too high"
+            ),
             "float16": (
                 "The model computes in float16, which overflows above 65,504 and rounds Adam's eps of 1e-8 to zero"
             ),
@@ -54,6 +59,7 @@ class LossNonfinite(Rule):
             "diverged": (
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
+            "exploded": "Start with torch's own initialization, and clip gradients to a norm of {max_norm}",
             "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
             "log": "Clamp the probability before the log, or use the PyTorch loss that takes logits",
             "check_batch": (
@@ -66,11 +72,12 @@ class LossNonfinite(Rule):
             "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
             "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
         },
-        only_if_chosen=("float16", "log"),
+        only_if_chosen=("float16", "log", "exploded"),
         passed="the loss was finite at every step",
     )
 
     DIVERGED = 10.0  # largest recent norm over its baseline for the run to have diverged
+    EXPLODED = 1e3  # last loss over that of the trivial prediction
 
     last_loss: float = field(default=math.nan, init=False)
     largest: float = field(default=0.0, init=False)
@@ -104,8 +111,11 @@ class LossNonfinite(Rule):
             cause = "log"
         elif half and len(half) == len(step.layout.tensors):
             cause = "float16"
+        elif cause == "forward" and self.last_loss > self.EXPLODED * step.trivial_loss:
+            cause = "exploded"
         lr = step.value("lr")
-        seen = {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
+        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause == "exploded" else {}
+        seen |= {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
         fixes = (cause,) if cause != "forward" else ("check_batch" if step.was_taken else "skipped",)
         causes = ("earlier", cause) if step.unread and fixes == ("check_batch",) else (cause,)
@@ -410,14 +420,14 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
+    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "vanishing")
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",
         pattern=(
-            "The loss has hardly fallen since the start of the run and is flat (a note at first, then a warning), or "
-            "has stopped falling later on (a note). Both are decided by a line fitted to the losses and its standard "
-            "error."
+            "The loss has hardly fallen since the start of the run, or below that of predicting the mean or the class "
+            "frequencies, and is flat (a note at first, then a warning), or has stopped falling later on (a note). "
+            "Both are decided by a line fitted to the losses and its standard error."
         ),
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
@@ -434,7 +444,7 @@ class LossPlateau(Rule):
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples only: if the loss of {loss} does not fall even then, check the targets",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
-            "large_lr": "Try a learning rate of {lr_lower}, and one of {lr_proposed}",
+            "large_lr": "Lower the learning rate from {lr} to about {lr_lower}",
             "initialization": (
                 "Compare the outputs of each layer at the start: their standard deviation should be near 1"
             ),
@@ -446,6 +456,10 @@ class LossPlateau(Rule):
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
+    TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
+    LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
+    HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
+    USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
     LATE = 0.01  # a late plateau: the loss fell by less than this share of all it fell since the start
 
@@ -457,6 +471,8 @@ class LossPlateau(Rule):
     rose_at: int = field(default=0, init=False)
     """The last step with a learning rate higher than any before: a warmup is not judged."""
     has_learned: bool = field(default=False, init=False)
+    stands: bool = field(default=False, init=False)
+    """Whether the loss stood still when it was surely late."""
 
     def check(self, step: Step) -> Observation | None:
         """Fits a line through the losses, every 20 steps."""
@@ -475,34 +491,61 @@ class LossPlateau(Rule):
     def _never_fell(self, step: Step) -> Observation | None:
         begin = max(0.4 * step.number, self.rose_at)
         values = step.history["loss"].since(begin)[1]
-        size = abs(self.start)
+        start = min(self.start, step.trivial_loss) if self.start > 0 else self.start
+        size = abs(start)
         recent = float(np.median(step.history["loss"].last(20)))
-        if self.start - recent > self.LEARNED * size:
+        if start - recent > self.LEARNED * size:
             self.has_learned = True
         if self.has_learned or len(values) < 0.5 * self.FIRST_STEPS:
             return None
         fell, error = fall(values)
-        since_start = self.start - recent
+        since_start = start - recent
         # Little for certain and no more than chance; or next to nothing since the start, chance or not.
         flat = abs(fell) + 2 * error < self.FLAT * size and (fell < 2.5 * error or since_start < self.FLAT * size)
+        surely = float(values.mean() - 2 * values.std() / math.sqrt(len(values)))
+        flat |= fell < 2.5 * error and surely > self.USELESS * step.trivial_loss
+        flat |= self.stands and since_start < self.HELD * size
         last = values[-30:]
         doubt = float(last.std()) * math.sqrt(1 / FIRST + 1 / len(last))
-        back = step.number >= 100 and abs(self.start - float(last.mean())) + 2 * doubt < self.FLAT * size
+        back = step.number >= 100 and abs(start - float(last.mean())) + 2 * doubt < self.FLAT * size
         if not (flat or back):
             return None
+        self.stands |= step.number >= self.sure
+        return self._observe(step, start, fell > 2 * error, int(begin))
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if the run ends without being any better than a prediction that knows no inputs."""
+        losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
+        if self.has_learned or step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
+            return None
+        fell, error = fall(losses)
+        surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
+        if not surely > self.USELESS * step.trivial_loss:
+            return None
+        return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
+
+    def _observe(self, step: Step, start: float, falls: bool, since: int) -> Observation:
+        recent = float(np.median(step.history["loss"].last(20)))
         ratios = step.history["update/ratio"].last(5)
         ratio = float(np.median(ratios)) if len(ratios) else math.nan
+        size, since_start = abs(start), start - recent
         fallen = since_start > self.FLAT * size
-        seen = self._seen(step, recent, since_start) | {"first_loss": self.start, "ratio": ratio}
+        seen = self._seen(step, recent, since_start) | {"first_loss": start, "ratio": ratio}
         cause = "no_signal"
-        if ratio < 1e-4 or self._is_aligned(step):
+        # The loss of steps this short falls too slowly to tell from chance.
+        if ratio < (self.SHORT if falls else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
+        elif ratio > self.LONG and recent > self.ABOVE * step.trivial_loss:
+            cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
+        kind = "is flat, little below its start" if fallen else "has hardly fallen since the start"
+        if start == step.trivial_loss and not fallen:
+            kind = f"is no better than ignoring the inputs would give ({number(start)})"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
-            expected={"loss": self.start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
-            text={"kind": "is flat, barely below its start" if fallen else "has hardly fallen since the start"},
-            since=int(begin),
+            expected={"loss": start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
+            text={"kind": kind},
+            since=since,
             causes=(cause,),
             fixes=(cause,),
         )
@@ -550,7 +593,6 @@ class LossUnbounded(Rule):
     needs = ("loss", "grad/norm")
     expects_fall = True
     judges_after = 80
-    closes_after = 100
     follows = ("stale_gradients",)
     masks = ("explosion", "still_falling", "loss_spike")
     message = Message(
@@ -577,6 +619,8 @@ class LossUnbounded(Rule):
     FASTER = 1.5  # fall of the last half of the losses over that of the half before
     STEEPER = 3.0  # gradient norm over that of the first steps; on the way to a minimum it falls
 
+    found: bool = field(default=False, init=False)
+
     def check(self, step: Step) -> Observation | None:
         """Compares the halves of the run, every 20 steps."""
         losses, norms = step.history["loss"], step.history["grad/norm"]
@@ -588,7 +632,9 @@ class LossUnbounded(Rule):
         last = losses.last(200)
         begin, middle, end = (float(np.median(part)) for part in np.array_split(last, 3))
         steeper = float(np.median(norms.last(20))) > self.STEEPER * float(np.median(norms.values[:10]))
-        if not (steeper and middle - end > self.FASTER * (begin - middle)):
+        # What has no lower end does not get one, even if the loss falls at a steady pace from here on.
+        self.found |= steeper and middle - end > self.FASTER * (begin - middle)
+        if not self.found:
             return None
         seen = {"loss": now, "first_loss": start, "steps": step.number}
         return Observation(severity="critical", seen=seen, since=0)
@@ -604,8 +650,9 @@ class StillFalling(Rule):
     needs = ("loss",)
     expects_fall = True
     is_symptom = True
-    judges_after = 80
+    judges_after = 20
     follows = (
+        "schedule_over",
         "stale_gradients",
         "lr_too_high",
         "clip_saturated",
@@ -641,7 +688,7 @@ class StillFalling(Rule):
         passed="the loss had leveled off when the run ended, or the learning rate had decayed",
     )
 
-    FEWEST = 80  # losses
+    FEWEST, SURE = 20, 80  # losses; with fewer than the second it is a note
     LEFT = 0.05  # share of the first loss below which there is little left to learn
     CLEAR = 2.5  # standard errors
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
@@ -677,7 +724,7 @@ class StillFalling(Rule):
         seen = {"fell": fell, "steps": count, "loss": end, "lr": lr, "ratio": ratio, "total": step.number + 1}
         seen |= {"lr_proposed": step.higher_lr(), "steps_proposed": 5 * (step.number + 1)}
         return Observation(
-            severity="info" if cause == "short" else "warning",
+            severity="info" if cause == "short" or len(losses) < self.SURE else "warning",
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),
@@ -699,7 +746,10 @@ class Memorizing(Rule):
     expects_fall = True
     message = Message(
         name="Overfitting",
-        pattern="The validation loss has risen by 20% or more from its lowest, while the training loss kept falling.",
+        pattern=(
+            "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
+            "note, or a warning once a quarter of what validation had gained is lost again."
+        ),
         title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
         causes={
             "memorizes": (
@@ -718,6 +768,7 @@ class Memorizing(Rule):
     RISE = 1.2  # validation loss over its lowest
     FEWEST = 4  # validations
     GAP = 1.5  # validation loss over training loss
+    LOST = 0.25  # share of what validation had gained since the start of the run
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -738,8 +789,9 @@ class Memorizing(Rule):
         if not (rose and train < 0.9 * self.train_then and val > self.GAP * train):
             return None
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
+        gained = float(np.mean(step.first_losses)) - self.best
         return Observation(
-            severity="warning",
+            severity="warning" if val - self.best > self.LOST * gained else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
             since=self.best_step,

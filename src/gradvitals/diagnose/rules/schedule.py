@@ -326,6 +326,67 @@ def _before_first_step(step: Step, weights: Floats, ratios: Floats) -> Floats:
 
 @register
 @dataclass
+class ScheduleOver(Rule):
+    """The schedule has taken the learning rate to nothing, and the run continues for as long again."""
+
+    id = "schedule_over"
+    family = "schedule"
+    needs = ("lr", "loss")
+    judges_after = 50
+    follows = ("stale_gradients", "lr_too_high")
+    masks = ("decay_due", "loss_plateau")
+    message = Message(
+        name="Schedule over too early",
+        pattern=(
+            "For more than half of all steps, the learning rate is under 0.5% of its highest: a note, or a warning if "
+            "much of the loss is left."
+        ),
+        title="The learning rate fell from {peak_lr} to under {low} by step {at}, and is {lr_now} at step {steps}",
+        causes={
+            "decayed": (
+                "The schedule is over long before the run, most often because scheduler.step() is called for every "
+                "batch of a schedule that counts epochs"
+            )
+        },
+        fixes={
+            "epochs": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run"
+        },
+        changes={"epochs": {"scheduler_step": "epoch"}},
+        snippets={"epochs": "for epoch in range(epochs):\n    ...  # all batches\n    scheduler.step()"},
+        is_certain=True,
+        passed="the schedule lasts as long as the run",
+    )
+
+    OVER = 5e-3  # share of the highest learning rate; a cosine is under it in the last 5% of its steps
+    FEWEST = 50  # steps
+    LEFT = 0.5  # share of the loss of a trivial prediction
+
+    highest: float = field(default=0.0, init=False)
+    over_since: int = field(default=-1, init=False)
+    low_since: int = field(default=-1, init=False)
+    """The first step under a tenth of the highest learning rate."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires while the learning rate is next to nothing, once that has lasted for half of the run."""
+        lr = step.value("lr")
+        self.highest = max(self.highest, lr) if lr == lr else self.highest
+        self.low_since = -1 if lr > 0.1 * self.highest else step.number if self.low_since < 0 else self.low_since
+        self.over_since = -1 if lr > self.OVER * self.highest else self.over_since
+        if not lr <= self.OVER * self.highest or not self.highest > 0:
+            return None
+        self.over_since = step.number if self.over_since < 0 else self.over_since
+        if step.number < max(2 * self.over_since, self.over_since + self.FEWEST):
+            return None
+        seen = {"peak_lr": self.highest, "low": self.OVER * self.highest, "at": self.over_since, "lr_now": lr}
+        return Observation(
+            severity="warning" if step.loss_left > self.LEFT else "info",
+            seen=seen | {"steps": step.number},
+            since=self.low_since,
+        )
+
+
+@register
+@dataclass
 class DecayDue(Rule):
     """The signal has faded and the loss has leveled out, while the learning rate has not changed."""
 

@@ -29,6 +29,7 @@ LOSS_NAMES = {
     "mse": "mse_loss",
     "l1": "l1_loss",
     "smooth_l1": "smooth_l1_loss",
+    "kl": "kl_div",
 }
 
 
@@ -117,7 +118,7 @@ class LossMismatch(Rule):
                 "gradients stay small"
             ),
             "double_sigmoid": "The model applies a sigmoid, and {loss} applies another one",
-            "no_log": "nll_loss expects log-probabilities, but gets {given}",
+            "no_log": "{loss} expects log-probabilities, but gets {given}",
             "relu_output": (
                 "The model ends in a ReLU: outputs cannot be negative, and an output that is 0 for every sample never "
                 "learns"
@@ -167,7 +168,7 @@ class LossMismatch(Rule):
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
             "double_softmax": "Remove the softmax before {loss}, which expects logits",
             "double_sigmoid": "Remove the sigmoid before {loss}, which expects logits",
-            "no_log": "Use cross_entropy on the output of the last linear layer",
+            "no_log": "Use {instead} on the output of the last linear layer",
             "relu_output": "Remove the ReLU after the last layer{instead}",
             "bounded": "Remove the {activation} after the last layer, or scale the targets to [{low}, {high}]",
             "classes": "Use {classes} outputs and cross_entropy",
@@ -175,7 +176,7 @@ class LossMismatch(Rule):
             "raw_log": "Remove the log and use binary_cross_entropy_with_logits on the raw output",
             "broadcast": "Give targets the shape of the outputs: y.unsqueeze(1), or outputs.squeeze(1)",
             "mse_classes": "Use cross_entropy on the outputs of the last layer, with class indices as targets",
-            "range": "Divide the targets by {target_max}, so that they lie between 0 and 1",
+            "range": "Scale the targets from [{target_min}, {target_max}] to [0, 1]",
             "scrambled": "Swap the dimensions with transpose, or flatten both: logits.flatten(0, 1) and y.flatten()",
             "negated": "Remove the minus sign before the loss",
             "padding": "Exclude padding from the loss with ignore_index={pad_label}",
@@ -185,7 +186,7 @@ class LossMismatch(Rule):
             "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
             "double_softmax": {"output": "none"},
             "double_sigmoid": {"output": "none"},
-            "no_log": {"loss": "cross_entropy", "output": "none"},
+            "no_log": {"output": "log_softmax"},
             "relu_output": {"output": "none"},
             "bounded": {"output": "none"},
             "classes": {"loss": "cross_entropy", "output": "none"},
@@ -203,13 +204,13 @@ class LossMismatch(Rule):
             "one_unit": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any softmax",
             "double_softmax": "loss = F.cross_entropy(logits, y)  # logits: before any softmax",
             "double_sigmoid": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any sigmoid",
-            "no_log": "loss = F.cross_entropy(logits, y)",
+            "no_log": "{log_code}",
             "classes": "self.out = nn.Linear(self.out.in_features, {classes})\nloss = F.cross_entropy(logits, y)",
             "multi_label": "loss = F.binary_cross_entropy_with_logits(logits, y)",
             "raw_log": "loss = F.binary_cross_entropy_with_logits(logits, y)",
             "broadcast": "loss = F.mse_loss(outputs, y.unsqueeze(1))",
             "mse_classes": "loss = F.cross_entropy(logits, labels)",
-            "range": "y = y / {target_max}",
+            "range": "y = {scaled}",
             "scrambled": "loss = F.cross_entropy(logits.transpose(1, 2), y)",
             "padding": "loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index={pad_label})",
             "copied": "loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())",
@@ -261,7 +262,15 @@ class LossMismatch(Rule):
             "activation": name,
             "given": "probabilities" if activation else "raw outputs",
             "instead": "" if loss in ("cross_entropy", "bce_logits") else ", or use a Tanh if targets are in [-1, 1]",
+            "scaled": f"y / {self.high:g}",
         }
+        if cause == "no_log":
+            text["instead"] = "cross_entropy" if loss == "nll" else "log_softmax"
+            text["log_code"] = "loss = F.cross_entropy(logits, y)"
+            if loss == "kl":
+                text["log_code"] = 'loss = F.kl_div(F.log_softmax(logits, dim=1), y, reduction="batchmean")'
+        if cause == "range" and self.low < 0:
+            text["scaled"] = f"(y + {-self.low:g}) / {self.high - self.low:g}"
         return Observation(
             severity="info" if cause == "mse_classes" else severity,
             seen=seen,
@@ -295,14 +304,14 @@ class LossMismatch(Rule):
             return "double_softmax"
         if loss == "bce_logits" and activation == "sigmoid":
             return "double_sigmoid"
-        if loss == "nll" and values.get("head/logs") == 0 and activation in ("", "softmax", "sigmoid"):
+        if loss in ("nll", "kl") and values.get("head/logs") == 0 and activation in ("", "softmax", "sigmoid"):
             return "no_log"
         if activation == "relu" and (loss in ("cross_entropy", "bce_logits") or (known and self.low < -0.02 * span)):
             return "relu_output"
         if values.get("head/raw_log") == 1:
             return "raw_log"
-        if known and likelihood and self.high > 1 + self.MARGIN:
-            few = values.get("target/integer", 0) > 0.99 and values.get("target/columns") == 1
+        if known and likelihood and (self.high > 1 + self.MARGIN or self.low < -self.MARGIN):
+            few = values.get("target/integer", 0) > 0.99 and values.get("target/columns") == 1 and self.low >= 0
             return "classes" if few and values.get("head/units") == 1 else "range" if loss != "log" else ""
         if known and loss in REGRESSION and activation in ("sigmoid", "tanh", "softmax"):
             bottom = -1.0 if activation == "tanh" else 0.0
@@ -323,7 +332,7 @@ class LossMismatch(Rule):
             "one_unit": "The model applies a softmax to a single output",
             "double_softmax": "The model applies a softmax before cross_entropy",
             "double_sigmoid": "The model applies a sigmoid before binary_cross_entropy_with_logits",
-            "no_log": "nll_loss gets outputs that are not log-probabilities",
+            "no_log": f"{LOSS_NAMES.get(loss, 'The loss')} gets outputs that are not log-probabilities",
             "relu_output": "The model ends in a ReLU",
             "bounded": f"The targets are outside the range of the output's {activation}",
             "classes": "One output unit cannot learn several classes",
@@ -549,6 +558,71 @@ class NoNonlinearity(Rule):
 
 @register
 @dataclass
+class LayerWiring(Rule):
+    """A layer is fed what it cannot learn from."""
+
+    id = "layer_wiring"
+    family = "setup"
+    needs = ("body/layers",)
+    judges_after = 0
+    closes_after = NEVER
+    is_setup = True
+    message = Message(
+        name="Layers wired wrongly",
+        pattern=(
+            "A recurrent layer without batch_first=True takes the samples of a batch for time steps; or a linear layer "
+            "is fed the result of a softmax (a note, unless a symptom confirms it)."
+        ),
+        title="{what}",
+        causes={
+            "time": (
+                "The model reads time steps at dimension 1, but without batch_first=True a recurrent layer has time "
+                "at dimension 0: its state passes from sample to sample, and each sees one time step of its own"
+            ),
+            "softmax": (
+                "A softmax as a hidden activation turns {units} outputs into shares of about {share} each: hardly any "
+                "signal passes to the next layer, and hardly any gradient back"
+            ),
+        },
+        fixes={
+            "time": "Make the recurrent layer with batch_first=True",
+            "softmax": "Replace the softmax between layers with nn.ReLU()",
+        },
+        changes={"time": {"batch_first": True}, "softmax": {"activation": "ReLU"}},
+        snippets={
+            "time": "self.rnn = nn.LSTM(inputs, hidden, batch_first=True)",
+            "softmax": "nn.Linear(inputs, {units}), nn.ReLU(), ...",
+        },
+        is_certain=True,
+        passed="layers are fed what they can learn from",
+    )
+
+    FEWEST = 8  # units of a softmax that is no gate
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        values = step.values
+        units = values.get("body/softmax_units", 0.0)
+        if values.get("head/foreign") == 1:
+            return None
+        if values.get("body/time_first") == 1:
+            what = "A recurrent layer runs over the samples of a batch instead of the time steps"
+            text = {"what": what}
+            return Observation(severity="warning", seen={}, text=text, since=0, causes=("time",), fixes=("time",))
+        if not units >= self.FEWEST:
+            return None
+        return Observation(
+            severity="info",
+            seen={"units": int(units), "share": 1 / units},
+            text={"what": "A softmax is used between layers"},
+            since=0,
+            causes=("softmax",),
+            fixes=("softmax",),
+        )
+
+
+@register
+@dataclass
 class HiddenLayers(Rule):
     """Layers that the loss uses are not parameters of the model, so that no optimizer holds them."""
 
@@ -602,10 +676,13 @@ class EqualUnits(Rule):
     is_setup = True
     message = Message(
         name="Identical units",
-        pattern="At the first step all rows of a weight matrix are the same, and not zero.",
+        pattern="At the first step all rows of a weight matrix are the same, and not zero unless all weights are.",
         title="All units start with the same weights in {layers} of the model's weight matrices",
         causes={
-            "constant": "The weights start at a constant: identical units get identical gradients and stay identical"
+            "constant": (
+                "The weights start at a constant, such as zero: identical units get identical gradients and stay "
+                "identical"
+            )
         },
         fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
         changes={"constant": {"initialization": "default"}},
@@ -676,7 +753,7 @@ class DataOrder(Rule):
             self.last, self.last_step = values["input/checksum"], step.number
             if self.same >= self.SAME and values.get("input/part") == 1:
                 return self._observe("same", "Every step trains on the same batch", samples)
-        if "target/purity" in values and samples >= self.FEWEST:
+        if "target/purity" in values and samples >= self.FEWEST and not step.alternating:
             if values["target/purity"] >= self.PURE:
                 self.pure += 1
                 dominant = int(values.get("target/dominant", -1.0))

@@ -50,6 +50,10 @@ class DeadTensor(Rule):
             "unused": "{first} has had no gradient since step {at}: the forward pass does not use it, or detaches it",
             "died": "All units after {first} are off: a ReLU whose inputs are all negative passes no gradient back",
             "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
+            "first_step": (
+                "The loss uses only the first time step of a recurrent layer, whose hidden state starts at zero: "
+                "{first} multiplies nothing else, and later time steps are never seen"
+            ),
             "rounded": "The gradient of {first} is too small for float16 and becomes zero: see precision_underflow",
             "cut_off": "{first} had gradients until step {at}: it was frozen or detached, or is no longer used",
             "cancels": (
@@ -63,12 +67,13 @@ class DeadTensor(Rule):
             ),
             "died": "Start again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
             "zero": "Check what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
+            "first_step": "Use the last time step: out[:, -1] with batch_first=True, out[-1] without",
             "rounded": "Use bfloat16, or a loss scale, so that {first} receives a gradient",
             "cut_off": "Check what happened at step {at}: requires_grad_(False), a callback, or a branch that ended",
             "cancels": "No action needed: it does no harm; you can also create the layer with bias=False",
             "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
         },
-        only_if_chosen=("rounded", "cancels"),
+        only_if_chosen=("rounded", "cancels", "first_step"),
         passed="every tensor has a gradient",
     )
 
@@ -133,6 +138,8 @@ class DeadTensor(Rule):
             return ("cut_off",) if missing else ("died",)
         if missing:
             return ("unused",)
+        if all("weight_hh" in infos[int(index)].name for index in dead):
+            return ("first_step",)
         learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero_for[info.index]}
         if all(len(infos[int(index)].shape) == 1 and infos[int(index)].layer in learning for index in dead):
             return ("cancels",)
@@ -231,6 +238,7 @@ class UnchangedWeights(Rule):
     needs = ("grad/norm", "update/rms")
     reads = "tensors"
     holds = True
+    follows = ("schedule_over",)
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
@@ -245,16 +253,11 @@ class UnchangedWeights(Rule):
                 "optimizer holds the parameters of a different model"
             ),
             "zero_lr": "The learning rate is 0",
-            "decayed": (
-                "The learning rate has decayed from {peak_lr} to {lr} by step {at}: the schedule ends long before the "
-                "run, most often because scheduler.step() is called for every batch instead of once per epoch"
-            ),
             "stopped": "{first} changed until step {at}: now the lr of its group is 0, or its gradient is too small",
             "resolution": "Updates of {first} are lost: they are smaller than half the gap between two {dtype} numbers",
         },
         fixes={
             "left_out": "Create the optimizer after the last change to the model, and pass it {first}",
-            "decayed": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run",
             "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
             "zero_lr": "Check the schedule: its learning rate has been 0 since step {at}",
             "stopped": "Check what happened at step {at}: a group's lr set to 0, or a gradient that fell to {gradient}",
@@ -262,12 +265,11 @@ class UnchangedWeights(Rule):
         },
         changes={"zeroed": {"zero_grad": "after_step"}},
         snippets={"zeroed": "loss.backward()\noptimizer.step()\noptimizer.zero_grad()"},
-        only_if_chosen=("zeroed", "zero_lr", "resolution", "decayed"),
+        only_if_chosen=("zeroed", "zero_lr", "resolution"),
         passed="every trained tensor changed",
     )
 
     PATIENCE_MOVED = 5  # steps in a row, for weights that moved at nearly every step before
-    DECAYED = 1e-3  # share of the highest learning rate under which a schedule is over
     LOST = 0.25  # weights in half precision that stand still at this share of steps lose updates to rounding
 
     patience: int = 20
@@ -318,8 +320,6 @@ class UnchangedWeights(Rule):
         if everything and not self.moved.any() and cause == "left_out" and lr > 0:
             cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
-        if cause == "stopped" and 0 < lr < self.DECAYED * max(step.history["lr"].values, default=0.0):
-            cause = "decayed"
         seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
         return Observation(
@@ -344,7 +344,7 @@ class UpdateRatio(Rule):
     needs = ("update/ratio",)
     judges_after = 30
     closes_after = 110
-    follows = ("stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
+    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
     masks = ("update_spike", "lr_too_high", "warmup_needed")
     message = Message(
         name="Update too large or too small",
