@@ -640,7 +640,7 @@ class StillFalling(Rule):
     needs = ("loss",)
     expects_fall = True
     is_symptom = True
-    judges_after = 20
+    judges_after = 50
     follows = (
         "schedule_over",
         "stale_gradients",
@@ -679,7 +679,7 @@ class StillFalling(Rule):
         passed="the loss had leveled out when the run ended, or its learning rate had been lowered",
     )
 
-    FEWEST, SURE = 20, 80  # losses; with fewer than the second it is a note
+    FEWEST, SURE = 50, 80  # losses; with fewer than the second it is a note
     LEFT = 0.05  # share of the first loss below which there is little left to learn
     CLEAR = 2.5  # standard errors
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them
