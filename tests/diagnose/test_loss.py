@@ -363,8 +363,8 @@ def test_a_cosine_to_zero_is_a_schedule_that_lasts() -> None:
 
 
 def test_a_run_of_few_steps_whose_loss_still_falls_gets_a_note() -> None:
-    run = healthy_run(30)
-    run.values["loss"], run.values["lr"] = 2.3 - 0.03 * np.arange(30), np.full(30, 1e-3)
+    run = healthy_run(60)
+    run.values["loss"], run.values["lr"] = 2.3 - 0.02 * np.arange(60), np.full(60, 1e-3)
     diagnosis = run.diagnosis("still_falling")
     for step in run.readings():
         diagnosis.read(step)

@@ -169,7 +169,7 @@ SHARES = functional.one_hot(LABELS, 2).float()
         (nn.Softmax(1), functional.cross_entropy, SHARES, "softmax"),
         (nn.Softmax(1), lambda p, y: -(torch.log_softmax(p, 1) * y).sum(1).mean(), SHARES, "softmax"),
         (nn.Softmax(1), lambda p, y: functional.kl_div(p, y, reduction="batchmean"), SHARES, "log-probabilities"),
-        (nn.Identity(), functional.binary_cross_entropy_with_logits, 2 * SHARES - 1, "between -1 and 1"),
+        (nn.Identity(), functional.binary_cross_entropy_with_logits, 2 * SHARES - 1, "from -1 to 1"),
     ],
 )
 def test_targets_that_are_shares_of_classes_are_looked_at(
@@ -237,7 +237,7 @@ def test_a_root_of_zero_is_named_although_the_first_step_was_not_inspected(tmp_p
     with gv.open_run(tmp_path / "run") as run:
         verdict = run.verdict
     assert "square root" in (verdict.cause or "")
-    assert (verdict.fix.text if verdict.fix else "").startswith("Add a small number")
+    assert (verdict.fix.text if verdict.fix else "").startswith("Add a small epsilon")
 
 
 class Tagger(nn.Module):

@@ -39,7 +39,7 @@ class LossNonfinite(Rule):
             "earlier": "{unread} not read and may have left NaN or infinite weights",
             "diverged": "Training diverged: the gradient norm had grown to {ratio}× its baseline",
             "exploded": (
-                "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. The initial "
+                "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. Initial "
                 "weights are too large, a recurrence multiplies its input, or the learning rate is too high"
             ),
             "float16": (
@@ -537,7 +537,7 @@ class LossPlateau(Rule):
             cause = "small_lr"
         elif ratio > self.LONG and recent > self.ABOVE * step.trivial_loss:
             cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
-        kind = "is flat, little below its start" if fallen else "has hardly fallen since the start"
+        kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
             kind = f"is no better than ignoring the inputs would give ({number(start)})"
         return Observation(
@@ -650,7 +650,7 @@ class StillFalling(Rule):
     needs = ("loss",)
     expects_fall = True
     is_symptom = True
-    judges_after = 20
+    judges_after = 50
     follows = (
         "schedule_over",
         "stale_gradients",
@@ -688,7 +688,7 @@ class StillFalling(Rule):
         passed="the loss had leveled off when the run ended, or the learning rate had decayed",
     )
 
-    FEWEST, SURE = 20, 80  # losses; with fewer than the second it is a note
+    FEWEST, SURE = 50, 80  # losses; with fewer than the second it is a note
     LEFT = 0.05  # share of the first loss below which there is little left to learn
     CLEAR = 2.5  # standard errors
     SHORT, SHARE_SHORT = 1e-3, 0.28  # update over weight norm that makes steps short, and `share` for them

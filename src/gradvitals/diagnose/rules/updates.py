@@ -186,6 +186,7 @@ class DeadUnits(Rule):
     )
 
     PATIENCE = 3  # readings in a row
+    LASTING = 20  # steps that they take at least: the first batches of a GAN are all alike
     FEWEST = 8  # samples in a batch, and units in a layer unless all of them are dead
     EARLY = 2  # steps from the start at which units that are dead were so from the start
 
@@ -195,20 +196,27 @@ class DeadUnits(Rule):
     first: Floats = field(default_factory=empty, init=False)
     """Share at the first reading, plus one; 0 before it."""
     dead_for: Floats = field(default_factory=empty, init=False)
+    """Readings in a row."""
+    dead_since: Floats = field(default_factory=empty, init=False)
+    """Step of the first of them."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at a reading of activations."""
         shares = step.tensors("activation/dead_fraction")
         if shares is None or step.fact("head/samples") < self.FEWEST:
             return None
-        self.first, self.dead_for = resized(self.first, len(shares)), resized(self.dead_for, len(shares))
+        self.first, self.dead_for, self.dead_since = (
+            resized(one, len(shares)) for one in (self.first, self.dead_for, self.dead_since)
+        )
         known = np.isfinite(shares)
         if step.number <= self.EARLY:
             self.first = np.where(known & (self.first == 0), 1 + np.where(known, shares, 0.0), self.first)
         units = np.array([info.shape[0] if info.shape else 1 for info in step.layout.tensors])
         dead = known & (shares >= np.where(units >= self.FEWEST, self.share, 1.0))
+        self.dead_since = np.where(dead & (self.dead_for == 0), step.number, self.dead_since)
         self.dead_for = np.where(dead, self.dead_for + 1, np.where(known, 0.0, self.dead_for))
-        chosen = np.flatnonzero(dead & (self.dead_for >= self.PATIENCE))
+        lasts = (self.dead_for >= self.PATIENCE) & (step.number - self.dead_since >= self.LASTING)
+        chosen = np.flatnonzero(dead & lasts)
         if not len(chosen):
             return None
         chosen = chosen[np.argsort(-np.asarray(shares)[chosen], kind="stable")]
