@@ -91,7 +91,7 @@ def test_the_quick_gate_holds() -> None:
     for row in rows.values():
         assert (row["watched"], row["identical"], row["loss"], row["verdict"]) == ("yes", True, True, True), row
         assert row["batch"] is not False, row
-    assert "Seen: loss 19" in rows["thirty_steps"]["headline"]
+    assert "So far: loss 19" in rows["thirty_steps"]["headline"]
 
 
 def test_a_script_that_is_not_watched_needs_the_declared_reason() -> None:

@@ -358,7 +358,28 @@ def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> 
         (found,) = (finding for finding in run.findings if finding.id == "dead_units")
     assert before.worst is not None
     assert before.worst.finding.id == "dead_units"
+    assert {item.finding.id for item in before.ranked if item.is_open} - {"dead_units"} == {
+        item.finding.id for item in before.consequences() if item.is_open
+    }
     assert found.last_step is not None
+
+
+def test_a_rate_that_is_far_too_high_explains_everything_up_to_nan(tmp_path: Path) -> None:
+    model = net(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = functional.mse_loss(model(X), NUMBERS)
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        verdict = run.verdict
+    assert verdict.worst is not None
+    assert verdict.worst.finding.id == "lr_too_high"
+    assert {"loss_nonfinite", "nonfinite"} <= {item.finding.id for item in verdict.consequences()}
+    assert all(item in verdict.consequences() for item in verdict.ranked[1:] if item.is_open)
 
 
 class Stack(nn.Module):

@@ -53,7 +53,8 @@ def _is_consequence(finding: Finding, root: Finding, last_seen: Mapping[str, int
     if RULES[root.id].is_setup:
         return root.last_step is None
     in_time = found >= root.first_step and (ended is None or finding.first_step <= ended)
-    return in_time and (not RULES[finding.id].follows_if_later or finding.first_step > root.first_step)
+    explained = not RULES[finding.id].follows_if_later or finding.id in RULES[root.id].masks
+    return in_time and (explained or finding.first_step > root.first_step)
 
 
 def _linked(finding: Finding, root: Finding) -> Finding:

@@ -158,8 +158,17 @@ class Verdict:
         return sum(item.is_open for item in self.ranked)
 
     def consequences(self) -> tuple[RankedFinding, ...]:
-        """Returns the findings that the worst one caused."""
-        return tuple(item for item in self.ranked[1:] if item.finding.follows == self.ranked[0].finding.id)
+        """Returns the findings that the worst one caused, directly or through others."""
+        causes = {item.finding.id: item.finding.follows for item in self.ranked}
+        root, caused = self.ranked[0].finding.id, []
+        for item in self.ranked[1:]:
+            cause, seen = item.finding.follows, {item.finding.id}
+            while cause is not None and cause != root and cause not in seen:
+                seen.add(cause)
+                cause = causes.get(cause)
+            if cause == root:
+                caused.append(item)
+        return tuple(caused)
 
     def reaches(self, severity: Severity) -> bool:
         """Returns whether any finding weighs this much by now, or more."""

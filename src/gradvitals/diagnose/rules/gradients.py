@@ -175,7 +175,7 @@ class Explosion(Rule):
     id = "explosion"
     family = "gradients"
     is_symptom = True
-    follows = ("stale_gradients", "lr_too_high")
+    follows = ("stale_gradients", "lr_too_high", "dead_units")
     taints_steps = True
     message = Message(
         name="Gradient explosion",

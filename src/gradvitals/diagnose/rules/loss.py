@@ -26,7 +26,7 @@ class LossNonfinite(Rule):
     family = "loss"
     is_symptom = True
     needs = ("loss",)
-    follows = ("nonfinite",)
+    follows = ("lr_too_high", "nonfinite")
     follows_if_later = True  # the loss is computed before its gradient
     masks = ("loss_rising", "loss_spike", "loss_plateau")
     taints_steps = True
@@ -420,7 +420,10 @@ class LossPlateau(Rule):
     expects_fall = True
     judges_after = 100
     closes_after = 150
-    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "vanishing")
+    follows = (
+        "schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "dead_units",
+        "vanishing",
+    )  # fmt: skip
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
         name="Loss plateau",

@@ -352,7 +352,7 @@ class UpdateRatio(Rule):
     needs = ("update/ratio",)
     judges_after = 30
     closes_after = 110
-    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated")
+    follows = ("schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "dead_units")
     masks = ("update_spike", "lr_too_high", "warmup_needed")
     message = Message(
         name="Update too large or too small",
