@@ -68,7 +68,7 @@ from gradvitals.worker.record import (
     Part,
     StepRecord,
 )
-from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
+from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files, successor
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
 if TYPE_CHECKING:
@@ -691,13 +691,11 @@ class Monitor:
         return True
 
     def _revive_worker(self) -> None:
-        """The journal is full: if the worker is gone, a thread continues its work."""
-        if self._worker is None or self._worker.is_alive or self._journal is None:
+        """Continue the work of a worker that is gone in a thread."""
+        if self._worker is None or self._worker.is_alive or self._journal is None or self._journal.path is None:
             return
-        exists = (self._path / "run.db").exists()
-        setup = replace(self._setup, resume=exists, first_step=0, state={})
         self._channel = ThreadChannel()
-        self._worker = WorkerThread(Worker(setup, self._journal, self._channel))
+        self._worker = WorkerThread(successor(self._setup, self._journal.path, self._channel))
 
     def _describe(self) -> dict[str, Any]:
         """What is kept about the run."""

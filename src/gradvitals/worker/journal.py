@@ -23,7 +23,7 @@ from pathlib import Path
 from gradvitals.errors import RunError
 from gradvitals.store.opening import filesystem_type, is_shared
 
-MAGIC = b"gvjrnl01"
+MAGIC = b"gvjrnl02"
 HEADER_BYTES = 4096
 HEAD, TAIL, DROPPED, CLOSED, CAPACITY = 64, 128, 192, 200, 16
 MAX_CAPACITY = 1 << 32
@@ -92,7 +92,7 @@ class Journal:
         size = len(memory)
         magic, header, capacity = struct.unpack_from("<8sQQ", memory, 0) if size > HEADER_BYTES else (b"", 0, 0)
         if magic != MAGIC or header != HEADER_BYTES or capacity != size - HEADER_BYTES or capacity > MAX_CAPACITY:
-            raise RunError(f"{path} is not a journal of gradvitals, or is damaged; delete it")
+            raise RunError(f"{path} is not a journal of this version of gradvitals, or is damaged; delete it")
         return cls(path, memory, capacity)
 
     # -- writing ------------------------------------------------------------------------------------------------
