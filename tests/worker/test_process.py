@@ -144,7 +144,7 @@ from pathlib import Path
 import torch
 import gradvitals as gv
 
-how, run = sys.argv[1:]
+how, killed_at, run = sys.argv[1:]
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 config = gv.Config(worker="process", quiet=True, tensor_every=1000, overhead_budget=1)
@@ -156,7 +156,7 @@ for step in range(1110):
     monitor.observe(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    if step == 1100:
+    if step == int(killed_at):
         monitor.flush()
         os.kill(json.loads((Path(run) / "journal.json").read_text())["worker"]["pid"], 9)
 if how == "both":
@@ -164,9 +164,11 @@ if how == "both":
 """
 
 
+@pytest.mark.parametrize("killed_at", ["1100", "1109"])
 @pytest.mark.parametrize("how", ["worker alone", "both"])
-def test_a_worker_killed_late_takes_no_written_step_with_it(tmp_path: Path, how: str) -> None:
-    process = subprocess.run([sys.executable, "-c", LATE, how, str(tmp_path / "run")], check=False, capture_output=True)
+def test_a_worker_killed_late_takes_no_written_step_with_it(tmp_path: Path, how: str, killed_at: str) -> None:
+    command = [sys.executable, "-c", LATE, how, killed_at, str(tmp_path / "run")]
+    process = subprocess.run(command, check=False, capture_output=True)
     assert process.returncode == (-9 if how == "both" else 0), process.stderr.decode()
     with gv.open_run(tmp_path / "run") as run:
         np.testing.assert_array_equal(run.series("loss")[0], np.arange(1110))
