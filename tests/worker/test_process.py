@@ -143,7 +143,9 @@ import json, os, sys
 from pathlib import Path
 import torch
 import gradvitals as gv
+import gradvitals.monitor
 
+gradvitals.monitor.JOURNAL_BYTES = 1 << 17  # it wraps
 how, killed_at, run = sys.argv[1:]
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -156,16 +158,16 @@ for step in range(1110):
     monitor.observe(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    if step == int(killed_at):
+    if step % 50 == 0 or step == int(killed_at):
         monitor.flush()
+    if step == int(killed_at):
         os.kill(json.loads((Path(run) / "journal.json").read_text())["worker"]["pid"], 9)
 if how == "both":
     os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("killed_at", ["1100", "1109"])
-@pytest.mark.parametrize("how", ["worker alone", "both"])
+@pytest.mark.parametrize(("how", "killed_at"), [("worker alone", "1100"), ("worker alone", "1109"), ("both", "1100")])
 def test_a_worker_killed_late_takes_no_written_step_with_it(tmp_path: Path, how: str, killed_at: str) -> None:
     command = [sys.executable, "-c", LATE, how, killed_at, str(tmp_path / "run")]
     process = subprocess.run(command, check=False, capture_output=True)
