@@ -1,4 +1,4 @@
-"""Numbers as people write them: the one formatter that findings, reports and advice share. No torch."""
+"""Numbers and names as people read them: what findings, reports, advice and alerts share. No torch."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def percent(share: float, digits: int = 3) -> str:
     ('28.5%', '95%', '100%', '1.00e-04%')
     """
     return f"{number(100 * share, digits)}%"
+
+
+def clean(text: str) -> str:
+    r"""Returns the text with everything that could move a cursor or break a line shown as its escape.
+
+    >>> clean("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
