@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
-import torch
 
 from gradvitals.cli.output import json_option, print_json
 from gradvitals.errors import GradvitalsError
+from gradvitals.probe.examination import pick_device
 
 __all__ = [
     "Command",
@@ -52,18 +52,6 @@ class Command(click.Command):
             return super().invoke(ctx)
         except GradvitalsError as error:
             raise Failure(" ".join(str(error).split())) from error
-
-
-def pick_device(name: str) -> str:
-    """Returns ``cpu`` or ``cuda``; ``auto`` is a GPU if there is one.
-
-    Raises:
-        GradvitalsError: if a GPU is asked for and there is none.
-    """
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")
-    return ("cuda" if has_gpu else "cpu") if name == "auto" else name
 
 
 def print_result(result: Result, as_json: bool, format_result: Callable[[Result], str]) -> None:

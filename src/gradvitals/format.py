@@ -1,4 +1,4 @@
-"""Numbers as people write them: the one formatter that findings, reports and advice share. No torch."""
+"""Numbers and names as people read them: what findings, reports, advice and alerts share. No torch."""
 
 from __future__ import annotations
 
@@ -35,3 +35,12 @@ def percent(share: float, digits: int = 3) -> str:
     if 1e-6 < abs(value) < 1e-3:
         return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0") + "%"
     return f"{number(value, digits)}%"
+
+
+def clean(text: str) -> str:
+    r"""Returns the text with everything that could move a cursor or break a line shown as its escape.
+
+    >>> clean("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -55,6 +55,7 @@ from gradvitals.worker.aggregate import PartWeights, StepSums, Table, aggregate,
 from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
 from gradvitals.worker.journal import Journal, journal_folder
 from gradvitals.worker.process import WorkerProcess
+from gradvitals.worker.publish import CLOSE_SECONDS as PUBLISH_SECONDS
 from gradvitals.worker.publish import Destination, Publisher, runs_in_worker, wants_readings
 from gradvitals.worker.record import (
     COMMAND,
@@ -68,7 +69,7 @@ from gradvitals.worker.record import (
     Part,
     StepRecord,
 )
-from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files
+from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files, successor
 from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
 
 if TYPE_CHECKING:
@@ -468,6 +469,8 @@ class Monitor:
         if self._worker is None:
             return
         hangs, patience = False, HANG_SECONDS if self._latest else CLOSE_SECONDS  # it may not have started yet
+        if self._setup.destinations:
+            patience += PUBLISH_SECONDS  # while it closes them, it reads nothing
         if self._publisher is not None:  # before the run file is closed: what fails now is still kept with the run
             hangs = self._wait(self._request({"do": "finish"}), CLOSE_SECONDS, patience) is None
             self._publisher.close()
@@ -691,13 +694,11 @@ class Monitor:
         return True
 
     def _revive_worker(self) -> None:
-        """The journal is full: if the worker is gone, a thread continues its work."""
-        if self._worker is None or self._worker.is_alive or self._journal is None:
+        """Continue the work of a worker that is gone in a thread."""
+        if self._worker is None or self._worker.is_alive or self._journal is None or self._journal.path is None:
             return
-        exists = (self._path / "run.db").exists()
-        setup = replace(self._setup, resume=exists, first_step=0, state={})
         self._channel = ThreadChannel()
-        self._worker = WorkerThread(Worker(setup, self._journal, self._channel))
+        self._worker = WorkerThread(successor(self._setup, self._journal.path, self._channel))
 
     def _describe(self) -> dict[str, Any]:
         """What is kept about the run."""
@@ -961,7 +962,7 @@ def _start_run(
         resume = resume or _is_restarted(path)
         kept_at = path if resume else free_run_path(path)
         rendezvous.publish("run", (kept_at, resume, next_step(path) if resume else 0))
-    rendezvous.wait(["run"], "tell where the run is kept")
+    rendezvous.wait(["run"], "say where the run is stored")
     where, continues, first_step = rendezvous.read(["run"])[0]
     return RunSetup(where, continues, first_step, topology, rendezvous.rank == 0, path)
 

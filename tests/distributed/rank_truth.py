@@ -274,8 +274,8 @@ class Truth:
             tables.append(_each(function, factors))
         return tables
 
-    def below_one(self) -> list[Table]:
-        """Share of coordinates whose own ratio is below 1, among those with a second moment."""
+    def adam_gsnr_of_coordinates(self) -> list[dict[str, Vector]]:
+        """The ratio of every coordinate with a second moment."""
         tables = []
         for step in self.steps:
             table = {}
@@ -283,9 +283,17 @@ class Truth:
                 mean, square, c1 = _corrected(t, m, v)
                 alive = square > 0
                 if t >= 2 and alive.any():
-                    table[name] = float(((mean**2 - c1 * square) < (square - mean**2))[alive].mean())
+                    noise = (square - mean**2)[alive]
+                    table[name] = np.where(noise > 0, (mean**2 - c1 * square)[alive] / noise, np.inf)
             tables.append(table)
         return tables
+
+    def below_one(self) -> list[Table]:
+        """Share of these coordinates whose ratio is below 1."""
+        return [
+            {name: float((each < 1).mean()) for name, each in table.items()}
+            for table in self.adam_gsnr_of_coordinates()
+        ]
 
     def window(self, name: str, last: int, length: int) -> tuple[float, float, float]:
         """GSNR of the gradients of `length` steps as if at the same weights, with a jackknife over ten blocks."""

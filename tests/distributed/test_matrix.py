@@ -241,6 +241,22 @@ def test_share_of_coordinates_below_one(name: str, results: Results) -> None:
     hold(found[1:], truth[1:], absolute(1 / 56 + 1e-9), "gsnr/below_one_fraction")
 
 
+@names(has_moments)
+def test_median_over_coordinates(name: str, results: Results) -> None:
+    scenario, seen = SCENARIOS[name], Seen(results, name)
+    if scenario.way == "zero" and unavailable(results, name, "Adam"):
+        return
+    found, truth = seen.tables("gsnr/median", "adam", ("tensors",)), results.truth(name).adam_gsnr_of_coordinates()
+    close = ratio(3 * scenario.tolerance)
+    for got, wanted in zip(found[1:], truth[1:], strict=True):  # the first step is one gradient
+        assert {tensor for tensor, value in got.items() if not math.isnan(value)} == set(wanted)
+        for tensor, each in wanted.items():
+            ends = np.sort(each)[[0, -1]]  # of shards, the mean of their medians
+            if scenario.way == "ddp":
+                ends = np.sort(each)[[(len(each) - 1) // 2, len(each) // 2]]
+            assert ends[0] <= got[tensor] <= ends[1] or any(close(got[tensor], end) for end in ends), tensor
+
+
 FACTORS: dict[str, Callable[[np.ndarray], float]] = {
     "vrgd/mean": lambda x: float(x.mean()),
     "vrgd/at_gamma": lambda x: float((x == 0.1).mean()),

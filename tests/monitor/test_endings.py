@@ -62,3 +62,22 @@ def test_a_with_block_that_is_left_by_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no more data"):
         train()
     assert endings(tmp_path / "run", 1) == [("critical", "Training stopped with ValueError: no more data")]
+
+
+def test_a_slow_alert_in_the_worker_does_not_count_as_a_worker_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradvitals.monitor.HANG_SECONDS", 0.2)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alert = gv.alerts.Command(["sh", "-c", f"sleep 1; echo sent >> {tmp_path}/sent"])
+    config = gv.Config(worker="process", quiet=True)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config, alerts=[alert]) as monitor:
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).sum() * (float("nan") if step == 2 else 1.0)).backward()
+            optimizer.step()
+        monitor.flush()
+    assert (tmp_path / "sent").exists()
+    with gv.open_run(tmp_path / "run") as run:
+        assert run.meta["finished_at"] is not None

@@ -138,6 +138,44 @@ def test_killed_with_its_worker_nothing_is_lost_either(tmp_path: Path) -> None:
     check_whole(tmp_path / "run", last)
 
 
+LATE = """
+import json, os, sys
+from pathlib import Path
+import torch
+import gradvitals as gv
+import gradvitals.monitor
+
+gradvitals.monitor.JOURNAL_BYTES = 1 << 17  # it wraps
+how, killed_at, run = sys.argv[1:]
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+config = gv.Config(worker="process", quiet=True, tensor_every=1000, overhead_budget=1)
+monitor = gv.watch(model, optimizer, run=run, config=config)
+for step in range(1110):
+    loss = (model(torch.randn(16, 8)) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    monitor.observe(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    if step % 50 == 0 or step == int(killed_at):
+        monitor.flush()
+    if step == int(killed_at):
+        os.kill(json.loads((Path(run) / "journal.json").read_text())["worker"]["pid"], 9)
+if how == "both":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("how", "killed_at"), [("worker alone", "1100"), ("worker alone", "1109"), ("both", "1100")])
+def test_a_worker_killed_late_takes_no_written_step_with_it(tmp_path: Path, how: str, killed_at: str) -> None:
+    command = [sys.executable, "-c", LATE, how, killed_at, str(tmp_path / "run")]
+    process = subprocess.run(command, check=False, capture_output=True)
+    assert process.returncode == (-9 if how == "both" else 0), process.stderr.decode()
+    with gv.open_run(tmp_path / "run") as run:
+        np.testing.assert_array_equal(run.series("loss")[0], np.arange(1110))
+
+
 def test_a_worker_that_dies_is_not_noticed_by_training(tmp_path: Path) -> None:
     process = start(tmp_path, "worker killed")
     last = steps_made(process)

@@ -91,14 +91,14 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
     return decorate
 
 
-def rounded_up(value: float, digits: int = 2) -> float:
-    """Returns the next number above that has so few digits.
+def rounded_up(value: float) -> float:
+    """Returns the next number above that has two digits.
 
     >>> rounded_up(1.214), rounded_up(0.0301), rounded_up(120.0), rounded_up(0.07)
     (1.3, 0.031, 120.0, 0.07)
     """
-    near = float(f"{value:.{digits - 1}e}")
+    near = float(f"{value:.1e}")
     if near >= value or value <= 0:
         return near
-    exponent = int(f"{value:e}".partition("e")[2]) - digits + 1
-    return float(f"{near + 10.0**exponent:.{digits - 1}e}")
+    exponent = int(f"{value:e}".partition("e")[2]) - 1
+    return float(f"{near + 10.0**exponent:.1e}")

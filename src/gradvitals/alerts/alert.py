@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradvitals.errors import GradvitalsError, expect
+from gradvitals.format import clean
 from gradvitals.types import SEVERITIES, Action, Finding, Severity
 
 LONGEST = 1800
@@ -32,7 +33,7 @@ class Message:
     def title(self) -> str:
         """One line: the run, how bad, and what."""
         state = "resolved" if self.resolved else self.finding.severity
-        return plain(f"{self.run}: [{state}] {self.finding.title}")[:300]
+        return clean(f"{self.run}: [{state}] {self.finding.title}")[:300]
 
     @property
     def text(self) -> str:
@@ -49,7 +50,7 @@ class Message:
             lines += [f"fix: {fix}" for fix in finding.fixes[:1]]
         if self.held_back:
             lines.append(f"{self.held_back} more were not sent, because there were too many")
-        return "\n".join(plain(line) for line in lines)[:LONGEST]
+        return "\n".join(clean(line) for line in lines)[:LONGEST]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain JSON values, but errors and tracebacks: they may quote anything, and are in the run."""
@@ -63,15 +64,6 @@ class Message:
             "held_back": self.held_back,
         }
         return {"text": self.text, "title": self.title, **about, "finding": finding}
-
-
-def plain(text: str) -> str:
-    r"""The text without line breaks, control characters and the invisible: one line that says what it shows.
-
-    >>> plain("a\nb\x1b[31m")
-    'a\\nb\\x1b[31m'
-    """
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 HOUR = 3600.0

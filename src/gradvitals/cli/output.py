@@ -66,11 +66,11 @@ def resolve(name: str | None, *, must_exist: bool = True) -> Path:
     Raises:
         RunNotFoundError: If there is none; it names those that exist.
     """
-    from gradvitals.report.listing import newest_run
+    from gradvitals.report.listing import newest_runs
     from gradvitals.store.opening import find_run_file
 
     if name is None:
-        return newest_run()
+        return newest_runs(1)[0]
     path = Path(name)
     short = default_folder() / path
     if path.exists() or path.is_absolute() or (not short.exists() and len(path.parts) > 1):

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import compress
 from operator import is_
 from typing import Any, cast
 
@@ -195,9 +196,9 @@ class OptimizerState:
         self.moments: MomentSums | None = None
         if "gsnr" in config.metrics and "adam" in config.sources and unavailable_reason(optimizer) is None:
             self.moments = MomentSums(optimizer)
-        has_moments = self.moments is not None
-        told = [metric for metric in config.metrics if has_moments or not metric.startswith("gsnr")]
-        self.vitals = VitalSums(optimizer, sums_of(told))
+        # Without its moments, nothing about GSNR is read of an optimizer.
+        available = [metric for metric in config.metrics if self.moments is not None or not metric.startswith("gsnr")]
+        self.vitals = VitalSums(optimizer, sums_of(available))
         self.micro: MicrobatchSums | None = None
         self.factors: FactorSums | None = None
         self.on_discarded: Callable[[OptimizerState, int, bool], None] = lambda state, passes, surely: None
@@ -405,10 +406,10 @@ class OptimizerState:
         rows = [row for row in self.held if row not in table.aside]
         if self.defers:
             stepped = set(self._members)
-            told = [row for row in rows if id(table.parameters[row]) in stepped]
+            is_reported = [id(table.parameters[row]) in stepped for row in rows]
             if names := self._asked(due, False, fused=False):
-                self._reduce(names, table.gradients(told))
-            rows = [row for row in rows if row not in told]
+                self._reduce(names, table.gradients(compress(rows, is_reported)))
+            rows = [row for row, reported in zip(rows, is_reported, strict=True) if not reported]
         self.read_rows(rows, known.by_row, due, count_nonfinite)
         return reused < len(self.held) and not self.defers
 
@@ -557,7 +558,8 @@ class OptimizerState:
         due = draft.due
         rows, betas = self.vitals.take(draft.buffer, gradients, due)
         if due.full and rows:
-            self.betas, self.fractions = {**self.betas, **betas}, dict.fromkeys(rows, 1.0)
+            # Keep the entries of rows without a gradient in this step: each change sends a new context.
+            self.betas, self.fractions = self.betas | betas, self.fractions | dict.fromkeys(rows, 1.0)
         missing = [row for row in self.held if row not in rows] if self.defers and not rows else []
         found = self.table.gradients(missing)
         if found and self.reading is not None:  # unlike the last one, this step did not run by kernels

@@ -335,7 +335,7 @@ def exchange_holdings(rendezvous: Rendezvous, info: RankInfo, holdings: Holdings
     rendezvous.wait(keys, "begin to watch")
     # A rank that timed out is gone when a late one comes: continue only if all are ready.
     rendezvous.publish(f"ready/{rendezvous.rank}", None)
-    rendezvous.wait([f"ready/{rank}" for rank in range(world)], "stay until all had come")
+    rendezvous.wait([f"ready/{rank}" for rank in range(world)], "wait until all ranks watched")
     _rendezvous_count[rendezvous.ranks] += 1  # all are here: the next rendezvous needs another name
     infos: list[RankInfo] = rendezvous.read(keys)
     check_settings(infos)
@@ -343,7 +343,7 @@ def exchange_holdings(rendezvous: Rendezvous, info: RankInfo, holdings: Holdings
     if rendezvous.rank == next(rank for rank, other in enumerate(infos) if other.holdings == info.holdings):
         rendezvous.publish(f"holdings/{info.holdings}", holdings)
     holding_keys = [f"holdings/{name}" for name in fingerprints]
-    rendezvous.wait(holding_keys, "tell what it holds")
+    rendezvous.wait(holding_keys, "say which tensors it holds")
     holdings_of: dict[str, Holdings] = dict(zip(fingerprints, rendezvous.read(holding_keys), strict=True))
     check_holdings(infos, holdings_of)
     topology = combine(rendezvous, infos, holdings_of, group)

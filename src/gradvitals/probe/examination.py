@@ -487,7 +487,7 @@ def made_by(path: str, device: str | None = None) -> dict[str, Any]:
             f"{path} returned a dict with the key {unknown[0]!r}; expected some of {', '.join(known)}"
         )
     if device is not None:
-        arguments["model"].to(_device_named(device))
+        arguments["model"].to(pick_device(device))
     return arguments
 
 
@@ -522,7 +522,12 @@ def _function(path: str) -> Any:
     return function
 
 
-def _device_named(name: str) -> str:
+def pick_device(name: str) -> str:
+    """Returns ``cpu`` or ``cuda``; ``auto`` is a GPU if there is one.
+
+    Raises:
+        GradvitalsError: if a GPU is asked for and there is none.
+    """
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise GradvitalsError("device is cuda and torch finds no GPU here; expected cpu or auto")

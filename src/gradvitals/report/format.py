@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradvitals import format
+from gradvitals.format import clean as clean
 from gradvitals.types import FloatArray
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -89,15 +90,6 @@ def plural(count: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def clean(text: str) -> str:
-    r"""Returns the text with everything that could move a cursor or break a line shown as its escape.
-
-    >>> clean("a\x1b[31mb")
-    'a\\x1b[31mb'
-    """
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def cut(text: str, limit: int = 120) -> str:

@@ -65,15 +65,6 @@ def find_runs(folder: Path) -> list[RunFile]:
     return sorted(found.values(), key=lambda file: file.name)
 
 
-def newest_run(folder: Path | None = None) -> Path:
-    """Returns the folder of the run that was written to last.
-
-    Raises:
-        RunNotFoundError: If the folder holds no run.
-    """
-    return newest_runs(1, folder)[0]
-
-
 def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Path] = ()) -> list[Path]:
     """Returns the folders of the runs that were written to last, the oldest of these first.
 

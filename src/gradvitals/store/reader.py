@@ -59,9 +59,6 @@ class Segment(NamedTuple):
     """What one process wrote of a run: from its start, or from where a resumed one went on."""
 
     first_step: int
-    started_at: float
-    heartbeat: float
-    """When it was last heard of."""
     finished_at: float | None
     """None where it was not closed."""
     hidden: tuple[Finding, ...]
@@ -74,16 +71,14 @@ def read_segments(db: sqlite3.Connection, cutoffs: Mapping[int, int]) -> tuple[S
     for segment, first, text in db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall():
         if first >= cutoffs[segment]:
             hidden.setdefault(segment, []).append(text)
-    query = "SELECT id, first_step, started_at, heartbeat, finished_at FROM segment ORDER BY id"
+    query = "SELECT id, first_step, finished_at FROM segment ORDER BY id"
     return tuple(
         Segment(
             int(first),
-            float(started),
-            float(heartbeat),
             None if finished is None else float(finished),
             tuple(parsed(Finding, hidden.get(number, ()))),
         )
-        for number, first, started, heartbeat, finished in db.execute(query).fetchall()
+        for number, first, finished in db.execute(query).fetchall()
     )
 
 

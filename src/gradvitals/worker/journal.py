@@ -7,7 +7,7 @@ record.
     offset 0      magic, format version, capacity
     offset 64     head: bytes written since the start        (moved by the writer)
     offset 128    tail: bytes read since the start           (moved by the reader)
-    offset 192    dropped records, whether the writer closed (moved by the writer)
+    offset 192    dropped records                            (moved by the writer)
     offset 4096   the ring
 """
 
@@ -23,9 +23,9 @@ from pathlib import Path
 from gradvitals.errors import RunError
 from gradvitals.store.opening import filesystem_type, is_shared
 
-MAGIC = b"gvjrnl01"
+MAGIC = b"gvjrnl02"
 HEADER_BYTES = 4096
-HEAD, TAIL, DROPPED, CLOSED, CAPACITY = 64, 128, 192, 200, 16
+HEAD, TAIL, DROPPED, CAPACITY = 64, 128, 192, 16
 MAX_CAPACITY = 1 << 32
 
 _RECORD = struct.Struct("<II")  # payload bytes, kind
@@ -92,7 +92,7 @@ class Journal:
         size = len(memory)
         magic, header, capacity = struct.unpack_from("<8sQQ", memory, 0) if size > HEADER_BYTES else (b"", 0, 0)
         if magic != MAGIC or header != HEADER_BYTES or capacity != size - HEADER_BYTES or capacity > MAX_CAPACITY:
-            raise RunError(f"{path} is not a journal of gradvitals, or is damaged; delete it")
+            raise RunError(f"{path} is not a journal of this version of gradvitals, or is damaged; delete it")
         return cls(path, memory, capacity)
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -124,10 +124,6 @@ class Journal:
         """Count steps that found no room."""
         self._set(DROPPED, self._counter(DROPPED) + count)
 
-    def close_writer(self) -> None:
-        """Mark the journal as complete."""
-        self._set(CLOSED, 1)
-
     # -- reading ------------------------------------------------------------------------------------------------
 
     @property
@@ -140,11 +136,6 @@ class Journal:
     def fill(self) -> float:
         """Share of the ring that is not read yet."""
         return (self._counter(HEAD) - self._counter(TAIL)) / self.capacity
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the writer closed it."""
-        return bool(self._counter(CLOSED))
 
     @property
     def dropped(self) -> int:

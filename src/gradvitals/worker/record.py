@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -231,8 +232,8 @@ class Encoder:
             place = row_sets.setdefault(self._packed(rows), len(row_sets))
             sections.append((name, place, values.dtype.itemsize == 8, values.size))
             numbers.append(values.tobytes())
-        fields = {name: getattr(record, name) for name in _FIELDS}
-        fields["optimizers"] = [astuple(one) for one in record.optimizers]
+        fields = dict(zip(_FIELDS, _fields_of(record), strict=True))
+        fields["optimizers"] = list(map(_optimizer_fields_of, record.optimizers))
         fields["windows"] = list(record.windows.items())
         return _frame([fields, list(map(len, row_sets)), sections], (*row_sets, *numbers))
 
@@ -249,6 +250,8 @@ class Encoder:
 
 
 _FIELDS = tuple(each.name for each in fields(StepRecord) if each.name != "sections")
+_fields_of = attrgetter(*_FIELDS)
+_optimizer_fields_of = attrgetter(*(each.name for each in fields(OptimizerStep)))  # `astuple` copies deeply
 
 
 class Decoder:

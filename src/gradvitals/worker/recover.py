@@ -1,21 +1,23 @@
-"""Recovers a run whose training process and worker were both killed: writes what is left in its journal."""
+"""Recovers what a worker left in its journal: when the run is next opened, or at once if training goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from gradvitals.config import Config
 from gradvitals.errors import RunError
+from gradvitals.store import next_step
 from gradvitals.store.process import here, is_gone
+from gradvitals.store.schema import FILE_NAME
 from gradvitals.types import json_ready
-from gradvitals.worker.channel import ThreadChannel
+from gradvitals.worker.channel import Channel, ThreadChannel
 from gradvitals.worker.journal import Journal
-from gradvitals.worker.record import CONTEXT, STEP, SUMS, Context, Decoder, unpack
+from gradvitals.worker.record import CONTEXT, PLAIN, STEP, SUMS, Context, Decoder, decode_plain, unpack
 from gradvitals.worker.worker import Setup, Worker
 
 JOURNAL, REPLIES, NOTE, CONTEXT_FILE = "journal", "replies", "journal.json", "journal.context"
@@ -74,8 +76,8 @@ def recover(path: Path) -> bool:
     if not (folder / JOURNAL).exists():
         remove_files(path, folder)
         return False
-    records = list(Journal.open(folder / JOURNAL).read())
-    if records:
+    has_records = Journal.open(folder / JOURNAL).has_records
+    if has_records:
         settings: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in note["config"].items()}
         settings["quiet"] = True
         setup = Setup(
@@ -84,21 +86,36 @@ def recover(path: Path) -> bool:
             meta=note["meta"],
             facts=note["facts"],
             run_id=note["run_id"],
-            resume=(path / "run.db").exists(),
-            first_step=_first_step(records),
         )
-        worker = Worker(setup, Journal.open(folder / JOURNAL), ThreadChannel())
-        if (folder / CONTEXT_FILE).exists() and not any(kind == CONTEXT for kind, _ in records[:1]):
-            worker.use_context(Context.from_bytes((folder / CONTEXT_FILE).read_bytes()))
-        worker.abandon()
+        successor(setup, folder / JOURNAL, ThreadChannel()).abandon()
     remove_files(path, folder)
-    return bool(records)
+    return has_records
 
 
-def _first_step(records: list[tuple[int, bytes]]) -> int:
-    for kind, data in records:
+def successor(setup: Setup, journal: Path, channel: Channel) -> Worker:
+    """Returns a worker that continues with what a worker that is gone left unread in the journal."""
+    records = list(Journal.open(journal).read())
+    first = next((step for record in records if (step := _step_of(*record)) is not None), None)
+    setup = replace(
+        setup,
+        resume=(setup.path / FILE_NAME).exists(),
+        first_step=next_step(setup.path / FILE_NAME) if first is None else first,
+        state={},
+    )
+    worker = Worker(setup, Journal.open(journal), channel)
+    context = journal.parent / CONTEXT_FILE
+    if context.exists() and records and records[0][0] != CONTEXT:
+        worker.use_context(Context.from_bytes(context.read_bytes()))
+    return worker
+
+
+def _step_of(kind: int, data: bytes) -> int | None:
+    """Returns the first step of a record, None for one without steps."""
+    with contextlib.suppress(RunError):
+        if kind == PLAIN:
+            return int(decode_plain(data, {}).steps["step"][0])
         if kind == STEP:
             return Decoder().decode(data).step
         if kind == SUMS:
             return int(unpack(data)[0]["step"])
-    return 0
+    return None

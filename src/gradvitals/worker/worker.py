@@ -220,7 +220,7 @@ class Worker:
         self._plain: list[PlainSteps] = []
         self._table = Table(Context())
         self._layout: Layout | None = None
-        self._interpreter = Aggregator(self._config, self._on_error)
+        self._aggregator = Aggregator(self._config, self._on_error)
         info = RunInfo.from_json(setup.facts)
         self.diagnosis = LiveDiagnosis(info, self._config, self._on_rule_error) if setup.diagnoses else None
         self._failed = self._finished = False
@@ -233,7 +233,6 @@ class Worker:
         self._reported_ranks: set[int] = set()
         self._seen_errors: set[tuple[str, type[Exception], str]] = set()
         self._step = setup.first_step
-        self._dropped_in_journal = 0
         self.store = _Store(setup, self._on_store_error) if setup.keeps else None
         self._publisher = Publisher((), self.report, setup.path)
         for destination in setup.destinations:
@@ -251,7 +250,7 @@ class Worker:
 
     def drain(self) -> int:
         """Process everything in the journal; returns the number of records."""
-        count = 0
+        count, stored_at = 0, time.monotonic()
         for kind, data in self._journal.read():
             count += 1
             try:
@@ -262,21 +261,25 @@ class Worker:
                     self._take(kind, data)
             except Exception as error:  # lose this record only
                 self._on_error("worker", error)
-            if count % 64 == 0 and self._journal.fill > 0.5 and self.store is not None:
-                self.store.commit()
-                self._journal.release()
+            late = self._journal.fill > 0.5 or time.monotonic() - stored_at > CALM_SECONDS
+            if count % 64 == 0 and late and not self.closed:
+                self._store_and_release(at_once=True)
+                stored_at = time.monotonic()
+        self._store_and_release()
+        if count:
+            self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
+        return count
+
+    def _store_and_release(self, *, at_once: bool = False) -> None:
         try:
             self._finish_plain()
         except Exception as error:
             self._on_error("worker", error)
-        if count:
-            self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
         if self.store is not None and not self.closed:
             self.store.dropped_before = self._journal.dropped
-            self.store.commit_if_due()
+            self.store.commit() if at_once else self.store.commit_if_due()
         if self.store is None or self.store.is_settled:
             self._journal.release()  # only what is on disk: another worker may have to read the rest
-        return count
 
     def _take(self, kind: int, data: bytes) -> None:
         if kind == STEP:
@@ -300,7 +303,7 @@ class Worker:
         if not self._plain:
             return
         collected, self._plain = self._plain, []
-        plain = self._interpreter.plain(join_plain(collected), self._table)
+        plain = self._aggregator.plain(join_plain(collected), self._table)
         end, layout = len(plain), self._table.layout
         if layout is not self._layout:
             self._layout = layout
@@ -330,7 +333,7 @@ class Worker:
 
     def _finish(self, step: StepSums) -> None:
         self._step = max(self._step, step.step)
-        readings = self._interpreter.finish(step)
+        readings = self._aggregator.finish(step)
         if not readings:
             return
         for reading in readings:
@@ -451,10 +454,10 @@ class Worker:
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume the run."""
         diagnosis = self.diagnosis.state_dict() if self.diagnosis is not None else None
-        return {"interpreter": self._interpreter.state_dict(), "diagnosis": diagnosis}
+        return {"interpreter": self._aggregator.state_dict(), "diagnosis": diagnosis}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        self._interpreter.load_state_dict(state["interpreter"])
+        self._aggregator.load_state_dict(state["interpreter"])
         if self.diagnosis is not None and state["diagnosis"] is not None:
             self.diagnosis.load_state_dict(state["diagnosis"])
             for finding in self.diagnosis.diagnosis.findings:
