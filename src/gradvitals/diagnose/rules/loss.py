@@ -162,7 +162,6 @@ class LossSpike(Rule):
 
     RISE = 0.1  # a spike is at least this share of the first losses
     FIRST_STEPS = 20  # losses before one can be an outlier
-    CLEAR = 10.0  # standard deviations from which on a spike is a warning; before, it may be a rare class
 
     z: float = 7.0
     """Standard deviations over the baseline, both of the loss and of its logarithm: losses have long tails."""
@@ -196,14 +195,12 @@ class LossSpike(Rule):
         moved, pushed = step.largest_update(5)
         cause = "update" if moved > 3 else "batch"
         norms = step.history["grad/norm"].last(200)
-        z = min(z, log_z) if log_z == log_z else z
-        severity: Severity = "warning" if z > self.CLEAR else "info"
-        seen = {"loss": loss, "z": z, "at": step.number, "moved": moved}
+        seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
         seen |= {"pushed": pushed, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
         seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
         expected = {"loss": usual, "z": f"under {self.z:g}"}
         fix = "skipped" if cause == "batch" and step.value("step/left_out") == 1 else cause
-        return Observation(severity=severity, seen=seen, expected=expected, causes=(cause,), fixes=(fix,))
+        return Observation(severity="warning", seen=seen, expected=expected, causes=(cause,), fixes=(fix,))
 
 
 @register
