@@ -680,7 +680,7 @@ class StillFalling(Rule):
             "schedule": (
                 "The run stopped too early, in the middle of its schedule: the learning rate is still {lr} and decaying"
             ),
-            "short": "The run stopped too early, unless it was a test: after {total} steps the loss is still falling",
+            "short": "The run stopped too early, unless it was a test: after {total} steps the loss was still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
