@@ -46,6 +46,7 @@ from gradvitals.distributed.topology import (
     settings_of,
 )
 from gradvitals.errors import RunError
+from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.places import RUNS_FOLDER
 from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_id, run_meta
@@ -499,7 +500,8 @@ class Monitor:
         self.close(error)
 
     def __repr__(self) -> str:
-        return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={len(self.findings)})"
+        count = sum(finding.id not in ABOUT_MONITORING for finding in self.findings)
+        return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={count})"
 
     def __dir__(self) -> list[str]:
         """What a loop needs. The rest is for the Guard, schedules and integrations."""

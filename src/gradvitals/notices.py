@@ -103,7 +103,7 @@ def clipped_twice(error: ClippedTwiceError, step: int) -> Finding:
         evidence={"seen": {"loop": error.loop, "optimizer": error.optimizer}},
         causes=("The loop calls clip_grad_norm_, and the optimizer has max_norm set",),
         fixes=(
-            f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, decides now; "
+            f"Remove one of them: the lower one, {min(error.loop, error.optimizer):g}, applies now; "
             "`gradvitals advise` reports which one suits the run",
         ),
     )
@@ -151,8 +151,8 @@ def observe_ignored(error: ObserveError, step: int) -> Finding:
         first_step=step,
         last_step=step,
         evidence={"about": "observe"},
-        causes=("monitor.observe received something other than the loss of the batch; gradvitals ignored that call",),
-        fixes=("Call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs)): later calls count",),
+        causes=("monitor.observe received something other than the loss of the batch; gradvitals ignored the call",),
+        fixes=("Call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs)); later calls count",),
     )
 
 
@@ -165,8 +165,8 @@ def rule_error(rule: str, error: BaseException, step: int) -> Finding:
         title=f"The rule '{rule}' was turned off after an error: {error!r}",
         first_step=step,
         evidence={"about": rule, "error": repr(error), "traceback": trace[-4000:]},
-        causes=("A bug in the rule, yours or one of gradvitals; training is not affected",),
-        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",),
+        causes=("A bug in the rule, which may be yours or part of gradvitals; training is not affected",),
+        fixes=("Run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",),
     )
 
 
@@ -248,7 +248,7 @@ def sink_error(name: str, error: BaseException, step: int) -> Finding:
         causes=("The network or the service is down, a disk is full, or settings are wrong",),
         fixes=(
             "A failed sink stays off for this run; later alerts are still sent",
-            ("The run's own folder has everything"),
+            "The run's own folder has everything",
         ),
     )
 
@@ -379,7 +379,7 @@ def error_on_rank(rank: int, step: int) -> Finding:
     return Finding(
         id="monitor_error",
         severity="warning",
-        title=f"gradvitals had an internal error on rank {rank}; numbers may lack its share from now on",
+        title=f"gradvitals had an internal error on rank {rank}; from now on its share may be missing from the numbers",
         first_step=step,
         evidence={"about": f"rank {rank}"},
         causes=(NOT_AFFECTED,),

@@ -101,6 +101,11 @@ def test_ls_has_a_line_for_each_run_the_newest_first(here: Path) -> None:
     assert "and 1 more" in gradvitals("ls", "-n", "1").output
 
 
+def test_ls_keeps_the_end_of_a_long_name_which_tells_runs_apart(here: Path) -> None:
+    write(Path("gradvitals_runs/an-experiment-with-a-very-long-name/2026-11-19_05-31-22"))
+    assert "  …/2026-11-19_05-31-22 " in gradvitals("ls").output
+
+
 def test_files_of_other_tools_are_not_runs(here: Path) -> None:
     write(Path("runs/ours"), age=100)
     Path("runs/theirs").mkdir()

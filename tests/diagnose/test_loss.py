@@ -23,7 +23,7 @@ def test_the_first_loss_that_is_not_finite(value: float) -> None:
     run.values["loss"][150] = value
     finding = only(run.findings("loss_nonfinite"))
     assert (finding.severity, finding.first_step, finding.last_step) == ("critical", 150, 150)
-    assert "forward pass overflows" in finding.causes[0]
+    assert "batch holds NaN" in finding.causes[0]
     assert "step 150" in finding.fixes[0]
 
 
@@ -369,3 +369,13 @@ def test_a_run_of_few_steps_whose_loss_still_falls_gets_a_note() -> None:
     for step in run.readings():
         diagnosis.read(step)
     assert only(diagnosis.finish()).severity == "info"
+
+
+def test_a_run_that_ends_in_nan_was_not_stopped_while_learning() -> None:
+    run = healthy_run(100)
+    run.values["loss"], run.values["lr"] = 2.3 - 0.02 * np.arange(100), np.full(100, 1e-3)
+    run.values["loss"][80:] = np.nan
+    diagnosis = run.diagnosis("still_falling")
+    for step in run.readings():
+        diagnosis.read(step)
+    assert diagnosis.finish() == []

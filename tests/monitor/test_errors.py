@@ -247,6 +247,19 @@ def test_latest_and_repr(tmp_path: Path) -> None:
     assert monitor.flush()
 
 
+def test_repr_does_not_count_what_gradvitals_reports_about_itself(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # no moments, so no GSNR from them
+    monitor = gv.watch(model, optimizer, run=tmp_path / "run")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert monitor.flush()
+    assert "source_unavailable" in {finding.id for finding in monitor.findings}
+    assert "findings=0" in repr(monitor)
+
+
 def test_when_no_step_can_end_everything_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error where steps are sent off must not leave hooks that collect for ever.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_a_resolved_spike_reads_differently_from_an_open_one() -> None:
     assert broken.headline == (
         "Unhealthy: 1,000 steps, 1 open finding. Worst: the norm jumped (since step 500, ongoing when the run ended)."
     )
+
+
+@pytest.mark.parametrize(
+    ("first_step", "tail"),
+    [(5, "at step 5 (ongoing when the run ended)."), (50, "at step 5 (since step 50, ongoing when the run ended).")],
+)
+def test_a_headline_names_the_first_step_once(first_step: int, tail: str) -> None:
+    finding = replace(found("critical", first_step), title="The loss became NaN at step 5")
+    assert verdict(finding).headline.endswith(tail)
 
 
 @pytest.mark.parametrize(

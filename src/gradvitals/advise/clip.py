@@ -49,7 +49,7 @@ def advise_clip(record: Record) -> Advice:
     """Returns what to clip to, judged by the norms of the run's healthy steps."""
     if not len(record.norms):
         after = "gradvitals read norms only after clipping: call monitor.observe(loss) before clip_grad_norm_"
-        raise CannotTell(after if record.norms_after_clipping else "the run has no gradient norms")
+        raise CannotTell(after if record.norms_after_clipping else "the run has no finite gradient norm")
     late = record.healthy.since(record.first_step + BEGINNING * (record.last_step + 1 - record.first_step))
     if len(late) < MIN_STEPS:
         why = f"it needs {MIN_STEPS:,} healthy steps after the first tenth of the run, which has {len(late):,}"

@@ -53,4 +53,5 @@ def ls(folder: Path | None, limit: int, as_json: bool) -> None:
         return
     from gradvitals.report.terminal import render_list
 
-    console().print(render_list(lines, hidden=len(found) - len(lines)))
+    screen = console()
+    screen.print(render_list(lines, hidden=len(found) - len(lines), width=screen.width))

@@ -120,7 +120,7 @@ class Checks:
     @property
     def counted(self) -> str:
         """How many checks passed and were skipped, in words."""
-        until = "" if self.until is None else f" up to step {self.until:,}"
+        until = "" if self.until is None or not self.passed else f" up to step {self.until:,}"
         return f"{plural(len(self.passed), 'check')} passed{until}, {self.num_skipped} skipped"
 
     @property

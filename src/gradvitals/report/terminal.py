@@ -548,11 +548,12 @@ def _dots(values: FloatArray, low: float, high: float) -> list[list[int]]:
 # -- gradvitals ls -----------------------------------------------------------------------------------------------
 
 
-def render_list(lines: Sequence[RunLine], *, hidden: int = 0) -> RenderableType:
+def render_list(lines: Sequence[RunLine], *, hidden: int = 0, width: int = 80) -> RenderableType:
     """Returns what `gradvitals ls` prints: a light, name, steps, loss, age and the worst finding of each run."""
+    longest = max(30, width - 50)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("", no_wrap=True)
-    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=30)
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=longest)
     for name in ("steps", "loss", "age"):
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -562,9 +563,17 @@ def render_list(lines: Sequence[RunLine], *, hidden: int = 0) -> RenderableType:
         age = "live" if line.state == "running" else ago(line.age)
         loss = "-" if line.loss is None else number(line.loss, missing="NaN")
         text = Text.assemble((label, style), clean(f": {line.short or line.text}" if line.text else ""))
-        table.add_row(Text(light, style), Text(clean(line.path)), f"{line.steps:,}", loss, age, text)
+        table.add_row(Text(light, style), Text(_end(clean(line.path), longest)), f"{line.steps:,}", loss, age, text)
     more = [Text(f"and {hidden:,} more (-n 0 for all)", "dim")] if hidden else []
     return Group(table, *more)
+
+
+def _end(path: str, width: int) -> str:
+    """Shortens a path at its start: runs in one folder differ at the end."""
+    if len(path) <= width:
+        return path
+    end = path[1 - width :]
+    return f"…{end[max(end.find('/'), 0) :]}"
 
 
 # -- gradvitals advise ---------------------------------------------------------------------------------------------

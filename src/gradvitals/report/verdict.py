@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -349,7 +350,11 @@ def in_sentence(name: str) -> str:
 def _worst(item: RankedFinding, *, live: bool) -> str:
     if item.finding.severity == "info":
         return ""  # a note is not what a run should be known by
-    return f"Worst: {item.finding.title} ({item.when(live=live)})."
+    title, when = item.finding.title, item.when(live=live)
+    only_start = item.is_open and not item.unread_before
+    if only_start and re.search(rf"\bstep {item.finding.first_step:,}(?![\d,.]*\d)", title):
+        when = ", ".join(when.split(", ")[1:])  # the title has the step
+    return f"Worst: {title}{f' ({when})' if when else ''}."
 
 
 # -- the verdict on a run ------------------------------------------------------------------------------------------

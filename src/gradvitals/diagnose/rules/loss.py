@@ -28,7 +28,7 @@ class LossNonfinite(Rule):
     needs = ("loss",)
     follows = ("lr_too_high", "nonfinite")
     follows_if_later = True  # the loss is computed before its gradient
-    masks = ("loss_rising", "loss_spike", "loss_plateau")
+    masks = ("loss_rising", "loss_spike", "loss_plateau", "still_falling")
     taints_steps = True
     message = Message(
         name="Loss not finite",
@@ -47,9 +47,9 @@ class LossNonfinite(Rule):
             ),
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
             "forward": (
-                "The forward pass overflows: a division by zero, the log of zero, or a number too large for its type"
+                "The batch holds NaN or infinite values, or the forward pass divides by zero, takes the log of zero, "
+                "or overflows"
             ),
-            "data": "The batch itself holds NaN or infinite values",
         },
         fixes={
             "weights": "Restore a checkpoint from before step {broken}",
@@ -680,7 +680,7 @@ class StillFalling(Rule):
             "schedule": (
                 "The run stopped too early, in the middle of its schedule: the learning rate is still {lr} and decaying"
             ),
-            "short": "The run stopped too early, unless it was a test: after {total} steps the loss is still falling",
+            "short": "The run stopped too early, unless it was a test: after {total} steps the loss was still falling",
         },
         fixes={
             "low_lr": "Raise the learning rate from {lr} to about {lr_proposed}, or train for more steps",
@@ -707,6 +707,8 @@ class StillFalling(Rule):
 
     def conclude(self, step: Step) -> Observation | None:
         """Fires if the last losses still fall as those before."""
+        if not math.isfinite(step.values.get("loss", 0.0)):
+            return None  # the run was lost: its last finite losses are not those it ended with
         losses = step.losses_since(0)
         rates, count = step.history["lr"].values, len(losses) // 2
         if len(losses) < self.FEWEST or step.number + 1 > 4 * len(losses) or not rates:

@@ -95,7 +95,7 @@ export function showHelp() {
       el("p", { text: "The band of GSNR and noise scale is their 95% interval. A gap means that the readings do not determine a value." }),
       el("p", { text: "A red tick at the top is a NaN or infinite value." })),
     el("section", {}, el("h3", { text: "Findings" }), el("p", { text: "A bar spans the steps of a finding. ■ is critical, ▲ a warning, ● a note; resolved findings are pale. ◆ is an action of a Guard or a schedule, ◇ one that it did not take." })),
-    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, from the input at the top to the output; light is large. Click a cell to open the tensor that stands out there; click a name to show its tensors and, for GSNR, its attention heads. In the heatmap: arrow keys move, Enter opens, + and − open and close a layer." }),
+    el("section", {}, el("h3", { text: "Layers" }), el("p", { text: "Each row is a layer, from the input at the top to the output; lighter colors are larger values. Click a cell to open the tensor that stands out there; click a name to show its tensors and, for GSNR, its attention heads. In the heatmap: arrow keys move, Enter opens, + and − open and close a layer." }),
       el("p", { text: "When you compare runs, choose above the heatmap which run it shows, or the ratio of two: gray means equal, orange that the other run is larger, blue that it is smaller." })),
   ]);
 }

@@ -128,7 +128,7 @@ export class Heatmap {
     this.stale = false;
     if (!this.run) return;
     this.scroller.hidden = this.nothing;
-    if (this.nothing) { this.tell(this.other ? "Not both runs have readings of single tensors" : "This run has no readings of single tensors"); fill(this.legend); return; }
+    if (this.nothing) { this.tell(this.other ? "One of the two runs has no readings of single tensors" : "This run has no readings of single tensors"); fill(this.legend); return; }
     const { run, other, picture, turn } = this;
     const wanted = ["layers", ...(this.expanded.size ? ["tensors"] : []), ...(this.expanded.size && picture === "gsnr" && this.layout.heads.length ? ["heads"] : [])];
     const ask = (id, rows) => api.heatmap(id, { picture, columns: COLUMNS, rows, ...this.stretch(id) });
