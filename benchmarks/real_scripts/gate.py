@@ -66,7 +66,7 @@ CASES = (
     Case("skorch_net", bug=("lr_too_high", "loss_rising", "explosion", "update_ratio"), samples=64, needs="skorch"),
     Case("fastai_like", samples=64),
     Case("keras_fit", needs="keras"),
-    Case("composer_like", bug=("stale_gradients",), samples=128),
+    Case("composer_like", bug=("stale_gradients",), samples=128, quick=True),
     Case("torchtune_like", bug=("dead_tensor", "unchanged_weights"), samples=16),
     Case("timm_like", samples=32, quick=True),
     Case("dqn", samples=128),

@@ -15,6 +15,7 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
@@ -22,6 +23,11 @@ import gradvitals as gv
 from benchmarks.faults.record import _train_step
 from benchmarks.faults.tasks import RECIPES, prepare
 from benchmarks.faults.zoo import FAULTS
+from benchmarks.real_bugs.cases import CASES
+from benchmarks.real_bugs.controls import CONTROLS
+from benchmarks.real_bugs.judge import watched
+from benchmarks.real_bugs.loop import Knobs
+from gradvitals.diagnose.rule import RULES
 from gradvitals.report.report import Report
 from gradvitals.report.terminal import Curves, render_doctor
 
@@ -64,6 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, chdir(name):  # runs are named as seen from here
         draw_page(Path(), chromium)
         draw_gallery(Path("zoo"))
+        draw_other_rules()
 
 
 def draw_page(folder: Path, chromium: str) -> None:
@@ -160,6 +167,21 @@ def draw_gallery(folder: Path) -> None:
                 parts += [f"```text\n{printed(run, fault)}```\n"]
         print(fault, ids)
     (HERE.parent / "gallery.md").write_text("\n".join(parts), "utf-8")
+
+
+def draw_other_rules() -> None:
+    """Draw rules that no fault of the zoo shows, from the real bugs, and from what is healthy but unlike most."""
+    buggy = [(name, lambda case=case: case.train(True, Knobs())) for name, case in CASES.items()]
+    for name, train_it in (*buggy, *CONTROLS.items()):
+        torch.manual_seed(17)
+        _, _, runs = watched(train_it)
+        for run in runs:
+            for rule in dict.fromkeys(finding.id for finding in run.findings if finding.follows is None):
+                path = HERE / "rules" / f"{rule}.svg"
+                if rule in RULES and not path.exists() and run.series("loss")[0].size:
+                    path.write_text(picture(run, rule), "utf-8")
+                    print(name, rule)
+            run.close()
 
 
 def train(name: str, path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_quick_gate_holds() -> None:
     done = CliRunner().invoke(main, ["--quick", "--json"])
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
-    assert set(rows) == {"timm_like", "word_language_model", "thirty_steps", "accumulation"}
+    assert set(rows) == {"timm_like", "composer_like", "word_language_model", "thirty_steps", "accumulation"}
     for row in rows.values():
         assert (row["watched"], row["identical"], row["loss"], row["verdict"]) == ("yes", True, True, True), row
         assert row["batch"] is not False, row

@@ -872,6 +872,7 @@ class StepRecorder:
         passes = state.backward.backwards
         if not plain.observe(loss, passes, self.draft.observed.adds_up):
             return False
+        self.observes = plain.observes
         if state.expects_clip or plain.observes < self.observes_expected or plain.read_at == passes:
             return True
         return not plain.reads_norm or plain.read_norms(self._plain_parameters, passes)
@@ -924,6 +925,7 @@ class StepRecorder:
         state.end_passes()
         state.changes.forget()
         plain.active = False
+        self.observes = 0
         self.step += 1
         due = self._due_at(self.step)
         self._begin_plain(due)
