@@ -18,11 +18,19 @@ from gradvitals.config import Config
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def verdict_of(path: Path, model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> gv.Verdict:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def verdict_of(
+    path: Path,
+    model: nn.Module,
+    loss_fn: Loss,
+    x: Tensor,
+    y: Tensor,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 16,
+) -> gv.Verdict:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     config = Config(worker="thread", quiet=True)
     with gv.watch(model, optimizer, run=path, config=config) as monitor:
-        for _ in range(16):
+        for _ in range(steps):
             optimizer.zero_grad()
             loss = loss_fn(model(x), y)
             loss.backward()
@@ -138,16 +146,8 @@ def test_samples_taken_for_time_steps_are_found(tmp_path: Path, kind: type[nn.LS
 def test_a_recurrent_layer_whose_first_step_alone_is_used_is_found(tmp_path: Path) -> None:
     model = Reader(nn.GRU, at=0, batch_first=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(SEQUENCES), LABELS)
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
-    with gv.open_run(monitor.run_path) as run:
-        cause = run.verdict.cause
-    assert "first time step" in (cause or "")
+    verdict = verdict_of(tmp_path / "run", model, functional.cross_entropy, SEQUENCES, LABELS, optimizer, steps=60)
+    assert "first time step" in (verdict.cause or "")
 
 
 def test_a_softmax_between_layers_is_a_note_until_the_loss_stands_still(tmp_path: Path) -> None:
@@ -367,15 +367,7 @@ def test_dead_units_stay_a_finding_until_they_are_seen_alive(tmp_path: Path) -> 
 def test_a_rate_that_is_far_too_high_explains_everything_up_to_nan(tmp_path: Path) -> None:
     model = net(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
-    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss = functional.mse_loss(model(X), NUMBERS)
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
-    with gv.open_run(monitor.run_path) as run:
-        verdict = run.verdict
+    verdict = verdict_of(tmp_path / "run", model, functional.mse_loss, X, NUMBERS, optimizer, steps=60)
     assert verdict.worst is not None
     assert verdict.worst.finding.id == "lr_too_high"
     assert {"loss_nonfinite", "nonfinite"} <= {item.finding.id for item in verdict.consequences()}

@@ -22,7 +22,7 @@ Steps = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
-"""Findings that taint the gradients of their steps: from warnings on, these steps are left out."""
+"""Findings that taint the gradients of their steps: advice ignores these steps if the finding is a warning or worse."""
 
 LOOP_BUGS = ("stale_gradients", "unchanged_weights", "frozen_weights", "batches_given_up")
 """Findings about the training loop that decide how a run goes, whatever its settings."""

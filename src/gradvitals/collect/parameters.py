@@ -96,7 +96,7 @@ def watched_parameters(
 ) -> dict[str, nn.Parameter]:
     """Returns every parameter to watch by name: the model's trainable ones, and those that only an optimizer has.
 
-    A tied parameter appears once, under its first name. Parameters without elements are left out.
+    A tied parameter appears once, under its first name. Parameters without elements are skipped.
     """
     stepped = {id(p): (opt, g, i) for opt in optimizers for g, i, p in _optimizer_parameters(opt)}
     named: dict[str, nn.Parameter] = {}
@@ -105,7 +105,7 @@ def watched_parameters(
     for full_name, parameter in model.named_parameters():
         name = prefix + _plain(full_name, model)
         seen.add(id(parameter))
-        # Complex parameters are left out: the metrics are defined for real ones.
+        # Complex parameters are skipped: the metrics are defined for real ones.
         readable = parameter.numel() and not parameter.is_complex()
         if (parameter.requires_grad or id(parameter) in stepped) and readable and config.watches(name):
             named[name] = parameter

@@ -98,7 +98,7 @@ class Shutdown:
 
 
 def is_still(step: Callable[[], int]) -> bool:
-    """Wait until training makes no more steps, because it waits for a stopped rank; returns False if it goes on."""
+    """Wait until training stalls because a rank has stopped; returns False if it keeps making steps."""
     before = -1
     for _ in range(LOOKS):
         if before == (before := step()):

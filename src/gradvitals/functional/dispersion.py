@@ -32,7 +32,7 @@ def norm_dispersion(norms: ArrayLike) -> float:
     on average only. Identical norms mean identical samples; one norm far off means a worker unlike the others.
 
     Args:
-        norms: one a worker; those that are not finite are left out.
+        norms: one per worker; those that are not finite are ignored.
 
     Returns:
         nan with fewer than 2 finite norms, or where all are 0.

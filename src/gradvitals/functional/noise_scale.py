@@ -52,7 +52,7 @@ def noise_scale(
     Returns:
         The noise scale. When the mean signal is less than two standard errors above zero it is not identifiable: the
         value is nan, `low` still bounds it from below and `high` is inf. A single pair has no interval: the ends are
-        nan, and the value is too unless both parts come out positive. Steps with a non-finite part are left out.
+        nan, and the value is too unless both parts come out positive. Steps with a non-finite part are ignored.
 
     Raises:
         ValueError: when a batch is not positive, or the big one is not the bigger.
@@ -125,7 +125,7 @@ def signal_and_noise(
         sq_norms: :math:`\|h_i\|^2`, `[k]` or `[k, rows]` with one row a tensor.
         sq_norm_of_sum: :math:`\|\sum h_i\|^2`, a number or `[rows]`.
         batch_sizes: samples in each micro-batch, `[k]`.
-        weights: weight of each micro-batch's mean gradient, `[k]`. Those of weight 0 are left out.
+        weights: weight of each micro-batch's mean gradient, `[k]`. Those of weight 0 are ignored.
 
     Returns:
         `(signal_sq, noise_trace)` in float64, of the shape of `sq_norm_of_sum`: the estimates of :math:`\|\mu\|^2`,

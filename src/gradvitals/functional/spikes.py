@@ -24,7 +24,7 @@ def spike_ratio(norm: ArrayLike, history: ArrayLike) -> Array:
     Args:
         norm: the norm now, a number or one for each tensor.
         history: the norms before it, `[n]` or `[n, tensors]`, the present one not among them. Those that are not finite
-            are left out: one broken step must not blind the steps after it.
+            are ignored: one broken step must not blind the steps after it.
 
     Returns:
         The ratio, of the shape of `norm`: nan without history or when the norm and its history are all 0, inf when only
@@ -89,7 +89,7 @@ def coefficient_of_variation(norms: ArrayLike) -> Array:
     .. math:: \mathrm{CV} = \frac{1}{\bar x} \sqrt{\frac{1}{n-1} \sum_i (x_i - \bar x)^2}
 
     Args:
-        norms: `[n]` or `[n, tensors]`; values that are not finite are left out.
+        norms: `[n]` or `[n, tensors]`; values that are not finite are ignored.
 
     Returns:
         The coefficient, one number or one for each tensor: nan with fewer than 2 finite norms or a mean of 0.

@@ -15,7 +15,7 @@ from gradvitals.types import Finding
 class OpenTelemetry(Sink):
     """Sets gauges such as ``gradvitals.grad.norm``, and ``gradvitals.finding.open`` for each finding.
 
-    Values of single tensors are left out: every tensor would be a time series of its own.
+    Values of single tensors are not exported: every tensor would be a time series of its own.
 
     Args:
         provider: A MeterProvider of yours; None takes the one that `metrics.set_meter_provider` has set.

@@ -16,7 +16,7 @@ PORT = 9464
 class Prometheus(Sink):
     """Serves gauges such as ``gradvitals_grad_norm{run="gpt"}``, and ``gradvitals_finding_open`` for each finding.
 
-    Values of single tensors are left out: every tensor would be a time series of its own.
+    Values of single tensors are not exported: every tensor would be a time series of its own.
 
     Args:
         port: Where it listens; 0 takes a free one. After the first step, `port` says which.

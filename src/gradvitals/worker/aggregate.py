@@ -696,7 +696,7 @@ def is_estimable(step: StepSums) -> bool:
 
 
 OUTLIER_RATIO = 5.0
-"""A step whose norm exceeds its moving average by this factor is left out: it would dominate a ratio of means."""
+"""A step whose norm exceeds its moving average by this factor is excluded: it would dominate a ratio of means."""
 
 ROUNDING = 2e-6
 """Noise below this share of the gradient's second moment is float32 rounding of equal micro-batches."""

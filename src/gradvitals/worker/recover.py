@@ -1,4 +1,4 @@
-"""Recovers what a worker left in its journal: when the run is next opened, or at once if training goes on."""
+"""Recovers what a worker left in its journal: when the run is next opened, or at once if training continues."""
 
 from __future__ import annotations
 

@@ -253,8 +253,8 @@ class UnchangedWeights(Rule):
         title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
         causes={
             "left_out": (
-                "The optimizer does not have {first}: the layer was created or replaced after the optimizer, or left "
-                "out of it; or its group has a learning rate of 0"
+                "The optimizer does not have {first}: the layer was created or replaced after the optimizer, or never "
+                "passed to it; or its group has a learning rate of 0"
             ),
             "zeroed": (
                 "zero_grad() runs between backward and step, so the optimizer steps without a gradient; or the "
