@@ -669,6 +669,7 @@ class StepRecorder:
         self._plain_rows: list[int] = []
         """The rows of the ring, in its order."""
         self._plain_parameters: list[nn.Parameter] = []
+        self._losses_add_up = False
         self._alone = alone
         """Whether steps can be plain: one process, one optimizer."""
         self._on_host, self._deliver_plain = on_host, deliver_plain
@@ -760,7 +761,7 @@ class StepRecorder:
             audit=due.audit,
             optimizers=[state.start_step() for state in self.optimizers],
         )
-        return Draft(record, due)
+        return Draft(record, due, observed=Observed(adds_up=self._losses_add_up))
 
     def finish(self) -> None:
         """Deliver the step and start the next."""
@@ -870,7 +871,7 @@ class StepRecorder:
     def _observe_plain(self, loss: Tensor | float | None) -> bool:
         plain, state = self._plain, self.optimizers[0]
         passes = state.backward.backwards
-        if not plain.observe(loss, passes, self.draft.observed.adds_up):
+        if not plain.observe(loss, passes, self._losses_add_up):
             return False
         self.observes = plain.observes
         if state.expects_clip or plain.observes < self.observes_expected or plain.read_at == passes:
@@ -1055,6 +1056,14 @@ class StepRecorder:
             return
         if not (self._plain.active and batch_size is None and self._plainly(self._observe_plain, loss)):
             self.safe("observe", self._note, loss, batch_size)
+
+    def add_up_losses(self) -> None:
+        """From now on, what is observed are parts of a loss: that of a step is their sum instead of their mean.
+
+        Gradients of several backward passes add up, so a step descends on the sum of what `backward` was called on. A
+        loop that accumulates gradients has divided each loss by their number: the sum is the mean that it would plot.
+        """
+        self._losses_add_up = self.draft.observed.adds_up = True
 
     def end_inspection(self) -> None:
         """Remove the wrappers of the inspection."""

@@ -14,8 +14,8 @@ FIRST_STEPS, FIRST_EVERY = 100, 10
 YOUNG_EVERY = 25
 AUDIT_YOUNG_EVERY = 50
 
-YOUNG_CHANGE_EVERY, CHANGE_EVERY = 10, 25
-"""After the first steps, weights are sampled in two consecutive steps out of this many, to compare directions."""
+FIRST_CHANGE_EVERY = 5
+"""Weights are sampled at full readings and at the step before each, to compare directions; first, this often."""
 
 WINDOW_EVERY = 10
 """One out of this many windows of steps is read, unless the config names the tensors to follow."""
@@ -23,11 +23,11 @@ WINDOW_EVERY = 10
 NORM_EVERY = (1, 2, 5, 10, 20, 50)
 """Possible intervals between norms that cost a pass over the gradients."""
 
-DEFAULT_SHARE = 0.01
+DEFAULT_SHARE = 0.005
 """The default of `Config.overhead_budget`: the share of a run's time for readings, besides plain steps."""
 
-FREE_SECONDS = 0.5
-"""Time for readings before the default budget applies: a short run is read completely."""
+FREE_SECONDS = 0.1
+"""Time for readings before the default budget applies: a short run of a small model is read completely."""
 
 WARM_UP_STEPS = 10
 REVIEW_STEPS = 50
@@ -132,20 +132,24 @@ class ReadSchedule:
 
     def due(self, step: int) -> Due:
         """Returns what is due at this step."""
-        times = self.every // self._least_every
         window = self._window is None or step % (WINDOW_EVERY * self._window) < self._window
-        young = None if times <= 1 else times * (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY)
-        full = is_due(step, self.every, young_every=young)
+        full = self._is_full(step)
         audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
         if full or audit:
-            detail = full and is_due(step, self.every, self._factor, young_every=young)
+            detail = full and is_due(step, self.every, self._factor, young_every=self._young_every(step))
             return Due(True, detail, audit, window=window)
         if self.every_step:
             return Due(False, False, False, window=window)
         norm = step % self.norm_every == 0
-        pairs_every = max(YOUNG_CHANGE_EVERY if step < YOUNG_STEPS else CHANGE_EVERY, self.norm_every)
-        change = (step < FIRST_STEPS and norm) or (step + 1) % pairs_every <= 1
+        change = self._is_full(step + 1) or (step < FIRST_STEPS and (step + 1) % FIRST_CHANGE_EVERY <= 1)
         return Due(False, False, False, norm, change, window)
+
+    def _is_full(self, step: int) -> bool:
+        return is_due(step, self.every, young_every=self._young_every(step))
+
+    def _young_every(self, step: int) -> int | None:
+        times = self.every // self._least_every
+        return None if times <= 1 else times * (FIRST_EVERY if step < FIRST_STEPS else YOUNG_EVERY)
 
     def account(self, *, full: bool, wall_seconds: float, cost_seconds: float, paid_norm: bool) -> bool:
         """Account for the cost of one step; returns whether this changed the schedule.

@@ -30,7 +30,7 @@ QUIET_STEPS = 10
 CALM_AFTER = 200
 """Steps of a run after which calm steps are only sampled."""
 
-CALM_EVERY = 20
+CALM_EVERY = 50
 """Of calm steps, rules check one in so many; the history takes all of them."""
 
 CALM_VALUES = frozenset(

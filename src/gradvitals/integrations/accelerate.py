@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradvitals import monitor as monitoring
-from gradvitals.integrations.backward import BackwardPasses, observe_part
+from gradvitals.integrations.backward import BackwardPasses
 from gradvitals.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def watch(
         The Monitor. Close it, or let it close with the program; it then prints the verdict to stderr.
     """
     monitor = monitoring.watch(model, optimizer, **options)
-    backwards = BackwardPasses(lambda loss: observe_part(monitor, loss))
+    monitor.recorder.add_up_losses()
+    backwards = BackwardPasses(monitor.observe)
     monitor.at_close(backwards.stop)
     backwards.start()
     if checkpoint:

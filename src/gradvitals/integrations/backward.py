@@ -119,16 +119,6 @@ class TorchEvents(threading.local, torch_hooks.Listener):
         self.scaled.clear()
 
 
-def observe_part(monitor: Monitor, loss: Tensor | None) -> None:
-    """Give a Monitor one of the losses whose sum is the loss of the step.
-
-    Gradients of several backward passes add up, so the step descends on the sum of their losses. A loop that
-    accumulates gradients has divided each loss by their number, so the sum is the mean it would plot.
-    """
-    monitor.recorder.draft.observed.adds_up = True
-    monitor.observe(loss)
-
-
 def divisor_of(tensors: Any) -> int | None:
     """Returns the whole number that a loop has divided its loss by; None if it has not."""
     node: Any = tensors.grad_fn if isinstance(tensors, Tensor) and tensors.dim() == 0 else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradvitals.integrations.backward import newest, observe_part, show_shards
+from gradvitals.integrations.backward import newest, show_shards
 from gradvitals.monitor import Monitor, watch
 
 try:
@@ -60,6 +60,8 @@ class GradvitalsCallback(Callback):
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         show_shards(model)  # the sanity check may have gathered parameters
         self.monitor = watch(model, trainer.optimizers, **self._options)
+        if not pl_module.automatic_optimization:
+            self.monitor.recorder.add_up_losses()
         if self._state is not None:
             self.monitor.load_state_dict(self._state)
             self._state = None
@@ -100,7 +102,7 @@ class GradvitalsCallback(Callback):
         if pl_module.automatic_optimization:  # the Trainer has divided it
             self.monitor.observe(self._loss * trainer.accumulate_grad_batches, batch_size=self._samples)
         else:
-            observe_part(self.monitor, self._loss)
+            self.monitor.observe(self._loss)
         self._loss = None
 
     def on_train_batch_end(

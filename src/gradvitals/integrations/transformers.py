@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from gradvitals.integrations.backward import BackwardPasses, newest, observe_part
+from gradvitals.integrations.backward import BackwardPasses, newest
 from gradvitals.monitor import Monitor, watch
 from gradvitals.worker.worker import print_line
 
@@ -50,6 +50,7 @@ class GradvitalsCallback(TrainerCallback):
         self._close()
         samples = self._batch_size or args.train_batch_size * args.gradient_accumulation_steps
         self.monitor = watch(kwargs["model"], kwargs["optimizer"], batch_size=samples, **self._options)
+        self.monitor.recorder.add_up_losses()
         if not _restore(self.monitor, _state_file(args, state)) and state.global_step:
             self.monitor.recorder.start(state.global_step)
         self._backwards.start()
@@ -88,7 +89,7 @@ class GradvitalsCallback(TrainerCallback):
 
     def _after_backward(self, loss: Tensor | None) -> None:
         if self.monitor is not None:
-            observe_part(self.monitor, loss)
+            self.monitor.observe(loss)
 
     def _close(self) -> None:
         self._backwards.stop()

@@ -667,6 +667,7 @@ class Oscillation(Rule):
     )
 
     WINDOW = 40  # steps looked back on
+    FEW, MANY = 10, 20  # cosines between consecutive updates that are averaged
     EVERY = 10  # steps between checks
     TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
     STILL, LEFT = 1e-5, 0.1  # update over weight norm, and loss over that of the trivial prediction
@@ -684,8 +685,8 @@ class Oscillation(Rule):
         losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
         if len(losses) < self.WINDOW or step.history.steps_seen < self.WINDOW + 10:
             return None
-        cosines = step.history["update/cosine"].last(self.WINDOW)
-        cosine = float(cosines.mean()) if len(cosines) == self.WINDOW else math.nan
+        cosines = step.history["update/cosine"].last(self.MANY)
+        cosine = float(cosines.mean()) if len(cosines) >= self.FEW else math.nan
         # Momentum gives updates this cosine even if gradients are independent.
         info = step.info
         expected = info.betas[0] if info.betas else info.momentum or 0.0

@@ -29,7 +29,6 @@ from gradvitals.integrations.backward import (
     BackwardPasses,
     TorchEvents,
     divisor_of,
-    observe_part,
     sharded_modules,
     show_shards,
 )
@@ -75,6 +74,7 @@ class Watched:
     ) -> None:
         self.found = found
         self.monitor = watch(found, resume)
+        self.monitor.recorder.add_up_losses()
         self.first_step = self.monitor.step
         self.remade = 0
         """Optimizers before this one that made hardly a step with the same weights."""
@@ -144,7 +144,7 @@ class Watched:
 
     def observe(self, loss: Tensor | None) -> None:
         """A backward pass of the step had this loss."""
-        observe_part(self.monitor, loss)
+        self.monitor.observe(loss)
         if self._step_passes is None:
             self._passes += 1
             return
@@ -188,6 +188,8 @@ class Watched:
     def after_step(self) -> None:
         """One of its optimizers has stepped."""
         self._step_passes = None
+        if self._announce is None and not self._samples.is_counting:
+            return
         self._samples.after_step()
         if not self._samples.is_counting or time.monotonic() > self._announce_by:
             self._print_start()
@@ -595,8 +597,8 @@ class Hooks:
         self._undo: list[Callable[[], object]] = []
         self._thread = _ThreadState()
         self._backwards = BackwardPasses(
-            lambda loss: self._report(watcher.after_backward, loss),
-            lambda tensors: self._report(watcher.before_backward, tensors),
+            functools.partial(self._report, watcher.after_backward),
+            functools.partial(self._report, watcher.before_backward),
         )
         watcher.events = self._backwards.events
 
