@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
-import pickle
 import sys
 import threading
 import time
@@ -53,25 +50,12 @@ from gradvitals.store import free_run_path, next_step, run_id, run_meta
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding, Layout, Reading, json_ready
 from gradvitals.worker.aggregate import PartWeights, StepSums, Table, aggregate, sums_to_bytes
-from gradvitals.worker.channel import Channel, JournalChannel, Message, ThreadChannel
-from gradvitals.worker.journal import Journal, journal_folder
-from gradvitals.worker.process import WorkerProcess
+from gradvitals.worker.channel import Message
+from gradvitals.worker.link import WorkerLink
 from gradvitals.worker.publish import CLOSE_SECONDS as PUBLISH_SECONDS
-from gradvitals.worker.publish import Destination, Publisher, runs_in_worker, wants_readings
-from gradvitals.worker.record import (
-    COMMAND,
-    CONTEXT,
-    PLAIN,
-    STEP,
-    SUMS,
-    Context,
-    Decoder,
-    Encoder,
-    Part,
-    StepRecord,
-)
-from gradvitals.worker.recover import JOURNAL, REPLIES, leave_context, leave_note, remove_files, successor
-from gradvitals.worker.worker import Setup, Worker, WorkerThread, print_line
+from gradvitals.worker.publish import Destination, Publisher, wants_readings
+from gradvitals.worker.record import PLAIN, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
+from gradvitals.worker.worker import Setup, print_line
 
 if TYPE_CHECKING:
     from gradvitals.report.verdict import Verdict
@@ -83,7 +67,6 @@ LOOK_EVERY = 8
 JOURNAL_BYTES = 4 << 20
 """Room for steps that the worker did not read yet; more for a model with many tensors."""
 BYTES_PER_TENSOR = 4096
-REPLY_BYTES = 1 << 20
 RANKS_CLOSE_SECONDS = 10.0
 """How long a rank that closes waits for the others to bring their last steps."""
 CLOSE_SECONDS = 30.0
@@ -224,7 +207,6 @@ class Monitor:
         optimizers = check_arguments(model, optimizer, config, batch_size)
         self._destinations: list[Destination] = [*map(as_sink, _listed(sinks)), *map(as_alert, _listed(alerts))]
         self.config = config if config is not None else Config()
-        self._pid = os.getpid()
         self._findings: dict[tuple[Any, ...], Finding] = {}
         self._notices: list[Finding] = []
         self._latest: dict[str, float] = {}
@@ -233,16 +215,10 @@ class Monitor:
         self._readers: list[Callable[[Reading], object]] = [on_reading] if on_reading is not None else []
         self._at_close: list[Callable[[], object]] = []
         self._when_closed: list[Callable[[Monitor], object]] = []
-        self._replies: dict[int, Message] = {}
         self._unread: deque[Reading] = deque()
-        self._writing, self._reading = threading.Lock(), threading.RLock()  # a Guard writes snapshots in a thread
-        self._requests = 0
-        self._worker: WorkerProcess | WorkerThread | None = None
-        self._journal: Journal | None = None
-        self._channel: Channel = ThreadChannel()
+        self._worker = WorkerLink(_weakly(self._take_message))
         self._publisher: Publisher | None = None
-        self._early: list[bytes] = []
-        """Commands from before the first step."""
+        """Of the sinks and alerts that cannot move to the worker."""
         self._state: dict[str, Any] = {}
         self._encoder, self._decoder = Encoder(), Decoder()
         self._table = Table(Context())
@@ -341,7 +317,7 @@ class Monitor:
             RunError: If there are no readings yet.
         """
         self.flush()
-        if self._worker is None:
+        if not self._worker.is_open:
             raise RunError("no step was recorded yet, so there is nothing to judge; call verdict after a step")
         with open_run(self.run_path) as run:
             return run.verdict
@@ -372,7 +348,7 @@ class Monitor:
         """Have this called with every reading, beside `on_reading`. With several ranks, on all of them or on none."""
         self._readers.append(reader)
         self.read_every_step()
-        self._command({"do": "wants_readings"})
+        self._worker.command({"do": "wants_readings"})
 
     def add_sink(self, sink: Sink | str) -> None:
         """Send what is seen from here on to one more sink, as `watch(..., sinks=[...])` does."""
@@ -386,18 +362,18 @@ class Monitor:
         if not self._start.leads:
             return
         self._destinations.append(destination)
-        if self._worker is not None:  # it cannot move to a worker that runs already
+        if self._worker.is_open:  # it cannot move to a worker that runs already
             if self._publisher is None:
                 self._publisher = Publisher((), _weakly(self.report), self.run_path)
                 self._publisher.put([self._layout])
             if wants_readings(destination):
-                self._command({"do": "wants_readings"})
+                self._worker.command({"do": "wants_readings"})
             self._publisher.add(destination)
 
     def record(self, action: Action) -> None:
         """Keep what was done with the run."""
         self._actions.append(action)
-        self._command({"do": "action", "action": action.to_json()})
+        self._worker.command({"do": "action", "action": action.to_json()})
         if self._publisher is not None:
             self._publisher.put([action])
 
@@ -405,7 +381,7 @@ class Monitor:
         """The run was rolled back: diagnose it anew, once the steps so far are diagnosed."""
         self._recorder.flush()
         self._opened.clear()
-        self._command({"do": "start_over"})
+        self._worker.command({"do": "start_over"})
 
     def at_close(self, callback: Callable[[], object]) -> None:
         """Have this called when the Monitor closes, while it still writes."""
@@ -419,8 +395,13 @@ class Monitor:
         """Ask for the state of this moment. Returns a function that waits for it."""
         own = self._own_state()
         self._settle()
-        request = self._request({"do": "state"})
-        return lambda: {**own, **self._state_of(self._wait(request, 60.0))}
+        request = self._worker.request({"do": "state"})
+
+        def state() -> dict[str, Any]:
+            reply = self._worker.wait(request, 60.0) or {}
+            return {**own, "worker": reply.get("state") if self._worker.is_open else self._state}
+
+        return state
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -429,9 +410,10 @@ class Monitor:
         if self._closed:
             return True
         self._settle(timeout)
-        if self._worker is None:
+        if not self._worker.is_open:
             return True
-        reply = self._wait(self._request({"do": "flush"}), timeout)
+        reply = self._worker.ask({"do": "flush"}, timeout)
+        self._receive()
         return reply is not None and bool(reply.get("stored"))
 
     def _settle(self, timeout: float = CLOSE_SECONDS) -> None:
@@ -442,7 +424,7 @@ class Monitor:
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop watching: hooks go, what is on its way is written, the run is marked finished, with what ended it."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or not self._worker.is_here:
             return
         for callback in self._at_close:
             try:
@@ -467,25 +449,18 @@ class Monitor:
             told(self)
 
     def _close_worker(self) -> None:
-        if self._worker is None:
+        if not self._worker.is_open:
             return
         hangs, patience = False, HANG_SECONDS if self._latest else CLOSE_SECONDS  # it may not have started yet
-        if self._setup.destinations:
-            patience += PUBLISH_SECONDS  # while it closes them, it reads nothing
+        if self._worker.publishes:
+            patience += PUBLISH_SECONDS
         if self._publisher is not None:  # before the run file is closed: what fails now is still kept with the run
-            hangs = self._wait(self._request({"do": "finish"}), CLOSE_SECONDS, patience) is None
+            hangs = self._worker.ask({"do": "finish"}, CLOSE_SECONDS, patience) is None
             self._publisher.close()
-        request = self._request({"do": "close"})
-        hangs = hangs or self._wait(request, CLOSE_SECONDS, patience) is None
-        self._worker.stop(0.0 if hangs else HANG_SECONDS)
+        request = self._worker.request({"do": "close"})
+        hangs = hangs or self._worker.wait(request, CLOSE_SECONDS, patience) is None
+        self._worker.close(0.0 if hangs else HANG_SECONDS)
         self._receive()
-        channel, self._channel = self._channel, ThreadChannel()
-        channel.close()
-        if self._journal is not None and self._journal.path is not None:
-            if not self._journal.has_records:
-                remove_files(self._path, self._journal.path.parent)
-            if not self._worker.is_alive:
-                self._journal.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -512,7 +487,7 @@ class Monitor:
 
         if not self._closed:
             self.flush(SHOW_SECONDS)
-        return display(self.run_path if self._worker is not None else None, repr(self))
+        return display(self.run_path if self._worker.is_open else None, repr(self))
 
     def _ipython_display_(self) -> None:
         """Show a card that follows the training."""
@@ -538,9 +513,6 @@ class Monitor:
             own["audit"] = self._reducer.comparison.memory.state_dict()
         return {**own, "run_id": self._run_id}
 
-    def _state_of(self, reply: Message | None) -> dict[str, Any]:
-        return {"worker": self._state if self._worker is None else (reply or {}).get("state")}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run from a saved state. Call it before the first step.
 
@@ -549,7 +521,7 @@ class Monitor:
         """
         if state.get("version") != STATE_VERSION:
             raise RunError(f"the state has version {state.get('version')!r}; this gradvitals reads {STATE_VERSION}")
-        if self._worker is not None:
+        if self._worker.is_open:
             raise RunError(f"load_state_dict was called after {self.step} steps; call it before the first one")
         self._recorder.load_state_dict(state["recorder"])
         self._state = dict(state["worker"] or {})
@@ -564,31 +536,31 @@ class Monitor:
 
     def _deliver(self, record: StepRecord, parts: list[Part]) -> None:
         """A step is on the host: into the journal with it, or first to the other ranks."""
-        if os.getpid() != self._pid:  # a forked child shares the journal's pages, and is not the one that trains
+        if not self._worker.is_here:
             return
         context = self._recorder.take_context() if self._recorder.context_changed else None
         if self._reducer is not None:
             self._reduce(record, parts, context)
         else:
-            if self._journal is None:
+            if not self._worker.is_open:
                 self._open(record.step)
             if context is not None:
                 self._write_context(context)
-            self._write(STEP, self._encoder.encode(record, parts))
-        if self._channel.has_messages:
+            self._worker.write(STEP, self._encoder.encode(record, parts))
+        if self._worker.has_messages:
             self._receive()
 
     def _deliver_plain(self, first_step: int, count: int, data: bytes) -> None:
         """Plain steps are on the host: into the journal with them."""
-        if os.getpid() != self._pid:
+        if not self._worker.is_here:
             return
         context = self._recorder.take_context() if self._recorder.context_changed else None
-        if self._journal is None:
+        if not self._worker.is_open:
             self._open(first_step)
         if context is not None:
             self._write_context(context)
-        self._write(PLAIN, data, count)
-        if (count > 1 or first_step % LOOK_EVERY == 0) and self._channel.has_messages:
+        self._worker.write(PLAIN, data, count)
+        if (count > 1 or first_step % LOOK_EVERY == 0) and self._worker.has_messages:
             self._receive()
 
     def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:
@@ -607,12 +579,12 @@ class Monitor:
         """A step of all ranks is complete."""
         if not self._start.leads and not self._readers:
             return
-        if self._journal is None:
+        if not self._worker.is_open:
             self._open(step.step)
         if step.table is not self._written_table:
             self._written_table = step.table
             self._write_context(step.table.context)
-        self._write(SUMS, sums_to_bytes(step))
+        self._worker.write(SUMS, sums_to_bytes(step))
 
     _written_table: Table | None = None
 
@@ -620,20 +592,7 @@ class Monitor:
         self._layout = context.layout
         if self._publisher is not None:
             self._publisher.put([context.layout])
-        data = context.to_bytes()
-        if self._journal is not None and self._journal.path is not None:
-            with contextlib.suppress(OSError):
-                leave_context(data, self._journal.path.parent)
-        self._write(CONTEXT, data)
-
-    def _write(self, kind: int, data: bytes, count: int = 1) -> None:
-        journal = self._journal
-        assert journal is not None
-        with self._writing:
-            fits = journal.append(kind, data)
-        if not fits:
-            journal.drop(count)
-            self._revive_worker()
+        self._worker.write_context(context)
 
     def _open(self, first_step: int) -> None:
         """Start the worker. Everything it needs is known with the first step."""
@@ -644,7 +603,7 @@ class Monitor:
             print_line(f"{start.asked} holds a run already; this one is kept in {self._path}", config.quiet)
         self._run_id = run_id(self._path) if self._resume else None
         self._run_id = self._run_id or uuid.uuid4().hex
-        self._setup = Setup(
+        setup = Setup(
             path=self._path,
             config=config,
             meta=self._describe(),
@@ -658,49 +617,11 @@ class Monitor:
             destinations=list(self._destinations) if start.leads else [],
             state=self._state,
         )
-        wants_process = start.leads and config.worker_kind() == "process"
-        if not wants_process or not self._start_process():
-            self._journal = Journal.in_memory(self._journal_bytes())
-            self._channel = ThreadChannel()
-            self._worker = WorkerThread(Worker(self._setup, self._journal, self._channel))
-        for command in self._early:
-            self._write(COMMAND, command)
-        self._early.clear()
-
-    def _journal_bytes(self) -> int:
-        return max(JOURNAL_BYTES, BYTES_PER_TENSOR * len(self._recorder.table.parameters))
-
-    def _start_process(self) -> bool:
-        """Start the worker as a process; False if that is not possible here."""
-        setup = self._setup
-        here = [one for one in setup.destinations if not runs_in_worker(one)]
-        moved = [one for one in setup.destinations if runs_in_worker(one)]
-        try:
-            setup.path.mkdir(parents=True, exist_ok=True)
-            folder = journal_folder(setup.path)
-            replies = Journal.create(folder / REPLIES, REPLY_BYTES)
-            self._journal = Journal.create(folder / JOURNAL, self._journal_bytes())
-            self._channel = JournalChannel(replies, folder)
-            wants = setup.wants_readings or any(map(wants_readings, here))
-            there = replace(setup, destinations=moved, wants_readings=wants)
-            assert self._journal.path is not None
-            assert replies.path is not None
-            self._worker = WorkerProcess(there, self._journal.path, replies.path)
-            leave_note(setup, folder, self._worker.pid)
-        except (OSError, ValueError, TypeError, AttributeError, ImportError, pickle.PickleError) as error:
-            print_line(f"the worker process cannot be started ({error}); a thread does its work", self.config.quiet)
-            return False
-        self._setup = there
+        journal_bytes = max(JOURNAL_BYTES, BYTES_PER_TENSOR * len(self._recorder.table.parameters))
+        as_process = start.leads and config.worker_kind() == "process"
+        here = self._worker.open(setup, journal_bytes, as_process=as_process)
         if here:
             self._publisher = Publisher(here, _weakly(self.report), setup.path)
-        return True
-
-    def _revive_worker(self) -> None:
-        """Continue the work of a worker that is gone in a thread."""
-        if self._worker is None or self._worker.is_alive or self._journal is None or self._journal.path is None:
-            return
-        self._channel = ThreadChannel()
-        self._worker = WorkerThread(successor(self._setup, self._journal.path, self._channel))
 
     def _describe(self) -> dict[str, Any]:
         """What is kept about the run."""
@@ -718,76 +639,28 @@ class Monitor:
 
     # -- talking to the worker ----------------------------------------------------------------------------------
 
-    def _command(self, command: dict[str, Any]) -> None:
-        data = json.dumps(command).encode()
-        if self._journal is None:
-            self._early.append(data)
-        else:
-            self._write(COMMAND, data)
-
-    def _request(self, command: dict[str, Any]) -> int:
-        """Ask the worker for something; returns the number that `_wait` takes."""
-        self._requests += 1
-        if self._journal is not None:
-            self._command({**command, "id": self._requests})
-            assert self._worker is not None
-            self._worker.wake()
-        return self._requests
-
-    def _wait(self, request: int, seconds: float, hang_seconds: float = math.inf) -> Message | None:
-        """Wait for the answer to a request; None if there is none in time, or nobody to ask.
-
-        Args:
-            request: Its number.
-            seconds: How long to wait.
-            hang_seconds: How long to wait for a worker that empties no more of the journal.
-        """
-        if self._worker is None or self._journal is None or os.getpid() != self._pid:
-            return None
-        moved, pause = time.monotonic(), 0.0005
-        deadline, fill = moved + seconds, self._journal.fill
-        while request not in self._replies:
-            self._receive()
-            if request in self._replies:
-                break
-            now = time.monotonic()
-            if self._journal.fill != fill:
-                moved, fill = now, self._journal.fill
-            if now > deadline or now - moved > hang_seconds:
-                return None
-            if not self._worker.is_alive and not self._channel.has_messages:
-                self._revive_worker()
-                if not self._worker.is_alive:
-                    return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-        return self._replies.pop(request)
-
     def _receive(self) -> None:
         """Take all messages of the worker. Readings are handed on by the thread that trains, and no other."""
-        if os.getpid() != self._pid:
-            return
-        with self._reading:
-            for message in self._channel.receive():
-                what = message["what"]
-                if what == "latest":
-                    self._latest = message["values"]
-                elif what == "finding":
-                    self._take_finding(message)
-                elif what == "readings":
-                    readings: list[Reading] = message["readings"]
-                    if self._readers:
-                        self._unread.extend(readings)
-                    if self._publisher is not None:
-                        first = replace(readings[0], tensors={}) if message["plain"] else readings[0]
-                        self._publisher.put([first, *readings[1:]])
-                elif what == "count_nonfinite":
-                    self._recorder.count_nonfinite = message["value"]
-                elif what == "done":
-                    self._replies[message["id"]] = message
+        self._worker.receive()
         if self._unread and self._recorder.thread in (None, threading.get_ident()):
             while self._unread:
                 self._take_reading(self._unread.popleft())
+
+    def _take_message(self, message: Message) -> None:
+        what = message["what"]
+        if what == "latest":
+            self._latest = message["values"]
+        elif what == "finding":
+            self._take_finding(message)
+        elif what == "readings":
+            readings: list[Reading] = message["readings"]
+            if self._readers:
+                self._unread.extend(readings)
+            if self._publisher is not None:
+                first = replace(readings[0], tensors={}) if message["plain"] else readings[0]
+                self._publisher.put([first, *readings[1:]])
+        elif what == "count_nonfinite":
+            self._recorder.count_nonfinite = message["value"]
 
     def _take_finding(self, message: Message) -> None:
         finding = message["finding"]
@@ -830,7 +703,7 @@ class Monitor:
                 print_line(str(finding), self.config.quiet or not aloud)
             return
         self._notices.append(finding)
-        self._command({"do": "finding", "finding": finding.to_json(), "aloud": aloud})
+        self._worker.command({"do": "finding", "finding": finding.to_json(), "aloud": aloud})
 
     def _on_error(self, part: str, error: Exception) -> None:
         self.report(notices.monitor_error(part, error, self.step))
@@ -858,14 +731,14 @@ class Monitor:
 
     def _on_stopped_elsewhere(self, finding: Finding) -> None:
         """Another rank stopped: keep why, and the steps up to there, before this rank is ended with it."""
-        if self._closed or self._reducer is None or self._worker is None:
+        if self._closed or self._reducer is None or not self._worker.is_open:
             return
         self._shutdown.stopped_elsewhere = True
         self.report(finding, aloud=False)
         if is_still(lambda: self.step):
             self._recorder.transfer.finish(1.0)
             self._reducer.end()
-        self._wait(self._request({"do": "flush"}), RANKS_CLOSE_SECONDS / 2)
+        self._worker.ask({"do": "flush"}, RANKS_CLOSE_SECONDS / 2)
 
 
 _open_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -887,7 +760,7 @@ def _close_earlier(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     for other in list(_open_monitors):
         table = other.recorder.table
         same = table.model is model or any(one in optimizers for one in table.optimizers)
-        if same and not other._closed and os.getpid() == other._pid:
+        if same and not other._closed and other._worker.is_here:
             print_line(f"closed the earlier Monitor of this model, whose run is in {other.run_path}", quiet)
             other.close()
 
