@@ -80,7 +80,7 @@ def test_norms_are_those_before_the_guard_clips(tmp_path: Path) -> None:
 
 
 def test_a_guard_that_finds_nothing_leaves_the_readings_as_they_are(tmp_path: Path) -> None:
-    config = gv.Config(quiet=True, diagnose=False, overhead_budget=None)
+    config = gv.Config(quiet=True, diagnose=False, overhead_budget=None, tensor_every=1)
     plain = Run(tmp_path / "plain", config=config).train(range(30)).close()
     guarded = Run(tmp_path / "guarded", ACT, config=config).train(range(30)).close()
     first, second = gv.open_run(plain.monitor.run_path), gv.open_run(guarded.monitor.run_path)

@@ -261,7 +261,7 @@ def test_a_sink_beside_the_worker_process_that_cannot_close_is_kept_with_the_run
 
 
 def test_readings_too_large_for_the_way_back_arrive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradvitals.monitor.REPLY_BYTES", 8192)
+    monkeypatch.setattr("gradvitals.worker.link.REPLY_BYTES", 8192)
     sink = Kept()
     train([sink], tmp_path / "run", worker="process")
     assert list(sink.steps) == list(range(60))
