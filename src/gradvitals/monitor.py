@@ -538,30 +538,32 @@ class Monitor:
         """A step is on the host: into the journal with it, or first to the other ranks."""
         if not self._worker.is_here:
             return
-        context = self._recorder.take_context() if self._recorder.context_changed else None
         if self._reducer is not None:
-            self._reduce(record, parts, context)
+            self._reduce(record, parts, self._recorder.take_context())
         else:
-            if not self._worker.is_open:
-                self._open(record.step)
-            if context is not None:
-                self._write_context(context)
+            self._prepare_journal(record.step)
             self._worker.write(STEP, self._encoder.encode(record, parts))
         if self._worker.has_messages:
             self._receive()
 
     def _deliver_plain(self, first_step: int, count: int, data: bytes) -> None:
         """Plain steps are on the host: into the journal with them."""
+        worker, recorder = self._worker, self._recorder
+        if recorder.context_changed or not worker.is_open:
+            self._prepare_journal(first_step)
+        worker.write(PLAIN, data, count)
+        if (count > 1 or first_step % LOOK_EVERY == 0) and worker.has_messages:
+            self._receive()
+
+    def _prepare_journal(self, step: int) -> None:
+        """Have a worker, and the context of this step in its journal."""
         if not self._worker.is_here:
             return
-        context = self._recorder.take_context() if self._recorder.context_changed else None
         if not self._worker.is_open:
-            self._open(first_step)
+            self._open(step)
+        context = self._recorder.take_context()
         if context is not None:
             self._write_context(context)
-        self._worker.write(PLAIN, data, count)
-        if (count > 1 or first_step % LOOK_EVERY == 0) and self._worker.has_messages:
-            self._receive()
 
     def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:
         assert self._reducer is not None

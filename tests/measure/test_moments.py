@@ -155,7 +155,7 @@ def test_a_gsnr_below_zero_for_certain_is_not_reported(tmp_path: Path) -> None:
     """A gradient that turns at every step cancels in Adam's averages more than independent samples ever would."""
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    config = gv.Config(quiet=True, diagnose=False, tensor_every=5)
+    config = gv.Config(quiet=True, diagnose=False, tensor_every=5, overhead_budget=1)
     with gv.watch(model, optimizer, run=tmp_path / "run", config=config):
         for step in range(200):
             optimizer.zero_grad()

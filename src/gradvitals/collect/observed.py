@@ -93,11 +93,6 @@ class Observed:
     _reported_no_step: bool = False
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing was observed."""
-        return not self.calls and not self.given_up and not self.passes
-
-    @property
     def losses(self) -> list[Tensor | float]:
         """The losses of batches that are in the step."""
         return [each.loss for each in self.calls if each.loss is not None]

@@ -1,35 +1,59 @@
-"""PlainStep: the step in progress as long as it goes like most steps of a run, which have no objects of their own."""
+"""PlainStep: the step in progress as long as it goes like most steps of a run, which have no objects of their own.
+
+This is the code that runs at nearly every step of a run, so calls are few here and everything is prepared before.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradvitals.collect import reductions
+from gradvitals.collect.backward import BackwardCounter
 from gradvitals.collect.transfer import DeviceRing, HostRing
+from gradvitals.worker.record import CARRIED, CLIPPED, HAS_NORMS
 
 
 class PlainStep:
     """The step in progress, as long as it goes as plain steps do. What does not is for `StepRecorder` to read.
 
     Every method that returns False leaves the step as it was: the recorder then takes over what was kept so far.
+
+    Args:
+        ring: Where the numbers of a step go.
+        rows: The row of each norm in the ring.
+        parameters: Their parameters.
+        backward: Counts the backward passes of the step.
+        adds_up: Whether the loss of a step is the sum of what is observed instead of its mean.
     """
 
-    def __init__(self) -> None:
-        self.ring: HostRing | DeviceRing | None = None
-        self.active = False
-        """Whether the step has been plain so far."""
+    def __init__(
+        self,
+        ring: HostRing | DeviceRing,
+        rows: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        backward: BackwardCounter,
+        *,
+        adds_up: bool,
+    ) -> None:
+        self.ring = ring
+        self.rows = rows
+        self._parameters = parameters
+        self._backward = backward
+        self._adds_up = adds_up
+        self.begin(reads_norm=False, reads_after=math.inf)
 
-    def begin(self, ring: HostRing | DeviceRing, reads_norm: bool) -> None:
+    def begin(self, *, reads_norm: bool, reads_after: float) -> None:
         """Start a step.
 
         Args:
-            ring: Where its numbers go.
             reads_norm: Whether norms are read if the loop does not compute them itself.
+            reads_after: The observation after which to read them; before the optimizer's step at the latest.
         """
-        self.active, self.ring, self.reads_norm = True, ring, reads_norm
+        self._reads_norm, self._reads_after = reads_norm, reads_after
         self.loss: object = None
         self.observes = 0
         self.passes = 0
@@ -39,34 +63,70 @@ class PlainStep:
         self.has_norms = self.paid = self.clipped = False
         self.max_norm: float | None = None
 
-    def observe(self, loss: Tensor | float | None, passes: int, adds_up: bool) -> bool:
+    def observe(self, loss: Tensor | float | None) -> bool:
         """Keep the loss of a step; several are kept only if the step's loss is their sum."""
-        assert self.ring is not None
-        if loss is None or passes == 0 or (self.observes and not adds_up):
+        passes = self._backward.backwards
+        if loss is None or passes == 0 or (self.observes and not self._adds_up):
             return False
         kept = self.ring.note_loss(loss, self.loss)
         if kept is None:
             return False
         self.loss, self.passes = kept, passes
         self.observes += 1
+        if not self._reads_norm or self.observes < self._reads_after or self.read_at == passes:
+            return True
+        return self._read_norms(passes)
+
+    def take_norms(self, rows: Sequence[int], norms: Tensor | None) -> bool:
+        """Keep norms that the loop computed, or compute them if it kept none."""
+        passes = self._backward.backwards
+        if self.read_at == passes:
+            return True
+        if rows is not self.rows:
+            return False
+        exact = type(norms) is Tensor and norms.dtype == torch.float32
+        return self._keep(norms, passes) if exact else self._read_norms(passes)
+
+    def clip(self, max_norm: float | None) -> bool:
+        """The loop is about to clip the gradients."""
+        passes = self._backward.backwards
+        if not self.clipped and self.read_at != passes and not self._read_norms(passes):
+            return False
+        self.clipped, self.max_norm = True, max_norm
         return True
 
-    def take_norms(self, norms: Tensor, passes: int) -> bool:
-        """Keep the norms that the loop computed."""
-        assert self.ring is not None
-        if norms.dtype != torch.float32 or not self.ring.note_norms(norms):
+    def reach(self) -> bool:
+        """The optimizer is about to step."""
+        if self.clipped:
+            return True
+        if self._backward.altered():
+            return False
+        passes = self._backward.backwards
+        return not self._reads_norm or self.read_at == passes or self._read_norms(passes)
+
+    def put(self, step: int, time: float, seconds: float, lr: float, batch_size: float | None, flags: int) -> None:
+        """End the step: its numbers go into the ring."""
+        backward = self._backward
+        flags |= HAS_NORMS * self.has_norms | CLIPPED * self.clipped | CARRIED * backward.carried
+        max_norm = math.nan if self.max_norm is None else self.max_norm
+        size = math.nan if batch_size is None else batch_size
+        self.ring.put(self.loss, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
+
+    def _keep(self, norms: Tensor, passes: int) -> bool:
+        if not self.ring.note_norms(norms):
             return False
         self.read_at, self.has_norms = passes, True
         return True
 
     @torch.no_grad()
-    def read_norms(self, parameters: Sequence[Tensor], passes: int) -> bool:
+    def _read_norms(self, passes: int) -> bool:
         """Read the norms of gradients as they are now, if that is due."""
-        if not self.reads_norm:
+        if not self._reads_norm:
             self.read_at = passes
             return True
-        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-        if len(grads) != len(parameters) or not self.take_norms(torch.stack(list(reductions.norms(grads))), passes):
+        grads = [grad for parameter in self._parameters if (grad := parameter.grad) is not None]
+        if len(grads) != len(self._parameters):
             return False
-        self.paid = True
-        return True
+        norms = torch.stack(list(reductions.norms(grads)))
+        self.paid = norms.dtype == torch.float32 and self._keep(norms, passes)
+        return self.paid

@@ -42,7 +42,7 @@ from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.errors import ClippedTwiceError, LoopError
 from gradvitals.metrics import METRIC_OF, SUMS, sums_of
-from gradvitals.worker.record import ALTERNATING, CARRIED, CLIPPED, HAS_NORMS, Context, OptimizerStep, Part, StepRecord
+from gradvitals.worker.record import ALTERNATING, Context, OptimizerStep, Part, StepRecord
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,6 @@ class Draft:
     observed: Observed = field(default_factory=Observed)
     paid_norm: bool = False
     """Whether norms were read that the loop did not compute itself."""
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether it holds nothing yet."""
-        return self.buffer.is_empty and self.observed.is_empty
 
 
 class OptimizerState:
@@ -665,10 +660,10 @@ class StepRecorder:
         self.context_changed = True
         self._deliver = deliver
         self.transfer = Transfer(self._hand_on if on_host else deliver, deliver_plain)
-        self._plain = PlainStep()
-        self._plain_rows: list[int] = []
-        """The rows of the ring, in its order."""
-        self._plain_parameters: list[nn.Parameter] = []
+        self._plain: PlainStep | None = None
+        """The step in progress, if it has been plain so far."""
+        self._plain_steps: PlainStep | None = None
+        """What all plain steps use, with its ring."""
         self._losses_add_up = False
         self._alone = alone
         """Whether steps can be plain: one process, one optimizer."""
@@ -703,7 +698,7 @@ class StepRecorder:
 
     def start(self, step: int) -> None:
         """Start with the step of this number."""
-        self._plain.active = False
+        self._plain = None
         self.step = self.first = step
         self._dues.clear()
         for state in self.optimizers:
@@ -736,12 +731,12 @@ class StepRecorder:
         place = step - self._due_from
         if not 0 <= place < len(self._dues):  # plan several steps at once, which costs little more than one
             self._due_from, place = step, 0
-            self._dues[:] = map(self.schedule.due, range(step, step + PLANNED_STEPS))
+            self._dues = self.schedule.plan(step, PLANNED_STEPS)
         return self._dues[place]
 
     def _replan(self) -> None:
         """Apply a changed schedule from the next step on."""
-        self._due_from, self._dues[:] = self.step, [self.draft.due]
+        self._due_from, self._dues[:] = self.step, [self._due_at(self.step)]
         self.on_schedule_change()
 
     def _arm_micro(self, state: OptimizerState, due: Due) -> None:
@@ -819,127 +814,85 @@ class StepRecorder:
         rows = self._clip_order if state.expects_clip and self._clip_order else state.held
         if len(rows) != len(state.held):
             return False
-        if self._plain.ring is None or rows is not self._plain_rows:
-            self._plain_rows = rows
-            self._plain_parameters = [self.table.parameters[row] for row in rows]
+        if self._plain_steps is None or rows is not self._plain_steps.rows:
+            parameters = [self.table.parameters[row] for row in rows]
+            ring: HostRing | DeviceRing
             if self._on_host:
-                self._plain.ring = HostRing(rows, self._deliver_plain)
+                ring = HostRing(rows, self._deliver_plain)
             else:
-                self._plain.ring = DeviceRing(rows, self._plain_parameters[0].device)
-                self.transfer.use(self._plain.ring)
+                ring = DeviceRing(rows, parameters[0].device)
+                self.transfer.use(ring)
+            self._plain_steps = PlainStep(ring, rows, parameters, state.backward, adds_up=self._losses_add_up)
         return True
 
     def _begin_plain(self, due: Due) -> None:
         """Start the step as a plain one, if nothing else is due."""
+        self._plain = None
         windowed = due.window and self.table.windows
         if not (due.full or due.audit or due.change or windowed or self.count_nonfinite or self.guarded):
-            assert self._plain.ring is not None
-            self._plain.begin(self._plain.ring, due.norm)
+            assert self._plain_steps is not None
+            reads_after = math.inf if self.optimizers[0].expects_clip else self.observes_expected
+            self._plain_steps.begin(reads_norm=due.norm, reads_after=reads_after)
+            self._plain = self._plain_steps
 
-    def _plainly(self, work: Callable[..., bool], *args: Any) -> bool:
-        """Do a part of a plain step; returns whether that is all there is to do. Else the step is no longer plain."""
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            return True  # a CUDA graph must not capture anything of ours
-        started = time.perf_counter()
-        try:
-            done = work(*args)
-        except Exception as error:
-            self._alone = done = False
-            self.safe.fail("plain", error)
-        self.safe.timer.seconds += time.perf_counter() - started
-        if not done:
-            self.safe("plain", self._leave_plain)
-        return done
-
-    def _leave_plain(self) -> None:
-        """The step is no longer plain: go on with what was read of it so far."""
+    def _leave_plain(self, error: Exception | None = None) -> None:
+        """The step is no longer plain, maybe after an error: go on with what was read of it so far."""
         plain, state = self._plain, self.optimizers[0]
-        if not plain.active or plain.ring is None:
+        if plain is None:
             return
-        plain.active = False
+        self._plain = None
+        self.draft.record.step, self.draft.due = self.step, self._due_at(self.step)
         self.observes = plain.observes
         if plain.loss is not None:
             self.draft.observed.calls.append(Observation(plain.ring.loss_value(plain.loss), None, plain.passes))
         if plain.has_norms:
             state.reading, state.read_at = ReadingBuffer(), plain.read_at
-            state.reading.add("norm", plain.ring.norms(), self._plain_rows)
+            state.reading.add("norm", plain.ring.norms(), plain.rows)
             self.draft.paid_norm = plain.paid
         if plain.clipped:
             state.clipped = state.step.clipped = True
             self.draft.record.max_norm = state.loops_limit = plain.max_norm
+        if error is not None:
+            self._alone = False
+            self.safe.fail("plain", error)
 
-    def _observe_plain(self, loss: Tensor | float | None) -> bool:
-        plain, state = self._plain, self.optimizers[0]
-        passes = state.backward.backwards
-        if not plain.observe(loss, passes, self._losses_add_up):
-            return False
-        self.observes = plain.observes
-        if state.expects_clip or plain.observes < self.observes_expected or plain.read_at == passes:
-            return True
-        return not plain.reads_norm or plain.read_norms(self._plain_parameters, passes)
+    def _plainly(self, work: Callable[..., bool], *args: Any) -> bool:
+        """Do a part of a plain step; returns whether that is all there is to do. Else the step is no longer plain."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return True  # a CUDA graph must not capture anything of ours
+        started, failure = time.perf_counter(), None
+        try:
+            if work(*args):
+                return True
+        except Exception as error:
+            failure = error
+        finally:
+            self.safe.timer.seconds += time.perf_counter() - started
+        self.safe("plain", self._leave_plain, failure)
+        return False
 
-    def _total_norm_plain(self, grads: Sequence[Tensor], joined: Tensor | None) -> bool:
-        plain, passes = self._plain, self.optimizers[0].backward.backwards
-        if plain.read_at == passes:
-            return True
-        if self._rows_of(grads) is not self._plain_rows:
-            return False
-        if type(joined) is Tensor and joined.dtype == torch.float32:
-            return plain.take_norms(joined, passes)
-        return plain.read_norms(self._plain_parameters, passes)
-
-    def _clip_plain(self, parameters: Sequence[Tensor], max_norm: float | None) -> bool:
-        plain, state = self._plain, self.optimizers[0]
-        if id(parameters[0]) not in state.members:
-            return False
-        passes = state.backward.backwards
-        is_read = plain.clipped or plain.read_at == passes
-        if not is_read and not plain.read_norms(self._plain_parameters, passes):
-            return False
-        plain.clipped, plain.max_norm = True, max_norm
-        return True
-
-    def _reach_plain(self) -> bool:
-        """The optimizer is about to step."""
-        plain, backward = self._plain, self.optimizers[0].backward
-        if plain.clipped:
-            return True
-        if backward.altered():
-            return False
-        is_read = plain.read_at == backward.backwards or not plain.reads_norm
-        return is_read or plain.read_norms(self._plain_parameters, backward.backwards)
-
-    def _end_plain(self) -> bool:
+    def _end_plain(self, plain: PlainStep) -> bool:
         """The optimizer has stepped."""
-        plain, state, draft = self._plain, self.optimizers[0], self.draft
+        state = self.optimizers[0]
         lr = state.optimizer.param_groups[0].get("lr")
-        if type(lr) is not float or not draft.is_blank or plain.ring is None:
+        if type(lr) is not float:
             return False
-        backward, batch_size, now = state.backward, self.batch_size, time.perf_counter()
-        seconds, self._last_end, wall = now - self._last_end, now, time.time()
-        flags = HAS_NORMS * plain.has_norms | CLIPPED * plain.clipped | CARRIED * backward.carried
-        flags |= ALTERNATING * self._alternating.is_game
-        max_norm = math.nan if plain.max_norm is None else plain.max_norm
-        size = math.nan if batch_size is None else batch_size
-        plain.ring.put(plain.loss, (self.step, wall, seconds, lr, max_norm, size, flags, backward.backwards))
+        now, wall = time.perf_counter(), time.time()
+        seconds, self._last_end = now - self._last_end, now
+        plain.put(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
         self.observes_expected, state.expects_clip = max(1, plain.observes), plain.clipped
         state.end_passes()
         state.changes.forget()
-        plain.active = False
-        self.observes = 0
         self.step += 1
-        due = self._due_at(self.step)
+        due, paid = self._due_at(self.step), plain.paid
         self._begin_plain(due)
-        if plain.active:
-            draft.record.step, draft.due = self.step, due
-        else:
+        if self._plain is None:
             self._prepare(state, due, self.step)
             self.draft = self._new_draft()
         if not self._on_host:
             self.transfer.note_time(wall)
-        if self.schedule.account(
-            full=False, wall_seconds=seconds, cost_seconds=self.safe.timer.take(), paid_norm=plain.paid
-        ):
+        cost = self.safe.timer.take()
+        if self.schedule.account(full=False, wall_seconds=seconds, cost_seconds=cost, paid_norm=paid):
             self._replan()
         return True
 
@@ -1054,7 +1007,8 @@ class StepRecorder:
         self.thread = threading.get_ident()
         if self.muted:
             return
-        if not (self._plain.active and batch_size is None and self._plainly(self._observe_plain, loss)):
+        plain = self._plain
+        if plain is None or batch_size is not None or not self._plainly(plain.observe, loss):
             self.safe("observe", self._note, loss, batch_size)
 
     def add_up_losses(self) -> None:
@@ -1064,6 +1018,7 @@ class StepRecorder:
         loop that accumulates gradients has divided each loss by their number: the sum is the mean that it would plot.
         """
         self._losses_add_up = self.draft.observed.adds_up = True
+        self._plain_steps = None
 
     def end_inspection(self) -> None:
         """Remove the wrappers of the inspection."""
@@ -1081,8 +1036,12 @@ class StepRecorder:
 
     def validate(self, loss: Tensor | float) -> None:
         """Keep a validation loss; several before a step are averaged."""
+        self.safe("validation", self._note_validation, loss)
+
+    def _note_validation(self, loss: Tensor | float) -> None:
+        self._leave_plain()
         value = loss.detach().float().mean() if isinstance(loss, Tensor) else torch.tensor(float(loss))
-        self.safe("validation", self.draft.buffer.add, "val", value)
+        self.draft.buffer.add("val", value)
 
     def _note(self, loss: Tensor | float | None, batch_size: float | None) -> None:
         self._leave_plain()
@@ -1112,7 +1071,8 @@ class StepRecorder:
         """The loop computed norms, most likely to clip: read gradients now and reuse the norms."""
         if self.muted or threading.get_ident() != self.thread:
             return
-        if not (self._plain.active and self._plainly(self._total_norm_plain, grads, joined)):
+        plain = self._plain
+        if plain is None or not self._plainly(plain.take_norms, self._rows_of(grads), joined):
             self.safe("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
@@ -1143,8 +1103,8 @@ class StepRecorder:
         """These gradients are about to be clipped: read them now if not read yet."""
         if self.muted or not parameters:
             return
-        is_plain = self._plain.active and self.thread == threading.get_ident()
-        if is_plain and self._plainly(self._clip_plain, parameters, max_norm):
+        plain = self._plain if self.thread == threading.get_ident() else None
+        if plain is not None and id(parameters[0]) in self.optimizers[0].members and self._plainly(plain.clip, max_norm):
             return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
@@ -1210,8 +1170,9 @@ class StepRecorder:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self.thread = threading.get_ident()
             closure = hooks.closure_of(args, kwargs) if kwargs or len(args) > 1 else None
-            if self._plain.active:
-                if closure is None and self._plainly(self._reach_plain):
+            plain = self._plain
+            if plain is not None:
+                if closure is None and self._plainly(plain.reach):
                     return None
                 self.safe("plain", self._leave_plain)
             if closure is None:
@@ -1237,7 +1198,8 @@ class StepRecorder:
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             state.in_scaler_step = False
-            if self._plain.active and self._plainly(self._end_plain):
+            plain = self._plain
+            if plain is not None and self._plainly(self._end_plain, plain):
                 return
             if state.reads_update(self.draft.due):
                 self.safe("after", state.after_update, self.draft)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradvitals.config import Config
 
@@ -60,8 +60,7 @@ def is_due(step: int, every: int, factor: int = 1, young_every: int | None = Non
     return step % (every * factor) == 0 or (step < every * factor and step & (step - 1) == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(NamedTuple):
     """What is due at a step."""
 
     full: bool
@@ -132,17 +131,23 @@ class ReadSchedule:
 
     def due(self, step: int) -> Due:
         """Returns what is due at this step."""
+        return self.plan(step, 1)[0]
+
+    def plan(self, first: int, count: int) -> list[Due]:
+        """Returns what is due at each of these steps."""
+        full = [self._is_full(step) for step in range(first, first + count + 1)]
+        return [self._due(first + n, full[n], full[n + 1]) for n in range(count)]
+
+    def _due(self, step: int, full: bool, next_full: bool) -> Due:
         window = self._window is None or step % (WINDOW_EVERY * self._window) < self._window
-        full = self._is_full(step)
         audit = self._audit_every is not None and is_due(step, self._audit_every, young_every=AUDIT_YOUNG_EVERY)
         if full or audit:
             detail = full and is_due(step, self.every, self._factor, young_every=self._young_every(step))
             return Due(True, detail, audit, window=window)
         if self.every_step:
             return Due(False, False, False, window=window)
-        norm = step % self.norm_every == 0
-        change = self._is_full(step + 1) or (step < FIRST_STEPS and (step + 1) % FIRST_CHANGE_EVERY <= 1)
-        return Due(False, False, False, norm, change, window)
+        change = next_full or (step < FIRST_STEPS and (step + 1) % FIRST_CHANGE_EVERY <= 1)
+        return Due(False, False, False, step % self.norm_every == 0, change, window)
 
     def _is_full(self, step: int) -> bool:
         return is_due(step, self.every, young_every=self._young_every(step))

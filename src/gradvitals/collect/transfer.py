@@ -92,11 +92,6 @@ class ReadingBuffer:
         return self._parts.keys()
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added."""
-        return not self._parts and not self._later
-
-    @property
     def is_on_host(self) -> bool:
         """Whether all numbers are in host memory."""
         return not self._parts.keys() - {HOST}

@@ -40,14 +40,11 @@ class WorkerLink:
         self._requests = 0
         self._answers: dict[int, Message] = {}
         self._worker: WorkerProcess | WorkerThread | None = None
+        self.is_open = False
+        """Whether the worker was started."""
         self._journal: Journal | None = None
         self._channel: Channel = ThreadChannel()
         self._setup: Setup | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the worker was started."""
-        return self._worker is not None
 
     @property
     def publishes(self) -> bool:
@@ -70,6 +67,7 @@ class WorkerLink:
             here = []
             self._setup, self._journal, self._channel = setup, Journal.in_memory(journal_bytes), ThreadChannel()
             self._worker = WorkerThread(Worker(setup, self._journal, self._channel))
+        self.is_open = True
         early, self._early = self._early, []
         for data in early:
             self.write(COMMAND, data)
@@ -94,6 +92,8 @@ class WorkerLink:
 
     def write(self, kind: int, data: bytes, steps: int = 1) -> None:
         """Append a record to the journal. If the journal is full, count its steps as dropped."""
+        if os.getpid() != self._pid:
+            return
         assert self._journal is not None
         with self._writing:
             fits = self._journal.append(kind, data)
