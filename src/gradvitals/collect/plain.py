@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradvitals.collect import reductions
 from gradvitals.collect.backward import BackwardCounter
-from gradvitals.collect.transfer import DeviceRing, HostRing
+from gradvitals.collect.ring import DeviceRing, HostRing
 from gradvitals.worker.record import CARRIED, CLIPPED, HAS_NORMS
 
 
@@ -54,7 +55,7 @@ class PlainStep:
             reads_after: The observation after which to read them; before the optimizer's step at the latest.
         """
         self._reads_norm, self._reads_after = reads_norm, reads_after
-        self.loss: object = None
+        self.loss: Any = None
         self.observes = 0
         self.passes = 0
         """Backward passes before the last observation."""
@@ -84,8 +85,9 @@ class PlainStep:
             return True
         if rows is not self.rows:
             return False
-        exact = type(norms) is Tensor and norms.dtype == torch.float32
-        return self._keep(norms, passes) if exact else self._read_norms(passes)
+        if type(norms) is Tensor and norms.dtype == torch.float32:
+            return self._keep(norms, passes)
+        return self._read_norms(passes)
 
     def clip(self, max_norm: float | None) -> bool:
         """The loop is about to clip the gradients."""

@@ -32,8 +32,9 @@ from gradvitals.collect.observed import Observation, Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
 from gradvitals.collect.plain import PlainStep
 from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
+from gradvitals.collect.ring import DeliverPlain, DeviceRing, HostRing
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
-from gradvitals.collect.transfer import EXACT, DeliverPlain, DeviceRing, HostRing, Known, ReadingBuffer, Transfer
+from gradvitals.collect.transfer import EXACT, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
 from gradvitals.config import Config
 from gradvitals.distributed.audit import Audit
@@ -782,6 +783,8 @@ class StepRecorder:
         self.transfer.add(record, draft.buffer)
         if self._alone and self._can_be_plain():
             self._begin_plain(self.draft.due)
+            if self._plain is not None:
+                self.optimizers[0].changes.forget()  # plain steps do not sample the weights
         if self.schedule.account(
             full=record.full,
             wall_seconds=record.wall_seconds,
@@ -882,7 +885,6 @@ class StepRecorder:
         plain.put(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
         self.observes_expected, state.expects_clip = max(1, plain.observes), plain.clipped
         state.end_passes()
-        state.changes.forget()
         self.step += 1
         due, paid = self._due_at(self.step), plain.paid
         self._begin_plain(due)
@@ -1104,7 +1106,11 @@ class StepRecorder:
         if self.muted or not parameters:
             return
         plain = self._plain if self.thread == threading.get_ident() else None
-        if plain is not None and id(parameters[0]) in self.optimizers[0].members and self._plainly(plain.clip, max_norm):
+        if (
+            plain is not None
+            and id(parameters[0]) in self.optimizers[0].members
+            and self._plainly(plain.clip, max_norm)
+        ):
             return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradvitals.worker.record import (
-    HAS_LOSS,
-    HAS_NORMS,
-    PACKED_STEP,
-    PLAIN_STEP,
-    Part,
-    StepRecord,
-    encode_plain,
-    pack_rows,
-    plain_head,
-)
+from gradvitals.collect.ring import RING_STEPS, DeliverPlain, DeviceRing, PlainBlock
+from gradvitals.worker.record import Part, StepRecord
 
 SEND_SECONDS = 0.25
 """Steps within this time are sent together."""
-
-SEND_STEPS = 32
-"""The most steps to send together."""
 
 HOST = torch.device("cpu")
 
@@ -115,127 +103,6 @@ def _floating(values: Tensor) -> Tensor:
     return values.double() if values.device.type in ("cpu", "cuda") else values.float()  # not all devices have doubles
 
 
-DeliverPlain = Callable[[int, int, bytes], None]
-"""Takes the first of some plain steps in a row, how many they are, and their bytes, as `encode_plain` makes them."""
-
-StepValues = tuple[int, float, float, float, float, float, int, int]
-"""Of a plain step: its number, time, wall seconds, learning rate, limit of the clip, batch size, flags and passes."""
-
-LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What a ring keeps losses of without losing digits."""
-
-
-class HostRing:
-    """The ring of a model in host memory: it has room for one step, which is delivered as it ends."""
-
-    def __init__(self, rows: Sequence[int], deliver: DeliverPlain) -> None:
-        packed = pack_rows(rows)
-        self._heads = plain_head(packed, 1, 0), plain_head(packed, 1, len(rows))
-        """What comes before a step without norms, and before one with them."""
-        self._deliver = deliver
-        self._norms = np.zeros(len(rows), dtype=np.float32)
-
-    def note_loss(self, loss: Tensor | float, before: object) -> object:
-        """Keep a loss as a number."""
-        if type(loss) is Tensor:
-            if not loss.is_cpu or loss.dim() or not loss.is_floating_point() or torch.compiler.is_compiling():
-                return None
-            loss = loss.item()
-        elif type(loss) is not float:
-            return None
-        return loss if before is None else before + loss  # type: ignore[operator]
-
-    def loss_value(self, loss: object) -> Tensor | float:
-        """The number."""
-        assert isinstance(loss, float)
-        return loss
-
-    def note_norms(self, norms: Tensor) -> bool:
-        """Keep norms that are finite; what lies behind others is worth a closer look."""
-        self._norms = norms.numpy()
-        return math.isfinite(float(self._norms.sum()))
-
-    def norms(self) -> Tensor:
-        """The norms that were kept."""
-        return torch.from_numpy(self._norms)
-
-    def put(self, loss: object, values: StepValues) -> None:
-        """Deliver the step."""
-        number, time, wall, lr, max_norm, batch_size, flags, passes = values
-        if loss is None:
-            loss = math.nan
-        else:
-            flags |= HAS_LOSS
-        data = PACKED_STEP.pack(number, time, wall, loss, lr, max_norm, batch_size, flags, passes)
-        without, whole = self._heads
-        data = whole + data + self._norms.tobytes() if flags & HAS_NORMS else without + data
-        self._deliver(number, 1, data)
-
-
-class DeviceRing:
-    """The ring of a model on a device. Nothing here waits for the device.
-
-    Args:
-        rows: The row of the model that each norm belongs to.
-        device: Where the gradients are.
-    """
-
-    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
-        self.rows = pack_rows(rows)
-        self.count = 0
-        """Steps in it."""
-        self.steps = np.zeros(SEND_STEPS, dtype=PLAIN_STEP)
-        self._memory = torch.zeros((SEND_STEPS, 1 + len(rows)), dtype=torch.float32, device=device)
-        self._losses = self._memory[:, 0].unbind(0)
-        self._norms = self._memory[:, 1:].unbind(0)
-        self._device = device
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has no room for another step."""
-        return self.count == SEND_STEPS
-
-    def note_loss(self, loss: Tensor | float, before: object) -> object:
-        """Keep a loss in the ring."""
-        if type(loss) is not Tensor or loss.dtype not in LOSS_DTYPES or loss.dim() or loss.device != self._device:
-            return None
-        slot = self._losses[self.count]
-        return slot.copy_(loss.detach()) if before is None else slot.add_(loss.detach())
-
-    def loss_value(self, loss: object) -> Tensor | float:
-        """A copy: the ring is written again."""
-        assert isinstance(loss, Tensor)
-        return loss.clone()
-
-    def note_norms(self, norms: Tensor) -> bool:
-        """Keep norms in the ring."""
-        self._norms[self.count].copy_(norms)
-        return True
-
-    def norms(self) -> Tensor:
-        """A copy: the ring is written again."""
-        return self._norms[self.count].clone()
-
-    def put(self, loss: object, values: StepValues) -> None:
-        """End the step."""
-        number, time, wall, lr, max_norm, batch_size, flags, passes = values
-        flags |= HAS_LOSS if loss is not None else 0
-        self.steps[self.count] = (number, time, wall, math.nan, lr, max_norm, batch_size, flags, passes)
-        self.count += 1
-
-    def take(self) -> tuple[NDArray[np.void], Tensor]:
-        """Empty it. Returns its steps and, still on the device, a row per step: its loss, then its norms."""
-        count, self.count = self.count, 0
-        return self.steps[:count].copy(), self._memory[:count]
-
-
-def landed(steps: NDArray[np.void], numbers: NDArray[np.float32]) -> tuple[NDArray[np.void], NDArray[np.float32]]:
-    """Return the steps of a ring with their losses, and their norms, once its rows are on the host."""
-    has_loss = steps["flags"] & HAS_LOSS > 0
-    steps["loss"][has_loss] = numbers[has_loss, 0]
-    return steps, numbers[:, 1:]
-
-
 class _Copy:
     """The numbers of some steps that are being copied to the host.
 
@@ -246,8 +113,8 @@ class _Copy:
 
     def __init__(self, steps: Sequence[tuple[StepRecord, ReadingBuffer, int]], ring: DeviceRing | None) -> None:
         self.steps = steps
-        self.ring: tuple[bytes, NDArray[np.void], Tensor] | None = None
-        """Packed rows, the plain steps, and their numbers."""
+        self.plain: tuple[PlainBlock, Tensor] | None = None
+        """The plain steps among them, and their numbers."""
         self._events: list[torch.cuda.Event] = []
         self._arrays: list[tuple[Tensor, list[tuple[int, str, Sequence[int], int]]]] = []
         devices = dict.fromkeys(device for _, buffer, _ in steps for device in buffer.devices if device != HOST)
@@ -255,8 +122,8 @@ class _Copy:
             flat, places = self._joined(device)
             self._arrays.append((self._to_host(flat), places))
         if ring is not None and ring.count:
-            plain, numbers = ring.take()
-            self.ring = (ring.rows, plain, self._to_host(numbers))
+            block, numbers = ring.take()
+            self.plain = (block, self._to_host(numbers))
 
     @torch.no_grad()
     def _to_host(self, numbers: Tensor) -> Tensor:
@@ -340,7 +207,7 @@ class Transfer:
             self._deliver(record, buffer.host_parts())
             return
         self._waiting.append((record, buffer, before))
-        if record.full or self.each_step or len(self._waiting) >= SEND_STEPS:
+        if record.full or self.each_step or len(self._waiting) >= RING_STEPS:
             self.send()
         self.note_time(record.time)
 
@@ -363,21 +230,24 @@ class Transfer:
         """Deliver the steps that have arrived. Never waits."""
         while self._copies and self._copies[0].is_done():
             copy = self._copies.popleft()
-            done = 0
-            rows, plain, norms = b"", None, None
-            if copy.ring is not None:
-                rows, plain, numbers = copy.ring
-                plain, norms = landed(plain, numbers.numpy())
+            done, count, hand_on = 0, 0, None
+            if copy.plain is not None:
+                block, numbers = copy.plain
+                steps, norms = block.landed(numbers.numpy())
+                count, hand_on = len(steps), partial(self._hand_on_plain, block, steps, norms)
             for (record, _, before), parts in zip(copy.steps, copy.parts(), strict=True):
-                if plain is not None and norms is not None and before > done:
-                    self._hand_on_plain(rows, plain[done:before], norms[done:before])
+                if hand_on is not None and before > done:
+                    hand_on(done, before)
                     done = before
                 self._deliver(record, parts)
-            if plain is not None and norms is not None and done < len(plain):
-                self._hand_on_plain(rows, plain[done:], norms[done:])
+            if hand_on is not None and done < count:
+                hand_on(done, count)
 
-    def _hand_on_plain(self, rows: bytes, steps: NDArray[np.void], norms: NDArray[np.float32]) -> None:
-        self._deliver_plain(int(steps["step"][0]), len(steps), encode_plain(rows, steps, norms))
+    def _hand_on_plain(
+        self, block: PlainBlock, steps: NDArray[np.void], norms: NDArray[np.float32], start: int, end: int
+    ) -> None:
+        first, data = int(steps["step"][start]), block.encode(steps[start:end], norms[start:end])
+        self._deliver_plain(first, end - start, data)
 
     def finish(self, seconds: float) -> None:
         """Send everything and wait up to `seconds` until it is delivered."""
