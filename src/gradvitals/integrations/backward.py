@@ -26,12 +26,19 @@ class BackwardPasses:
     Args:
         after: Called after a pass with the loss: one number, unscaled and detached, or None.
         before: Called before a pass with what backward was called on.
+        on_error: Called once with an error of these two, after which nothing more is reported.
     """
 
-    def __init__(self, after: Callable[[Tensor | None], None], before: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        after: Callable[[Tensor | None], None],
+        before: Callable[[Any], None] = lambda _: None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
         self.events = TorchEvents()
         self._before = before
         self._after = after
+        self._on_error = on_error or _print_error
         self._active = False
         self._undo: Callable[[], None] = lambda: None
 
@@ -41,7 +48,11 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._active or _is_inside() or _is_recorded():
+            # Inside another backward pass (with a GPU, checkpointed backward runs in a thread of torch's), or recorded
+            # to run later.
+            if not self._active or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
+                return original(tensors, grad_tensors, *args, **kwargs)
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 return original(tensors, grad_tensors, *args, **kwargs)
             try:
                 self._before(tensors)
@@ -64,16 +75,19 @@ class BackwardPasses:
         torch_hooks.attach(self.events)
 
     def stop(self) -> None:
-        """Stop reporting."""
-        if self._active:
-            self._active = False
-            torch_hooks.detach(self.events)
-            self._undo()
+        """Stop reporting, and leave torch as it was."""
+        self.pause()
+        torch_hooks.detach(self.events)
+        self._undo()
+
+    def pause(self) -> None:
+        """Stop reporting at once, taking no lock: a forked child may call this."""
+        self._active = False
 
     def _fail(self, error: Exception) -> None:
         """Stop after an error of ours, which must not end the training loop."""
         self.stop()
-        print_line(f"losses are no longer recorded: {type(error).__name__}: {error}", False)
+        self._on_error(error)
 
     def _loss(self, tensors: Any, grad_tensors: Any) -> Tensor | None:
         """Returns the sum of what backward was called on if those are single numbers without gradients of their own."""
@@ -135,14 +149,8 @@ def divisor_of(tensors: Any) -> int | None:
     return None
 
 
-def _is_inside() -> bool:
-    """Whether this thread is inside a backward pass. With a GPU, checkpointed backward runs in a thread of torch's."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _is_recorded() -> bool:
-    """Whether the call is being compiled or captured into a CUDA graph, to run later."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+def _print_error(error: Exception) -> None:
+    print_line(f"losses are no longer recorded: {type(error).__name__}: {error}", False)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

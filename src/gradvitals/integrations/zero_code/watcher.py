@@ -151,7 +151,7 @@ class Watched:
         self._step_passes += 1
         if self._step_passes == 1:  # of a closure that is evaluated often, the first time counts
             self._passes += 1
-            self._complete()
+            self.complete()
 
     def before_step(self, *, has_closure: bool = False) -> None:
         """One of its optimizers is about to step."""
@@ -162,9 +162,9 @@ class Watched:
         if has_closure:
             self._step_passes = 0
         else:
-            self._complete()
+            self.complete()
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
         """All losses of the step are here: make up for those of an incomplete accumulation."""
         passes, divisor = self._passes, self._divisor
         if not passes:
@@ -283,6 +283,7 @@ class Watcher:
         self._looked = False
         self._only: Watched | None = None
         """The one model of the script, once it is clear that there are no others: nothing to search in each step."""
+        self._only_thread = 0
         self._losses: dict[threading.Thread, deque[Tensor]] = {}
         """The losses of each thread since its last step, for a model that is found during the step."""
         self._finding = threading.RLock()
@@ -314,7 +315,7 @@ class Watcher:
     def before_backward(self, tensors: Any) -> None:
         """A backward pass starts. The first one shows that training starts: models and optimizers exist by now."""
         only = self._only
-        if only is not None and only.thread is threading.current_thread():
+        if only is not None and threading.get_ident() == self._only_thread:
             only.note_divisor(tensors)
             return
         if not self._looked:
@@ -352,7 +353,7 @@ class Watcher:
     def after_backward(self, loss: Tensor | None) -> None:
         """A backward pass is over."""
         only = self._only
-        if only is not None and only.thread is threading.current_thread():
+        if only is not None and threading.get_ident() == self._only_thread:
             only.observe(loss)
             return
         self.num_backwards += 1
@@ -383,8 +384,9 @@ class Watcher:
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """An optimizer is about to step, not inside another one's step."""
         only = self._only
-        if only is not None and optimizer in only.found.optimizers and only.thread is threading.current_thread():
-            only.before_step(has_closure=has_closure)
+        is_usual = only is not None and not has_closure and threading.get_ident() == self._only_thread
+        if only is not None and is_usual and optimizer in only.found.optimizers:
+            only.complete()
             return
         self._only = self._updates = None
         trains = self._training_thread()
@@ -402,11 +404,15 @@ class Watcher:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
-        watched = self._only if self._only is not None else self._watched_by(optimizer)
-        if watched is not None:
-            watched.after_step()
-        if self._only is None and watched is not None and self.watched == [watched] and watched.is_settled:
-            self._only = watched if all(map(self._is_taken, self._alive())) else None
+        if self._only is not None:
+            return
+        watched = self._watched_by(optimizer)
+        if watched is None:
+            return
+        watched.after_step()
+        is_only = self.watched == [watched] and watched.is_settled
+        if is_only and watched.thread is threading.current_thread() and all(map(self._is_taken, self._alive())):
+            self._only, self._only_thread = watched, threading.get_ident()
 
     def close(self, error: BaseException | None) -> None:
         """The script is over."""
@@ -596,10 +602,7 @@ class Hooks:
         self._active = True
         self._undo: list[Callable[[], object]] = []
         self._thread = _ThreadState()
-        self._backwards = BackwardPasses(
-            functools.partial(self._report, watcher.after_backward),
-            functools.partial(self._report, watcher.before_backward),
-        )
+        self._backwards = BackwardPasses(watcher.after_backward, watcher.before_backward, self._fail)
         watcher.events = self._backwards.events
 
     def install(self) -> None:
@@ -627,35 +630,44 @@ class Hooks:
 
     def _stop(self) -> None:
         self._active = False
+        self._backwards.pause()
 
-    def _report(self, method: Callable[..., Any], *args: Any) -> None:
-        if not self._active:
-            return
-        try:
-            method(*args)
-        except Exception as error:
-            self._stop()
-            quiet = self._watcher.settings.quiet
-            print_line(f"stopped watching after an internal error: {error!r}; the script continues", quiet)
+    def _fail(self, error: Exception) -> None:
+        self._stop()
+        quiet = self._watcher.settings.quiet
+        print_line(f"stopped watching after an internal error: {error!r}; the script continues", quiet)
 
     def _with_report(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._report(self._watcher.on_made, optimizer)
+            if self._active:
+                try:
+                    self._watcher.on_made(optimizer)
+                except Exception as error:
+                    self._fail(error)
 
         return __init__
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._thread.steps:  # its last step raised an error that the script caught
-            self._thread.steps.clear()
-        if not self._thread.steps:
-            self._report(self._watcher.before_step, optimizer, torch_hooks.closure_of(args, kwargs) is not None)
-        self._thread.steps.append(optimizer)
+        stepping = self._thread.steps
+        if optimizer in stepping:  # its last step raised an error that the script caught
+            stepping.clear()
+        if self._active and not stepping:
+            try:
+                has_closure = (kwargs or len(args) > 1) and torch_hooks.closure_of(args, kwargs) is not None
+                self._watcher.before_step(optimizer, has_closure)
+            except Exception as error:
+                self._fail(error)
+        stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        while self._thread.steps:  # a step inside it that raised an error has no end
-            if self._thread.steps.pop() is optimizer:
+        stepping = self._thread.steps
+        while stepping:  # a step inside it that raised an error has no end
+            if stepping.pop() is optimizer:
                 break
-        if not self._thread.steps:
-            self._report(self._watcher.after_step, optimizer)
+        if self._active and not stepping:
+            try:
+                self._watcher.after_step(optimizer)
+            except Exception as error:
+                self._fail(error)
