@@ -28,14 +28,12 @@ class Loop:
         self.transfer.use(self.ring)
         self.step = 0
 
-    def make_step(self, *losses: Tensor, norms: Tensor | None = None) -> None:
-        kept = None
-        for loss in losses:
-            kept = self.ring.note_loss(loss, kept)
+    def make_step(self, *losses: Tensor, norms: Tensor | None = None, share: float = 1.0) -> None:
+        kept = list(map(self.ring.note_loss, losses))
         if norms is not None:
             self.ring.note_norms(norms)
         flags = 0 if norms is None else HAS_NORMS
-        self.ring.put(kept, (self.step, 0.0, 0.0, 0.1, math.nan, math.nan, flags, len(losses)))
+        self.ring.put(kept, share, (self.step, 0.0, 0.0, 0.1, math.nan, math.nan, flags, len(losses)))
         self.step += 1
 
     def losses(self) -> list[float]:
@@ -61,11 +59,11 @@ def test_losses_and_norms_come_back_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_losses_of_micro_batches_add_up(dtype: torch.dtype) -> None:
+def test_losses_of_micro_batches_are_added_up_or_averaged(dtype: torch.dtype) -> None:
     loop = Loop()
     loop.make_step(*(torch.tensor(loss, dtype=dtype) for loss in (0.5, 0.25, 4.0)))
-    loop.make_step(torch.tensor(8.0))
-    assert loop.losses() == [4.75, 8.0]
+    loop.make_step(torch.tensor(8.0), torch.tensor(4.0), share=0.5)
+    assert loop.losses() == [4.75, 6.0]
 
 
 def test_a_loss_that_a_replay_writes_over_is_unknown_never_wrong() -> None:

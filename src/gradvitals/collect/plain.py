@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradvitals.collect import reductions
 from gradvitals.collect.backward import BackwardCounter
+from gradvitals.collect.observed import Observation
 from gradvitals.collect.ring import DeviceRing, HostRing
 from gradvitals.worker.record import CARRIED, CLIPPED, HAS_NORMS
 
@@ -55,28 +56,33 @@ class PlainStep:
             reads_after: The observation after which to read them; before the optimizer's step at the latest.
         """
         self._reads_norm, self._reads_after = reads_norm, reads_after
-        self.loss: Any = None
-        self.observes = 0
-        self.passes = 0
-        """Backward passes before the last observation."""
+        self.losses: list[Any] = []
+        """What the ring keeps of every observed loss."""
+        self.passes: list[int] = []
+        """The backward passes before each of them."""
         self.read_at = -1
         """After how many backward passes the gradients were looked at."""
         self.has_norms = self.paid = self.clipped = False
         self.max_norm: float | None = None
 
     def observe(self, loss: Tensor | float | None) -> bool:
-        """Keep the loss of a step; several are kept only if the step's loss is their sum."""
+        """Keep a loss of the step."""
         passes = self._backward.backwards
-        if loss is None or passes == 0 or (self.observes and not self._adds_up):
-            return False
-        kept = self.ring.note_loss(loss, self.loss)
+        kept = self.ring.note_loss(loss) if passes else None
         if kept is None:
             return False
-        self.loss, self.passes = kept, passes
-        self.observes += 1
-        if not self._reads_norm or self.observes < self._reads_after or self.read_at == passes:
+        self.losses.append(kept)
+        self.passes.append(passes)
+        if not self._reads_norm or self.read_at == passes or len(self.losses) < self._reads_after:
             return True
         return self._read_norms(passes)
+
+    def observations(self) -> list[Observation]:
+        """Returns what was observed so far, as a full record holds it."""
+        losses = [self.ring.loss_value(loss) for loss in self.losses]
+        if self._adds_up and losses:
+            return [Observation(sum(losses[1:], losses[0]), None, self.passes[-1])]
+        return [Observation(loss, None, passes) for loss, passes in zip(losses, self.passes, strict=True)]
 
     def take_norms(self, rows: Sequence[int], norms: Tensor | None) -> bool:
         """Keep norms that the loop computed, or compute them if it kept none."""
@@ -112,7 +118,8 @@ class PlainStep:
         flags |= HAS_NORMS * self.has_norms | CLIPPED * self.clipped | CARRIED * backward.carried
         max_norm = math.nan if self.max_norm is None else self.max_norm
         size = math.nan if batch_size is None else batch_size
-        self.ring.put(self.loss, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
+        share = 1.0 if self._adds_up or not self.losses else 1 / len(self.losses)
+        self.ring.put(self.losses, share, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
 
     def _keep(self, norms: Tensor, passes: int) -> bool:
         if not self.ring.note_norms(norms):

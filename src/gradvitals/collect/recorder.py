@@ -28,7 +28,7 @@ from gradvitals.collect.backward import AlternatingOptimizers, BackwardCounter
 from gradvitals.collect.inspection import FIRST_STEPS, Inspection, Validation
 from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
-from gradvitals.collect.observed import Observation, Observed
+from gradvitals.collect.observed import Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
 from gradvitals.collect.plain import PlainStep
 from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
@@ -845,9 +845,8 @@ class StepRecorder:
             return
         self._plain = None
         self.draft.record.step, self.draft.due = self.step, self._due_at(self.step)
-        self.observes = plain.observes
-        if plain.loss is not None:
-            self.draft.observed.calls.append(Observation(plain.ring.loss_value(plain.loss), None, plain.passes))
+        self.observes = len(plain.losses)
+        self.draft.observed.calls += plain.observations()
         if plain.has_norms:
             state.reading, state.read_at = ReadingBuffer(), plain.read_at
             state.reading.add("norm", plain.ring.norms(), plain.rows)
@@ -883,7 +882,7 @@ class StepRecorder:
         now, wall = time.perf_counter(), time.time()
         seconds, self._last_end = now - self._last_end, now
         plain.put(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
-        self.observes_expected, state.expects_clip = max(1, plain.observes), plain.clipped
+        self.observes_expected, state.expects_clip = max(1, len(plain.losses)), plain.clipped
         state.end_passes()
         self.step += 1
         due, paid = self._due_at(self.step), plain.paid

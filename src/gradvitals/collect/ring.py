@@ -48,15 +48,13 @@ class HostRing:
         self._deliver = deliver
         self._norms = np.zeros(len(rows), dtype=np.float32)
 
-    def note_loss(self, loss: Tensor | float, before: Any) -> Any:
-        """Returns a loss as a number, added to those before it; None for what only a full record can hold."""
+    def note_loss(self, loss: Tensor | float | None) -> Any:
+        """Returns a loss as a number; None if only a full record can hold it."""
         if type(loss) is Tensor:
             if not loss.is_cpu or loss.dim() or not loss.is_floating_point() or torch.compiler.is_compiling():
                 return None
-            loss = loss.item()
-        elif type(loss) is not float:
-            return None
-        return loss if before is None else before + loss
+            return loss.item()
+        return loss if type(loss) is float else None
 
     def loss_value(self, loss: Any) -> Tensor | float:
         """The number."""
@@ -71,12 +69,12 @@ class HostRing:
         """The norms that were kept."""
         return torch.from_numpy(self._norms)
 
-    def put(self, loss: Any, values: StepValues) -> None:
-        """Deliver the step."""
+    def put(self, losses: Sequence[float], share: float, values: StepValues) -> None:
+        """Deliver the step; its loss is the sum of these times a share."""
         number, time, wall, lr, max_norm, batch_size, flags, passes = values
-        if loss is None:
-            loss = math.nan
-        else:
+        loss = math.nan
+        if losses:
+            loss = sum(losses) * share
             flags |= HAS_LOSS
         data = PACKED_STEP.pack(number, time, wall, loss, lr, max_norm, batch_size, flags, passes)
         without, whole = self._heads
@@ -107,6 +105,8 @@ class DeviceRing:
         self._losses: list[Tensor] = []
         self._loss_steps: list[int] = []
         """The place of the step of each loss."""
+        self._shares: list[float] = []
+        """What each loss counts for in that of its step."""
         self._versions: list[int] = []
         self._addresses: dict[int, int] = {}
         """The place of the last loss at each address."""
@@ -125,18 +125,18 @@ class DeviceRing:
         """Whether it has no room for another step."""
         return len(self._steps) >= RING_STEPS
 
-    def note_loss(self, loss: Tensor | float, before: Any) -> Any:
-        """Returns the losses of a step, with this one after those before it; None for what only a full record holds."""
+    def note_loss(self, loss: Tensor | float | None) -> Any:
+        """Returns a loss that stays on its device; None if only a full record can hold it."""
         if type(loss) is not Tensor or loss.dtype not in LOSS_DTYPES or loss.dim() or loss.device != self._device:
             return None
         loss = loss.detach()
-        if self._copies or loss.untyped_storage().nbytes() > SMALL_BYTES:
-            loss = loss.clone()
-        return [loss] if before is None else [*before, loss]
+        is_part = loss.untyped_storage().nbytes() > SMALL_BYTES
+        return loss.clone() if is_part or self._copies else loss
 
     def loss_value(self, loss: Any) -> Tensor | float:
-        """The sum of a step's losses."""
-        return torch.stack(loss).sum(dtype=torch.float32)
+        """A copy: the loop may write over the loss."""
+        copy: Tensor = loss.clone()
+        return copy
 
     def note_norms(self, norms: Tensor) -> bool:
         """Keep norms."""
@@ -148,22 +148,23 @@ class DeviceRing:
         assert self._step_norms is not None
         return self._step_norms
 
-    def put(self, loss: Any, values: StepValues) -> None:
-        """End the step."""
+    def put(self, losses: Sequence[Tensor], share: float, values: StepValues) -> None:
+        """End the step; its loss is the sum of these times a share."""
         number, time, wall, lr, max_norm, batch_size, flags, passes = values
         place = len(self._steps)
-        if loss is not None:
+        if losses:
             flags |= HAS_LOSS
-            for one in loss:
-                address = one.data_ptr()
+            for loss in losses:
+                address = loss.data_ptr()
                 if address in self._addresses:
                     self._lost.add(self._addresses[address])
-                    self._copies, one = True, one.clone()
-                    address = one.data_ptr()
+                    self._copies, loss = True, loss.clone()
+                    address = loss.data_ptr()
                 self._addresses[address] = len(self._losses)
-                self._losses.append(one)
-                self._versions.append(one._version)
+                self._losses.append(loss)
+                self._versions.append(loss._version)
                 self._loss_steps.append(place)
+                self._shares.append(share)
         if flags & HAS_NORMS and self._step_norms is not None:
             self._norms.append(self._step_norms)
             self._norm_steps.append(place)
@@ -188,6 +189,7 @@ class DeviceRing:
             width=self._width,
             steps=b"".join(self._steps),
             loss_steps=[self._loss_steps[n] for n in kept],
+            shares=[self._shares[n] for n in kept],
             lost_steps=[self._loss_steps[n] for n in self._lost],
             norm_steps=self._norm_steps,
         )
@@ -213,6 +215,8 @@ class PlainBlock:
     steps: bytes
     loss_steps: list[int]
     """The place of the step that each loss belongs to."""
+    shares: list[float]
+    """What it counts for in that step's loss."""
     lost_steps: list[int]
     """Places of steps with a loss that is not known."""
     norm_steps: list[int]
@@ -222,7 +226,8 @@ class PlainBlock:
         """Returns the steps with their losses, and a row of norms per step, given the numbers on the host."""
         steps = np.frombuffer(bytearray(self.steps), PLAIN_STEP)
         losses, norms = numbers[: len(self.loss_steps)], numbers[len(self.loss_steps) :]
-        sums = np.bincount(np.asarray(self.loss_steps, dtype=np.intp), weights=losses, minlength=len(steps))
+        weights = losses * np.asarray(self.shares)
+        sums = np.bincount(np.asarray(self.loss_steps, dtype=np.intp), weights=weights, minlength=len(steps))
         known = steps["flags"] & HAS_LOSS > 0
         known[self.lost_steps] = False
         steps["loss"] = np.where(known, sums, math.nan)
