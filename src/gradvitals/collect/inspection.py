@@ -15,7 +15,7 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,8 +78,13 @@ SUM = 2
 """The reduction of a loss that is summed, in the terms of ATen."""
 
 
-def _is(node: Any, names: Sequence[str]) -> bool:
-    return bool(node.name().startswith(tuple(names)))
+def _is(node: Any, names: tuple[str, ...]) -> bool:
+    return _starts_with(node.name(), names)
+
+
+@functools.cache
+def _starts_with(name: str, names: tuple[str, ...]) -> bool:
+    return name.startswith(names)
 
 
 def _shape(node: Any) -> list[int]:

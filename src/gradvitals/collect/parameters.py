@@ -350,6 +350,13 @@ class ParameterTable:
         """Returns this rank's part of a parameter."""
         return local(self.parameters[row]).detach()
 
+    def tensors(self, rows: Iterable[int]) -> list[Tensor]:
+        """Returns this rank's parts of these parameters."""
+        if self.is_spread:
+            return [self.tensor(row) for row in rows]
+        parameters = self.parameters
+        return [parameters[row].detach() for row in rows]
+
     def gradient(self, row: int) -> Tensor | None:
         """Returns this rank's part of a parameter's gradient; None if it has none."""
         if row in self._summed:
@@ -359,6 +366,9 @@ class ParameterTable:
 
     def gradients(self, rows: Iterable[int]) -> list[tuple[int, Tensor]]:
         """Returns the gradients of these rows that have one, each with its row."""
+        if not (self.is_spread or self._summed):
+            parameters = self.parameters
+            return [(row, grad.detach()) for row in rows if (grad := parameters[row].grad) is not None]
         return [(row, grad) for row in rows if (grad := self.gradient(row)) is not None]
 
     def lay_out(self, rows: Sequence[int]) -> None:

@@ -474,7 +474,7 @@ class OptimizerState:
 
     def add_norms(self, buffer: ReadingBuffer, name: str, rows: Sequence[int]) -> None:
         """Add the norms of weights."""
-        weights = [self.table.tensor(row) for row in rows]
+        weights = self.table.tensors(rows)
         left = self.fused.read(buffer, {"norm": name}, rows, weights)
         reductions.add(buffer, name, reductions.norms, [rows[p] for p in left], [weights[p] for p in left])
 
@@ -518,7 +518,7 @@ class OptimizerState:
         if due.change and "update" in self.wanted:
             self.changes.before_step()
             if due.full and not self.vitals.expected:
-                self.updates.before(self.held, [self.table.tensor(row) for row in self.held])
+                self.updates.before(self.held, self.table.tensors(self.held))
 
     def _lower_limit(self, own: float) -> float:
         """Returns the lower limit of two clips: the loop may clip gradients before the optimizer does."""
@@ -579,7 +579,7 @@ class OptimizerState:
         if rows and "weight" in self.wanted:
             self.add_norms(draft.buffer, "weight", rows)
         if "update" in self.wanted and not reported:
-            self.fractions = self.updates.after(draft.buffer, [self.table.tensor(row) for row in rows])
+            self.fractions = self.updates.after(draft.buffer, self.table.tensors(rows))
 
     def close(self) -> None:
         """Remove all hooks."""
