@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from gradvitals import optim
 from gradvitals.collect import schedule
+from gradvitals.collect.plain import PlainSteps
 from gradvitals.collect.schedule import ReadSchedule
 from gradvitals.config import Config
 from gradvitals.demo import CharLM, CharLMConfig
@@ -309,7 +310,7 @@ class Task:
 
 
 class CostLog:
-    """What recording took on the training thread, step by step. Replaces `ReadSchedule.account` in this process.
+    """What recording took on the training thread, step by step. Wraps what records, in this process.
 
     Until it is `frozen`, schedules adapt, from the first step on: the default starts to do so only after a second of
     work.
@@ -320,21 +321,41 @@ class CostLog:
         self.costs: list[tuple[str, float]] = []
         """One of `KINDS`, and microseconds."""
         self.every = 0
+        self._plain = 0.0
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
-        self._account = ReadSchedule.account
-        ReadSchedule.account = self._log  # type: ignore[method-assign]
+        for name in ("observe", "take_norms", "clip", "reach", "end_step"):
+            self._wrap(PlainSteps, name, self._time(ends=name == "end_step"))
+        self._wrap(ReadSchedule, "account", self._log)
+        self._wrap(ReadSchedule, "account_plain", lambda account, own, walls: not self.frozen and account(own, walls))
 
-    @property
-    def _log(self) -> Callable[..., bool]:
-        def account(own: ReadSchedule, *, full: bool, cost_seconds: float, paid_norm: bool, **rest: Any) -> bool:
-            self.costs.append(("full" if full else "norm" if paid_norm else "plain", 1e6 * cost_seconds))
-            self.every = own.every
-            if self.frozen:
-                return False
-            return self._account(own, full=full, cost_seconds=cost_seconds, paid_norm=paid_norm, **rest)
+    @staticmethod
+    def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
 
-        return account
+        def wrapped(*args: Any, **options: Any) -> Any:
+            return around(original, *args, **options)
+
+        setattr(owner, name, wrapped)
+
+    def _time(self, *, ends: bool) -> Callable[..., Any]:
+        def timed(original: Callable[..., Any], own: PlainSteps, *args: Any) -> Any:
+            started, norm_seconds = time.perf_counter(), own.norm_seconds
+            result = original(own, *args)
+            self._plain += time.perf_counter() - started
+            if ends:
+                if not norm_seconds:  # `account` is told of the others
+                    self.costs.append(("plain", 1e6 * self._plain))
+                self._plain = 0.0
+            return result
+
+        return timed
+
+    def _log(self, account: Callable[..., bool], own: ReadSchedule, *, full: bool, **costs: Any) -> bool:
+        kind = "full" if full else "norm" if costs["paid_norm"] else "plain"
+        self.costs.append((kind, 1e6 * costs["cost_seconds"]))
+        self.every, self._plain = own.every, 0.0
+        return not self.frozen and account(own, full=full, **costs)
 
 
 def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
     from gradvitals.report.verdict import Verdict
 
 STATE_VERSION = 2
-LOOK_EVERY = 8
-"""Plain steps from one look for messages of the worker to the next."""
-
 JOURNAL_BYTES = 4 << 20
 """Room for steps that the worker did not read yet; more for a model with many tensors."""
 BYTES_PER_TENSOR = 4096
@@ -241,7 +239,8 @@ class Monitor:
             optimizers,
             self.config,
             deliver=self._deliver,
-            deliver_plain=self._deliver_plain,
+            prepare=self._prepare_journal,
+            write_plain=partial(self._worker.write, PLAIN),
             on_error=self._on_error,
             batch_size=batch_size,
             topology=start.topology,
@@ -546,17 +545,8 @@ class Monitor:
         if self._worker.has_messages:
             self._receive()
 
-    def _deliver_plain(self, first_step: int, count: int, data: bytes) -> None:
-        """Plain steps are on the host: into the journal with them."""
-        worker, recorder = self._worker, self._recorder
-        if recorder.context_changed or not worker.is_open:
-            self._prepare_journal(first_step)
-        worker.write(PLAIN, data, count)
-        if (count > 1 or first_step % LOOK_EVERY == 0) and worker.has_messages:
-            self._receive()
-
     def _prepare_journal(self, step: int) -> None:
-        """Have a worker, and the context of this step in its journal."""
+        """Have a worker, and the context of this step in its journal; take what the worker has sent."""
         if not self._worker.is_here:
             return
         if not self._worker.is_open:
@@ -564,6 +554,8 @@ class Monitor:
         context = self._recorder.take_context()
         if context is not None:
             self._write_context(context)
+        if self._worker.has_messages:
+            self._receive()
 
     def _reduce(self, record: StepRecord, parts: list[Part], context: Context | None) -> None:
         assert self._reducer is not None

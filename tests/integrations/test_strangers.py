@@ -83,6 +83,14 @@ def test_updates_by_hand_are_read_from_the_second_step_on(zero_code: Install) ->
     assert {finding.severity for finding in run.findings} <= {"info"}
 
 
+def test_updates_by_hand_are_found_beside_what_torch_compile_traces_with(zero_code: Install) -> None:
+    compiled = torch.compile(network(), backend="aot_eager")
+    compiled(batch()[0]).sum().backward()  # leaves tensors that have no memory
+    watcher = zero_code()
+    losses, _, _ = update_by_hand(network())
+    np.testing.assert_allclose(only(watcher).series("loss")[1], losses[1:], rtol=1e-5)
+
+
 def test_updates_behind_torch_s_back_are_seen_and_gradients_read_before_the_clip(zero_code: Install) -> None:
     watcher, model, norms = zero_code(), network(), []
     for _ in range(8):

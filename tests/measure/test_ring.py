@@ -24,7 +24,7 @@ class Loop:
     def __init__(self) -> None:
         self.ring = DeviceRing([0, 2], torch.device("cpu"))
         self.delivered: list[bytes] = []
-        self.transfer = Transfer(lambda *_: None, lambda first, count, data: self.delivered.append(data))
+        self.transfer = Transfer(lambda *_: None, lambda step: None, lambda data, count: self.delivered.append(data))
         self.transfer.use(self.ring)
         self.step = 0
 

@@ -22,6 +22,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _nothing() -> None:
+    """Stands for a reference to nothing."""
+
+
 class BackwardCounter:
     """Counts the backward passes of a step, and detects gradients that the loop altered or discarded.
 
@@ -36,10 +40,13 @@ class BackwardCounter:
     def __init__(self, on_discarded: Callable[[int, bool], None]) -> None:
         self.backwards = 0
         """Backward passes since the last step."""
+        self.singles = 0
+        """Steps in a row, up to the last one, with one backward pass each."""
         self.carried = False
         """Whether the first of them added to the previous step's gradients, which the loop did not zero."""
-        self._on_discarded = on_discarded
-        self._parameter: nn.Parameter | None = None
+        # Both weakly: autograd keeps the hook as long as the parameter lives, in a cycle that Python cannot collect.
+        self._on_discarded = weakref.WeakMethod(on_discarded)
+        self._parameter: Callable[[], nn.Parameter | None] = _nothing
         self._hook: Any = None
         self._version_of: Callable[[Tensor], int] = _PLAIN_VERSION
         self._distributed = False
@@ -52,30 +59,24 @@ class BackwardCounter:
         """Count the passes that reach this parameter."""
         self._distributed = is_distributed()
         self._version_of = _PLAIN_VERSION if type(parameter) is nn.Parameter else _version_of
-        if self._parameter is parameter:
+        if self._parameter() is parameter:
             return
         self.unhook()
-        self._parameter = parameter
-        # Weakly: otherwise the parameter would keep the model alive, in a cycle that Python cannot collect.
-        reference = weakref.ref(self)
-
-        def after_accumulation(parameter: Tensor) -> None:
-            counter = reference()
-            if counter is not None:
-                counter._after_accumulation(parameter)
-
-        self._hook = parameter.register_post_accumulate_grad_hook(after_accumulation)
+        self._parameter = weakref.ref(parameter)
+        self._hook = parameter.register_post_accumulate_grad_hook(self._after_accumulation)
 
     def unhook(self) -> None:
         """Stop counting."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self._parameter = None
+        self._hook, self._parameter = None, _nothing
 
     def reset(self) -> None:
         """Start a new step: the optimizer has stepped."""
+        self.singles = self.singles + 1 if self.backwards == 1 else 0
         self.backwards, self._grad, self.carried, self._read = 0, None, False, None
-        grad = self._parameter.grad if self._parameter is not None else None
+        parameter = self._parameter()
+        grad = parameter.grad if parameter is not None else None
         self._left = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def note_zeroed(self) -> None:
@@ -84,15 +85,17 @@ class BackwardCounter:
 
     def note_read(self) -> None:
         """The gradients are being read as they are now. Only needed with several ranks: see `altered`."""
-        if self._distributed and self._parameter is not None:
-            grad = self._parameter.grad
+        parameter = self._parameter()
+        if self._distributed and parameter is not None:
+            grad = parameter.grad
             self._read = None if grad is None else (weakref.ref(grad), self._version_of(grad))
 
     def altered(self) -> bool:
         """Returns whether the loop changed the gradients since the last backward pass in a way that no hook sees."""
-        if self._parameter is None or self._grad is None:
+        parameter = self._parameter()
+        if parameter is None or self._grad is None:
             return False
-        grad = self._parameter.grad
+        grad = parameter.grad
         if self._distributed:  # the reduction over ranks changes gradients too, but not after they were read
             return self._read is not None and not self._is(grad, *self._read)
         return grad is None or self._grad() is not grad or self._version_of(grad) != self._version
@@ -110,7 +113,9 @@ class BackwardCounter:
             seen = self._grad
             if seen is not None and not self._distributed and not (seen() is grad and version == self._version + 1):
                 passes, self.backwards = self.backwards, 0
-                self._on_discarded(passes, seen() is not grad)
+                on_discarded = self._on_discarded()
+                if on_discarded is not None:
+                    on_discarded(passes, seen() is not grad)
             left = self._left
             if self.backwards == 0 and left is not None:
                 self.carried = left[0]() is grad and version == left[1] + 1

@@ -1,4 +1,4 @@
-"""PlainStep: the step in progress as long as it goes like most steps of a run, which have no objects of their own.
+"""PlainSteps: the step in progress as long as it goes like most steps of a run, which have no objects of their own.
 
 This is the code that runs at nearly every step of a run, so calls are few here and everything is prepared before.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from gradvitals.collect.ring import DeviceRing, HostRing
 from gradvitals.worker.record import CARRIED, CLIPPED, HAS_NORMS
 
 
-class PlainStep:
-    """The step in progress, as long as it goes as plain steps do. What does not is for `StepRecorder` to read.
+class PlainSteps:
+    """Consecutive steps that go as plain steps do, one at a time. What does not is for `StepRecorder` to read.
 
     Every method that returns False leaves the step as it was: the recorder then takes over what was kept so far.
 
@@ -46,23 +47,31 @@ class PlainStep:
         self._parameters = parameters
         self._backward = backward
         self._adds_up = adds_up
-        self.begin(reads_norm=False, reads_after=math.inf)
+        self.begin([], math.inf)
 
-    def begin(self, *, reads_norm: bool, reads_after: float) -> None:
-        """Start a step.
+    def begin(self, reads_norms: list[bool], reads_after: float) -> None:
+        """Start some steps.
 
         Args:
-            reads_norm: Whether norms are read if the loop does not compute them itself.
+            reads_norms: For each of them, whether norms are read if the loop does not compute them itself.
             reads_after: The observation after which to read them; before the optimizer's step at the latest.
         """
-        self._reads_norm, self._reads_after = reads_norm, reads_after
+        self._planned = iter(reads_norms)
+        self.left, self._reads_after = len(reads_norms), reads_after
+        """Steps that are left of them."""
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._reads_norm = next(self._planned, False)
         self.losses: list[Any] = []
         """What the ring keeps of every observed loss."""
         self.passes: list[int] = []
         """The backward passes before each of them."""
         self.read_at = -1
         """After how many backward passes the gradients were looked at."""
-        self.has_norms = self.paid = self.clipped = False
+        self.has_norms = self.clipped = False
+        self.norm_seconds = 0.0
+        """What it took to read norms that the loop did not compute itself."""
         self.max_norm: float | None = None
 
     def observe(self, loss: Tensor | float | None) -> bool:
@@ -112,14 +121,17 @@ class PlainStep:
         passes = self._backward.backwards
         return not self._reads_norm or self.read_at == passes or self._read_norms(passes)
 
-    def put(self, step: int, time: float, seconds: float, lr: float, batch_size: float | None, flags: int) -> None:
-        """End the step: its numbers go into the ring."""
-        backward = self._backward
+    def end_step(self, step: int, time: float, seconds: float, lr: float, batch_size: float | None, flags: int) -> None:
+        """Put the numbers of the step into the ring and start the next one."""
+        backward, losses = self._backward, self.losses
         flags |= HAS_NORMS * self.has_norms | CLIPPED * self.clipped | CARRIED * backward.carried
         max_norm = math.nan if self.max_norm is None else self.max_norm
         size = math.nan if batch_size is None else batch_size
-        share = 1.0 if self._adds_up or not self.losses else 1 / len(self.losses)
-        self.ring.put(self.losses, share, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
+        share = 1.0 if self._adds_up or len(losses) < 2 else 1 / len(losses)
+        self.ring.put(losses, share, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
+        backward.reset()
+        self.left -= 1
+        self._start_step()
 
     def _keep(self, norms: Tensor, passes: int) -> bool:
         if not self.ring.note_norms(norms):
@@ -133,9 +145,11 @@ class PlainStep:
         if not self._reads_norm:
             self.read_at = passes
             return True
+        started = perf_counter()
         grads = [grad for parameter in self._parameters if (grad := parameter.grad) is not None]
         if len(grads) != len(self._parameters):
             return False
         norms = torch.stack(list(reductions.norms(grads)))
-        self.paid = norms.dtype == torch.float32 and self._keep(norms, passes)
-        return self.paid
+        kept = norms.dtype == torch.float32 and self._keep(norms, passes)
+        self.norm_seconds = perf_counter() - started
+        return kept

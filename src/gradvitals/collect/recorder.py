@@ -30,9 +30,9 @@ from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
 from gradvitals.collect.observed import Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
-from gradvitals.collect.plain import PlainStep
+from gradvitals.collect.plain import PlainSteps
 from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
-from gradvitals.collect.ring import DeliverPlain, DeviceRing, HostRing
+from gradvitals.collect.ring import DeviceRing, HostRing, WritePlain
 from gradvitals.collect.schedule import CostTimer, Due, ReadSchedule
 from gradvitals.collect.transfer import EXACT, Known, ReadingBuffer, Transfer
 from gradvitals.collect.updates import Changes, UpdateNorms
@@ -218,9 +218,6 @@ class OptimizerState:
         self.in_scaler_step = False
         self.reads_wide = False
         """Whether norms are summed in float64."""
-        self.has_single_passes = False
-        """Whether the last steps had one backward pass each, so that there are no micro-batches to compare."""
-        self._single_passes = 0
         self.settled = False
         """Whether a complete step has shown which parameter backward reaches first."""
         self._reported_twice = False
@@ -287,11 +284,10 @@ class OptimizerState:
             self.backward.follow(parameter)
             return
 
-    def end_passes(self) -> None:
-        """The optimizer stepped: the next backward pass is the first of a new step."""
-        self._single_passes = self._single_passes + 1 if self.backward.backwards == 1 else 0
-        self.has_single_passes = self._single_passes >= SURELY_SINGLE
-        self.backward.reset()
+    @property
+    def has_single_passes(self) -> bool:
+        """Whether the last steps had one backward pass each, so that there are no micro-batches to compare."""
+        return self.backward.singles >= SURELY_SINGLE
 
     def _discarded(self, passes: int, surely: bool) -> None:
         if self.micro is not None and self.micro.armed:
@@ -608,7 +604,8 @@ class StepRecorder:
         optimizers: The optimizers that step them. A step ends when each has stepped, or one steps again.
         config: What to read and how often.
         deliver: Called on the training thread with the record of a step and its numbers, once they are on the host.
-        deliver_plain: Called with consecutive plain steps: the number of the first, their count, and their bytes.
+        prepare: Called with the number of the first of consecutive plain steps, before they are written.
+        write_plain: Called with the bytes of plain steps, and their count.
         on_error: Called with the name of a part and its error; that part stops, training does not.
         batch_size: Samples per optimizer step, if it is the same at every step.
         topology: The ranks that train the model; None for a single process.
@@ -621,7 +618,8 @@ class StepRecorder:
         config: Config,
         *,
         deliver: Callable[[StepRecord, list[Part]], None],
-        deliver_plain: DeliverPlain,
+        prepare: Callable[[int], None],
+        write_plain: WritePlain,
         on_error: Callable[[str, Exception], None],
         batch_size: float | None = None,
         topology: Topology | None = None,
@@ -642,6 +640,8 @@ class StepRecorder:
         self.on_groups_end: Callable[[], None] | None = None
         self.table = table
         self.safe = SafeCall(self._failed, on_gpu=on_gpu)
+        self._is_captured: Callable[[], bool] = torch.cuda.is_current_stream_capturing if on_gpu else bool
+        """Whether a CUDA graph is being captured, which must not capture anything of ours."""
         self._audit = Audit(table.model) if topology is not None and config.audit_every is not None else None
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
@@ -660,15 +660,17 @@ class StepRecorder:
         self._due_from, self._dues = 0, list[Due]()
         self.context_changed = True
         self._deliver = deliver
-        self.transfer = Transfer(self._hand_on if on_host else deliver, deliver_plain)
-        self._plain: PlainStep | None = None
+        self.transfer = Transfer(self._hand_on if on_host else deliver, prepare, write_plain)
+        self._plain: PlainSteps | None = None
         """The step in progress, if it has been plain so far."""
-        self._plain_steps: PlainStep | None = None
+        self._plain_steps: PlainSteps | None = None
         """What all plain steps use, with its ring."""
         self._losses_add_up = False
         self._alone = alone
         """Whether steps can be plain: one process, one optimizer."""
-        self._on_host, self._deliver_plain = on_host, deliver_plain
+        self._on_host, self._prepare_journal, self._write_plain = on_host, prepare, write_plain
+        self._walls: list[float] = []
+        """The seconds of plain steps that the schedule does not know yet."""
         several = topology is not None and topology.num_sources > 1
         self.optimizers = [
             OptimizerState(index, one, config, table, self.safe, reduced=several)
@@ -782,16 +784,15 @@ class StepRecorder:
         self.draft = self._new_draft()
         self.transfer.add(record, draft.buffer)
         if self._alone and self._can_be_plain():
-            self._begin_plain(self.draft.due)
+            self._begin_plain()
             if self._plain is not None:
                 self.optimizers[0].changes.forget()  # plain steps do not sample the weights
-        if self.schedule.account(
+        self._account(
             full=record.full,
             wall_seconds=record.wall_seconds,
             cost_seconds=self.safe.timer.take(),
             paid_norm=draft.paid_norm,
-        ):
-            self._replan()
+        )
 
     # -- plain steps --------------------------------------------------------------------------------------------
 
@@ -821,81 +822,92 @@ class StepRecorder:
             parameters = [self.table.parameters[row] for row in rows]
             ring: HostRing | DeviceRing
             if self._on_host:
-                ring = HostRing(rows, self._deliver_plain)
+                ring = HostRing(rows, self._write_plain)
             else:
                 ring = DeviceRing(rows, parameters[0].device)
                 self.transfer.use(ring)
-            self._plain_steps = PlainStep(ring, rows, parameters, state.backward, adds_up=self._losses_add_up)
+            self._plain_steps = PlainSteps(ring, rows, parameters, state.backward, adds_up=self._losses_add_up)
         return True
 
-    def _begin_plain(self, due: Due) -> None:
-        """Start the step as a plain one, if nothing else is due."""
+    def _begin_plain(self) -> None:
+        """Start the coming steps as plain ones, up to the first at which anything else is due."""
         self._plain = None
-        windowed = due.window and self.table.windows
-        if not (due.full or due.audit or due.change or windowed or self.count_nonfinite or self.guarded):
+        if self.count_nonfinite or self.guarded:
+            return
+        self._due_at(self.step)
+        ahead = self._dues[self.step - self._due_from :]
+        has_windows = bool(self.table.windows)
+        others = (due.full or due.audit or due.change or (due.window and has_windows) for due in ahead)
+        count = next((place for place, other in enumerate(others) if other), len(ahead))
+        if count:
             assert self._plain_steps is not None
             reads_after = math.inf if self.optimizers[0].expects_clip else self.observes_expected
-            self._plain_steps.begin(reads_norm=due.norm, reads_after=reads_after)
+            self._plain_steps.begin([due.norm for due in ahead[:count]], reads_after)
             self._plain = self._plain_steps
+            if self._on_host:
+                self._prepare_journal(self.step)
 
-    def _leave_plain(self, error: Exception | None = None) -> None:
-        """The step is no longer plain, maybe after an error: go on with what was read of it so far."""
+    def _leave_plain(self) -> None:
+        """The step is no longer plain: go on with what was read of it so far."""
         plain, state = self._plain, self.optimizers[0]
         if plain is None:
             return
         self._plain = None
+        self._account_plain()
         self.draft.record.step, self.draft.due = self.step, self._due_at(self.step)
         self.observes = len(plain.losses)
         self.draft.observed.calls += plain.observations()
         if plain.has_norms:
             state.reading, state.read_at = ReadingBuffer(), plain.read_at
             state.reading.add("norm", plain.ring.norms(), plain.rows)
-            self.draft.paid_norm = plain.paid
+            self.draft.paid_norm = plain.norm_seconds > 0
         if plain.clipped:
             state.clipped = state.step.clipped = True
             self.draft.record.max_norm = state.loops_limit = plain.max_norm
-        if error is not None:
-            self._alone = False
-            self.safe.fail("plain", error)
 
-    def _plainly(self, work: Callable[..., bool], *args: Any) -> bool:
-        """Do a part of a plain step; returns whether that is all there is to do. Else the step is no longer plain."""
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            return True  # a CUDA graph must not capture anything of ours
-        started, failure = time.perf_counter(), None
-        try:
-            if work(*args):
-                return True
-        except Exception as error:
-            failure = error
-        finally:
-            self.safe.timer.seconds += time.perf_counter() - started
-        self.safe("plain", self._leave_plain, failure)
-        return False
+    def _fail_plain(self, error: Exception) -> None:
+        self._alone = False
+        self.safe.fail("plain", error)
 
-    def _end_plain(self, plain: PlainStep) -> bool:
-        """The optimizer has stepped."""
+    def _end_plain(self, plain: PlainSteps) -> bool:
+        """The optimizer has stepped. Returns whether the step was a plain one to the end."""
         state = self.optimizers[0]
         lr = state.optimizer.param_groups[0].get("lr")
         if type(lr) is not float:
             return False
         now, wall = time.perf_counter(), time.time()
         seconds, self._last_end = now - self._last_end, now
-        plain.put(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
-        self.observes_expected, state.expects_clip = max(1, len(plain.losses)), plain.clipped
-        state.end_passes()
+        self.observes_expected, state.expects_clip = len(plain.losses) or 1, plain.clipped
+        norm_seconds = plain.norm_seconds
+        plain.end_step(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
         self.step += 1
-        due, paid = self._due_at(self.step), plain.paid
-        self._begin_plain(due)
-        if self._plain is None:
-            self._prepare(state, due, self.step)
-            self.draft = self._new_draft()
+        if norm_seconds:
+            self._account_plain()
+            self._account(full=False, wall_seconds=seconds, cost_seconds=norm_seconds, paid_norm=True)
+        else:
+            self._walls.append(seconds)
         if not self._on_host:
             self.transfer.note_time(wall)
-        cost = self.safe.timer.take()
-        if self.schedule.account(full=False, wall_seconds=seconds, cost_seconds=cost, paid_norm=paid):
-            self._replan()
+        if not plain.left:
+            self._continue_plain()
         return True
+
+    def _continue_plain(self) -> None:
+        """The steps that were planned as plain ones are over."""
+        self._account_plain()
+        self._begin_plain()
+        if self._plain is None:
+            self._prepare(self.optimizers[0], self._due_at(self.step), self.step)
+            self.draft = self._new_draft()
+
+    def _account_plain(self) -> None:
+        walls, self._walls = self._walls, []
+        if self.schedule.account_plain(walls):
+            self._replan()
+
+    def _account(self, **costs: Any) -> None:
+        if self.schedule.account(**costs):
+            self._replan()
 
     def _hand_on(self, record: StepRecord, parts: list[Part]) -> None:
         """Deliver a step that was in host memory all along, while its gradients are still there."""
@@ -964,6 +976,7 @@ class StepRecorder:
 
     def read_every_step(self) -> None:
         """From now on, read every step and deliver it on its own, because a Guard acts on it."""
+        self.safe("plain", self._leave_plain)
         self._dues.clear()
         self.schedule.every_step = self.transfer.each_step = True
 
@@ -1009,8 +1022,13 @@ class StepRecorder:
         if self.muted:
             return
         plain = self._plain
-        if plain is None or batch_size is not None or not self._plainly(plain.observe, loss):
-            self.safe("observe", self._note, loss, batch_size)
+        if plain is not None and batch_size is None:
+            try:
+                if self._is_captured() or plain.observe(loss):
+                    return
+            except Exception as error:
+                self._fail_plain(error)
+        self.safe("observe", self._note, loss, batch_size)
 
     def add_up_losses(self) -> None:
         """From now on, what is observed are parts of a loss: that of a step is their sum instead of their mean.
@@ -1073,8 +1091,13 @@ class StepRecorder:
         if self.muted or threading.get_ident() != self.thread:
             return
         plain = self._plain
-        if plain is None or not self._plainly(plain.take_norms, self._rows_of(grads), joined):
-            self.safe("clip", self._on_total_norm, grads, norms, joined)
+        if plain is not None:
+            try:
+                if self._is_captured() or plain.take_norms(self._rows_of(grads), joined):
+                    return
+            except Exception as error:
+                self._fail_plain(error)
+        self.safe("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         self._leave_plain()
@@ -1104,13 +1127,13 @@ class StepRecorder:
         """These gradients are about to be clipped: read them now if not read yet."""
         if self.muted or not parameters:
             return
-        plain = self._plain if self.thread == threading.get_ident() else None
-        if (
-            plain is not None
-            and id(parameters[0]) in self.optimizers[0].members
-            and self._plainly(plain.clip, max_norm)
-        ):
-            return
+        plain = self._plain
+        if plain is not None and self.thread == threading.get_ident():
+            try:
+                if id(parameters[0]) in self.optimizers[0].members and (self._is_captured() or plain.clip(max_norm)):
+                    return
+            except Exception as error:
+                self._fail_plain(error)
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
             self.thread = threading.get_ident()
@@ -1177,8 +1200,11 @@ class StepRecorder:
             closure = hooks.closure_of(args, kwargs) if kwargs or len(args) > 1 else None
             plain = self._plain
             if plain is not None:
-                if closure is None and self._plainly(plain.reach):
-                    return None
+                try:
+                    if closure is None and (self._is_captured() or plain.reach()):
+                        return None
+                except Exception as error:
+                    self._fail_plain(error)
                 self.safe("plain", self._leave_plain)
             if closure is None:
                 if not state.in_scaler_step and (state.stepped or not state.arrived):
@@ -1204,8 +1230,13 @@ class StepRecorder:
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             state.in_scaler_step = False
             plain = self._plain
-            if plain is not None and self._plainly(self._end_plain, plain):
-                return
+            if plain is not None:
+                try:
+                    if self._is_captured() or self._end_plain(plain):
+                        return
+                except Exception as error:
+                    self._fail_plain(error)
+                self.safe("plain", self._leave_plain)
             if state.reads_update(self.draft.due):
                 self.safe("after", state.after_update, self.draft)
             else:
@@ -1282,7 +1313,7 @@ class StepRecorder:
         observed = self.draft.observed
         observed.passes = max(observed.passes, state.backward.backwards)
         record.carried = record.carried or state.backward.carried
-        state.end_passes()
+        state.backward.reset()
         due = self._due_at(self.step + 1)
         self._prepare(state, due, self.step + 1)
         if len(self.optimizers) == 1 or all(other.stepped for other in self.optimizers):

@@ -1,4 +1,4 @@
-"""Where the numbers of plain steps wait: in host memory they are delivered at once, on a device 32 steps together."""
+"""Where the numbers of plain steps wait: in host memory they are written at once, on a device 32 steps together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gradvitals.worker.record import (
 RING_STEPS = 32
 """The most steps in the ring of a device."""
 
-DeliverPlain = Callable[[int, int, bytes], None]
-"""Takes the first of some plain steps in a row, how many they are, and their bytes, as `encode_plain` makes them."""
+WritePlain = Callable[[bytes, int], None]
+"""Takes plain steps in a row, as `encode_plain` makes them, and how many they are."""
 
 StepValues = tuple[int, float, float, float, float, float, int, int]
 """Of a plain step: its number, time, wall seconds, learning rate, limit of the clip, batch size, flags and passes."""
@@ -39,13 +39,13 @@ SMALL_BYTES = 1024
 
 
 class HostRing:
-    """The ring of a model in host memory: it has room for one step, which is delivered as it ends."""
+    """The ring of a model in host memory: it has room for one step, which is written as it ends."""
 
-    def __init__(self, rows: Sequence[int], deliver: DeliverPlain) -> None:
+    def __init__(self, rows: Sequence[int], write: WritePlain) -> None:
         packed = pack_rows(rows)
         self._heads = plain_head(packed, 1, 0), plain_head(packed, 1, len(rows))
         """What comes before a step without norms, and before one with them."""
-        self._deliver = deliver
+        self._write = write
         self._norms = np.zeros(len(rows), dtype=np.float32)
 
     def note_loss(self, loss: Tensor | float | None) -> Any:
@@ -70,7 +70,7 @@ class HostRing:
         return torch.from_numpy(self._norms)
 
     def put(self, losses: Sequence[float], share: float, values: StepValues) -> None:
-        """Deliver the step; its loss is the sum of these times a share."""
+        """Write the step; its loss is the sum of these times a share."""
         number, time, wall, lr, max_norm, batch_size, flags, passes = values
         loss = math.nan
         if losses:
@@ -79,7 +79,7 @@ class HostRing:
         data = PACKED_STEP.pack(number, time, wall, loss, lr, max_norm, batch_size, flags, passes)
         without, whole = self._heads
         data = whole + data + self._norms.tobytes() if flags & HAS_NORMS else without + data
-        self._deliver(number, 1, data)
+        self._write(data, 1)
 
 
 class DeviceRing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradvitals.config import Config
@@ -125,7 +126,7 @@ class ReadSchedule:
         self._adapts = adapts and self.share < 1
         self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # full or plain: seconds, steps
         self._wall = [0.0, 0.0]
-        self._seen = 0
+        self._seen, self._next_review = 0, REVIEW_STEPS
         self._typical = self._plain_cost = 0.0
         self._free = FREE_SECONDS if config.overhead_budget is None else 0.0
 
@@ -164,19 +165,33 @@ class ReadSchedule:
         """
         if not self._adapts:
             return False
-        self._seen += 1
         self._free -= cost_seconds
-        if self._seen <= WARM_UP_STEPS:
-            return False
-        self._typical = min(self._typical, wall_seconds) if self._typical else wall_seconds
-        self._wall[0] += min(wall_seconds, PAUSE_FACTOR * self._typical)  # do not count an evaluation
-        self._wall[1] += 1
-        if full or paid_norm:
+        self._note_wall(wall_seconds)
+        if (full or paid_norm) and self._seen > WARM_UP_STEPS:
             self._costs[full][0] += cost_seconds
             self._costs[full][1] += 1
-        if self._seen % REVIEW_STEPS or self._costs[True][1] < 2 or self._free > 0:
+        return self._review_if_due()
+
+    def account_plain(self, walls: Sequence[float]) -> bool:
+        """Account for plain steps that read no norm, given the seconds that each took; returns as `account` does."""
+        if not self._adapts:
             return False
-        return self._review()
+        for wall_seconds in walls:
+            self._note_wall(wall_seconds)
+        return self._review_if_due()
+
+    def _note_wall(self, wall_seconds: float) -> None:
+        self._seen += 1
+        if self._seen > WARM_UP_STEPS:
+            self._typical = min(self._typical, wall_seconds) if self._typical else wall_seconds
+            self._wall[0] += min(wall_seconds, PAUSE_FACTOR * self._typical)  # do not count an evaluation
+            self._wall[1] += 1
+
+    def _review_if_due(self) -> bool:
+        if self._seen < self._next_review:
+            return False
+        self._next_review = self._seen + REVIEW_STEPS
+        return self._costs[True][1] >= 2 and self._free <= 0 and self._review()
 
     def _review(self) -> bool:
         step_seconds = self._wall[0] / self._wall[1]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradvitals.collect.ring import RING_STEPS, DeliverPlain, DeviceRing, PlainBlock
+from gradvitals.collect.ring import RING_STEPS, DeviceRing, PlainBlock, WritePlain
 from gradvitals.worker.record import Part, StepRecord
 
 SEND_SECONDS = 0.25
@@ -182,12 +182,19 @@ class Transfer:
 
     Args:
         deliver: Called on the training thread with a step and its numbers.
-        deliver_plain: Called with plain steps in a row.
+        prepare: Called with the first of some plain steps, before they are written.
+        write_plain: Called with plain steps in a row.
     """
 
-    def __init__(self, deliver: Callable[[StepRecord, list[Part]], None], deliver_plain: DeliverPlain) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[StepRecord, list[Part]], None],
+        prepare: Callable[[int], None],
+        write_plain: WritePlain,
+    ) -> None:
         self._deliver = deliver
-        self._deliver_plain = deliver_plain
+        self._prepare = prepare
+        self._write_plain = write_plain
         self.each_step = False
         """Whether to send every step on its own, because a Guard acts on it."""
         self._ring: DeviceRing | None = None
@@ -246,8 +253,8 @@ class Transfer:
     def _hand_on_plain(
         self, block: PlainBlock, steps: NDArray[np.void], norms: NDArray[np.float32], start: int, end: int
     ) -> None:
-        first, data = int(steps["step"][start]), block.encode(steps[start:end], norms[start:end])
-        self._deliver_plain(first, end - start, data)
+        self._prepare(int(steps["step"][start]))
+        self._write_plain(block.encode(steps[start:end], norms[start:end]), end - start)
 
     def finish(self, seconds: float) -> None:
         """Send everything and wait up to `seconds` until it is delivered."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from gradvitals.integrations.zero_code.discovery import Found, find
 
@@ -108,8 +109,11 @@ class UpdateFinder:
 
 
 def _leaves() -> Sequence[Tensor]:
-    """Returns every tensor that is alive and has been given a gradient by backward."""
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    """Returns every tensor that is alive and has been given a gradient by backward.
+
+    Leaves out those without memory, which torch.compile traces with.
+    """
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not is_fake(thing)]
     return [one for one in alive if one.requires_grad and one.is_leaf and one.grad is not None and one.numel()]
 
 
