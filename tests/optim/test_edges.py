@@ -52,19 +52,6 @@ def test_one_gradient_raises_and_says_how_to_get_more(rule: str, wrap: bool) -> 
     compare(params, truth_of(rule), rtol=0, atol=0)
 
 
-def test_training_works_after_the_fix() -> None:
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1)
-    accumulate(params, STEPS[0][:1], weight=1 / 8)
-    with pytest.raises(RuntimeError, match="micro-batch"):
-        optimizer.step()
-    accumulate(params, STEPS[0][1:], weight=1 / 8)
-    optimizer.step()
-    truth = truth_of("sgd")
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
-
-
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
 def test_step_without_gradients(rule: str, wrap: bool) -> None:
@@ -112,19 +99,6 @@ def test_last_step_of_an_epoch_with_one_part_is_the_bases(rule: str, wrap: bool)
             assert "not scaled" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-def test_short_last_step_raises_if_k_is_set(wrap: bool) -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
-    train(optimizer, params, STEPS[:2])
-    accumulate(params, STEPS[2][:1])
-    with pytest.raises(RuntimeError, match=r"1 gradient.*k = 8"):
-        optimizer.step()
-    for parts in STEPS[:2]:
-        truth.step(weighted(parts))
-    compare(params, truth)
-
-
 @ALL_RULES
 @pytest.mark.parametrize("wrap", [False, True])
 def test_gamma_of_one_needs_no_micro_batches(rule: str, wrap: bool) -> None:
@@ -169,15 +143,6 @@ def test_few_parts_warn_once(k: int, wrap: bool) -> None:
             assert "6" in str(caught[0].message)
         truth.step(weighted(parts[:k]))
         compare(params, truth)
-
-
-def test_each_optimizer_warns_once() -> None:
-    for _ in range(2):
-        params = parameters(starting_weights())
-        optimizer = build("sgd", params)
-        accumulate(params, STEPS[0][:3])
-        with pytest.warns(UserWarning, match="3"):
-            optimizer.step()
 
 
 @pytest.mark.parametrize("came", [7, 9, 1])
@@ -294,32 +259,6 @@ def test_removed_gradient_discards_its_parts(scale: str) -> None:
     compare(params, truth)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_model_zero_grad_works(set_to_none: bool) -> None:
-    """After the step, the usual place."""
-    params, truth = parameters(starting_weights()), truth_of("adamw")
-    holder = nn.ParameterList(params)
-    optimizer = build("adamw", params, lr=LR["adamw"])
-    for parts in STEPS:
-        accumulate(params, parts)
-        optimizer.step()
-        holder.zero_grad(set_to_none=set_to_none)
-        truth.step(weighted(parts))
-        compare(params, truth)
-
-
-def test_zero_grad_before_backward() -> None:
-    """The other usual place."""
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, lr=0.1)
-    for parts in STEPS:
-        optimizer.zero_grad()
-        accumulate(params, parts)
-        optimizer.step()
-        truth.step(weighted(parts))
-    compare(params, truth)
-
-
 def test_closure_runs_all_parts() -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd")
     optimizer = build("sgd", params, lr=0.1)
@@ -337,21 +276,6 @@ def test_closure_runs_all_parts() -> None:
         assert calls == [1]
         truth.step(weighted(parts))
         compare(params, truth)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_closure_works_through_the_wrapper(kind: str) -> None:
-    params = parameters(starting_weights())
-    truth = Transcription(kind, starting_weights(), [{"lr": LR[kind], "beta3": 0.0} for _ in SHAPES])
-    optimizer = build(kind, params, wrap=True, lr=LR[kind])
-
-    def closure() -> float:
-        accumulate(params, STEPS[0])
-        return 3.5
-
-    assert optimizer.step(closure) == 3.5
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
@@ -400,33 +324,6 @@ def test_arguments_of_the_base_and_options_go_together() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"], group["gamma"]) == (0.5, 0.9, True, 0.3)
     assert gv.optim.VRAdamW(parameters(starting_weights()), max_norm=1.0).max_norm == 1.0
     assert {"params", "lr", "momentum", "gamma", "beta3"} <= set(inspect.signature(gv.optim.VRSGD).parameters)
-
-
-def test_base_checks_its_own_arguments() -> None:
-    params = parameters(starting_weights())
-    for rule in LR:
-        with pytest.raises(ValueError, match=r"(?i)learning rate|lr"):
-            build(rule, params, lr=-1.0)
-        with pytest.raises((ValueError, TypeError)):
-            build(rule, [], lr=0.1)
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_is_a_torch_optimizer(wrap: bool) -> None:
-    for rule in LR:
-        optimizer = build(rule, parameters(starting_weights()), wrap=wrap, lr=LR[rule])
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert type(optimizer).__name__ in repr(optimizer)
-        assert "gamma" in repr(optimizer)
-
-
-def test_named_rule_can_replace_a_custom_one() -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, lr=LR["sgd"], scale=lambda mean, variance, k, gamma: torch.zeros_like(mean))
-    optimizer.param_groups[0]["scale"] = "paper"
-    truth.step(weighted(STEPS[0]))
-    train(optimizer, params, STEPS[:1])
-    compare(params, truth)
 
 
 def test_averages_follow_the_models_dtype() -> None:

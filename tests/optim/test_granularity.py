@@ -45,31 +45,6 @@ def test_matches_the_transcription(rule: str, scale: str, granularity: str | Non
         compare(params, truth)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "row", "tensor"])
-def test_wrapper_knows_parameter_names(granularity: str) -> None:
-    options = {"lr": 0.1, "granularity": granularity}
-    params = parameters(starting_weights())
-    truth = Transcription("sgd", starting_weights(), [options for _ in params], names=NAMES)
-    optimizer = build("sgd", list(zip(NAMES, params, strict=True)), wrap=True, **options)
-    for parts in STEPS[:3]:
-        truth.step(weighted(parts))
-    train(optimizer, params, STEPS[:3])
-    compare(params, truth)
-
-
-def test_granularities_differ() -> None:
-    """Each granularity gives its own result, not that of the default."""
-    found = {}
-    for granularity in ("tensor", "row"):
-        found[granularity] = factors_of_one_step(STEPS[0], granularity=granularity)[0]
-    for granularity in ("element", "row", "tensor", "hierarchical"):
-        found["wiener " + granularity] = factors_of_one_step(STEPS[0], scale="wiener", granularity=granularity)[0]
-    kinds = list(found)
-    for number, one in enumerate(kinds):
-        for other in kinds[number + 1 :]:
-            assert np.abs(found[one] - found[other]).max() > 0.01, (one, other)
-
-
 def test_rows_match_a_hand_computed_step() -> None:
     means, variances = torch.tensor([[2.0, 1.0], [30.0, 10.0]]).double(), torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]).double()

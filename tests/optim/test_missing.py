@@ -90,18 +90,6 @@ def test_parameter_without_gradient_stays_unchanged(rule: str, wrap: bool) -> No
     compare(params, truth)
 
 
-def test_zero_gradient_left_by_zero_grad_acts_as_for_the_base() -> None:
-    """With set_to_none=False, momentum keeps moving a parameter that no backward reaches."""
-    base, reduced = (parameters(starting_weights()) for _ in range(2))
-    runs = (torch.optim.SGD(base, lr=0.1, momentum=0.9), gv.optim.VRSGD(reduced, lr=0.1, momentum=0.9, gamma=1.0))
-    for params, optimizer in zip((base, reduced), runs, strict=True):
-        for parts in (STEPS[0], without(STEPS[1], 1, list(range(8))), STEPS[2]):
-            accumulate(params, parts)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    assert same(base, reduced)
-
-
 @pytest.mark.parametrize("rule", ["sgd", "lamb"])
 def test_frozen_parameter(rule: str) -> None:
     params, truth = parameters(starting_weights()), truth_of(rule)
@@ -143,26 +131,6 @@ def test_shared_parameter_counts_once() -> None:
     truth = Transcription("sgd", [np.zeros(5)], [{"lr": 1.0}])
     truth.step(weighted(parts))
     compare([p], truth)
-
-
-def test_tied_weights_of_a_model() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)).double()
-    model[1].weight = model[0].weight
-    optimizer = gv.optim.VRSGD(model.parameters(), lr=0.1)
-    weight = model[0].weight
-    start = weight.detach().numpy().copy()
-    parts: Parts = []
-    for number in range(8):
-        ids = (torch.arange(5) * (number + 1)) % 7
-        loss = nn.functional.cross_entropy(model(ids), (ids + 1) % 7) / 8
-        parts.append([torch.autograd.grad(loss, weight, retain_graph=True)[0].numpy()])
-        loss.backward()
-    optimizer.step()
-    assert optimizer.last_num_parts == 8
-    truth = Transcription("sgd", [start], [{"lr": 0.1}])
-    truth.step(parts)
-    compare([weight], truth)
 
 
 # -- nan ----------------------------------------------------------------------------------------------------------

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from feeding import accumulate, build, compare, gradients, parameters, same, starting_weights, train, weighted
+from feeding import accumulate, build, compare, gradients, parameters, starting_weights, train, weighted
 from transcription import Transcription
-
-import gradvitals as gv
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {"lr": 0.1}),
@@ -95,17 +92,6 @@ def test_maximize(rule: str, options: dict[str, Any], wrap: bool) -> None:
     check(build(rule, params, wrap=wrap, maximize=True, **options), params, truth, steps=4)
 
 
-@EVERY
-def test_foreach_and_single_agree(rule: str, options: dict[str, Any], wrap: bool) -> None:
-    results = []
-    for foreach in (True, False):
-        params = parameters(starting_weights(), torch.float32)
-        train(build(rule, params, wrap=wrap, foreach=foreach, **options), params, STEPS[:4])
-        results.append([p.detach() for p in params])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
-
-
 GROUPS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "sgd": (
         "sgd",
@@ -160,21 +146,6 @@ def test_gamma_may_be_a_schedule(rule: str, lr: float) -> None:
     assert sorted(set(seen)) == list(range(15))
 
 
-def test_gamma_schedule_in_one_group() -> None:
-    params = parameters(starting_weights())
-    each = [{"lr": 0.1, "gamma": lambda step: min(1.0, 0.1 * step)}] + [{"lr": 0.1, "gamma": 0.2} for _ in params[1:]]
-    groups = [{"params": params[:1], "gamma": each[0]["gamma"]}, {"params": params[1:]}]
-    check(build("sgd", groups, lr=0.1, gamma=0.2), params, truth_of("sgd", each))
-
-
-def test_built_in_schedules() -> None:
-    linear = gv.optim.schedules.linear(0.1, 0.9, 4)
-    assert [linear(step) for step in range(6)] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
-    cosine = gv.optim.schedules.cosine(1.0, 0.2, 4)
-    half = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
-    assert [cosine(step) for step in (0, 1, 2, 4, 9)] == pytest.approx([1.0, half, 0.6, 0.2, 0.2])
-
-
 @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
 def test_gamma_out_of_range_raises(gamma: float) -> None:
     params = parameters(starting_weights())
@@ -212,24 +183,6 @@ def test_invalid_options_raise(wrong: dict[str, Any], wrap: bool) -> None:
     name = "granularity" if "granularity" in wrong else next(iter(wrong))
     with pytest.raises((ValueError, TypeError), match=name):
         build("sgd", named, wrap=wrap, **wrong)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, "bf16"], ids=str)
-@pytest.mark.parametrize("wrap", [False, True])
-def test_float16_moments_raise(dtype: Any, wrap: bool) -> None:
-    """Told in words with what may be chosen: of all, of a group, or set by hand later."""
-    params = parameters(starting_weights())
-    words = r"moments_dtype is .*(float16|'bf16'); expected torch\.bfloat16"
-    with pytest.raises(ValueError, match=words):
-        build("sgd", params, wrap=wrap, moments_dtype=dtype)
-    with pytest.raises(ValueError, match=words):
-        build("sgd", [{"params": params[:2]}, {"params": params[2:], "moments_dtype": dtype}])
-    optimizer = build("sgd", params, wrap=wrap)
-    train(optimizer, params, STEPS[:1])
-    optimizer.param_groups[0]["moments_dtype"] = dtype
-    accumulate(params, STEPS[1])
-    with pytest.raises(ValueError, match=words):
-        optimizer.step()
 
 
 def test_last_num_parts_is_the_number_of_parts() -> None:
@@ -294,13 +247,3 @@ def test_changed_group_settings_take_effect() -> None:
         truth.step(weighted(parts))
         train(optimizer, params, [parts])
         compare(params, truth)
-
-
-def test_transcription_differs_from_the_base() -> None:
-    """What these tests would miss if factors were 1: nothing may be equal to the base rule by accident."""
-    plain, reduced = truth_of("sgd", {"lr": 0.1}, vr=False), truth_of("sgd", {"lr": 0.1})
-    for parts in STEPS[:1]:
-        plain.step(weighted(parts))
-        reduced.step(weighted(parts))
-    assert np.abs(plain.weights[0] - reduced.weights[0]).max() > 0.01
-    assert not same([torch.tensor(w) for w in plain.weights[:1]], [torch.tensor(w) for w in reduced.weights[:1]])

@@ -65,23 +65,6 @@ def test_schedulers(rule: str, wrap: bool, scheduler: Callable[[torch.optim.Opti
     assert len({round(rate, 9) for rate in rates}) > 5
 
 
-def test_one_cycle_changes_the_momentum() -> None:
-    params = parameters(starting_weights())
-    for optimizer in (
-        gv.optim.VRSGD(params, lr=0.1, momentum=0.9),
-        gv.optim.VRAdamW(params),
-        gv.optim.VRLAMB(params),
-        gv.optim.VRLARS(params, lr=0.1),
-        gv.optim.VRGD(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
-    ):
-        name = "betas" if "betas" in optimizer.param_groups[0] else "momentum"
-        schedule = OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
-        first = optimizer.param_groups[0][name]
-        train(optimizer, params, STEPS[:2])
-        schedule.step()
-        assert optimizer.param_groups[0][name] != first
-
-
 # -- GradScaler ---------------------------------------------------------------------------------------------------
 
 
@@ -101,27 +84,6 @@ def scaled_loop(
         scaler.update()
         optimizer.zero_grad()
     return scaler
-
-
-@pytest.mark.parametrize("scale", ["paper", "wiener"])
-@pytest.mark.parametrize("how", ["plain", "unscale", "unscale and clip"])
-@pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("sgd", True)], ids=str)
-def test_loss_scaling_changes_nothing(rule: str, wrap: bool, how: str, scale: str) -> None:
-    """The same as without, to the last bit where nothing is clipped: the scale is a power of two."""
-    clip = 0.5 if "clip" in how else None
-    plain, scaled = (parameters(starting_weights(), torch.float32) for _ in range(2))
-    optimizer = build(rule, plain, wrap=wrap, lr=0.05, scale=scale)
-    for parts in STEPS:
-        accumulate(plain, parts)
-        if clip:
-            clip_grad_norm_(plain, clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    other = build(rule, scaled, wrap=wrap, lr=0.05, scale=scale)
-    scaler = scaled_loop(other, scaled, STEPS, unscale="unscale" in how, clip=clip)
-    assert scaler.get_scale() > 2.0**10
-    for one, two in zip(plain, scaled, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5 if clip or scale == "wiener" else 1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
@@ -256,19 +218,6 @@ def test_rule_changed_in_the_group() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-def test_unknown_rule_in_the_group_raises(wrap: bool) -> None:
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, wrap=wrap)
-    train(optimizer, params, STEPS[:1])
-    before = [p.detach().clone() for p in params]
-    optimizer.param_groups[0]["scale"] = "foo"
-    accumulate(params, STEPS[1])
-    with pytest.raises(ValueError, match=r"scale is 'foo'.*'paper', 'wiener'"):
-        optimizer.step()
-    assert same(params, before)
-
-
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_gradient_multiplied_by_the_user(scale: str) -> None:
     params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
@@ -325,13 +274,6 @@ def test_compiled_step(rule: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.slow
-def test_compiled_step_with_inductor() -> None:
-    eager, fast = compiled("adamw", "inductor", lr=0.02)
-    for one, other in zip(eager, fast, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_compiled_model() -> None:
     """Hooks on parameters see the gradients of a compiled forward and backward as well."""
     torch._dynamo.reset()
@@ -358,28 +300,6 @@ def test_compiled_model() -> None:
 # -- an ordinary model --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_real_model_in_an_ordinary_loop(rule: str) -> None:
-    """Gradients that depend on the weights, with unequal micro-batches."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 2)).double()
-    params = list(model.parameters())
-    optimizer = build(rule, model.parameters(), lr=0.05)
-    truth = Transcription(rule, [p.detach().numpy() for p in params], [{"lr": 0.05} for _ in params])
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        parts = []
-        for size in (4, 4, 5, 4, 3, 4, 8, 4):
-            x = torch.randn(size, 2, 4, generator=generator, dtype=torch.float64)
-            loss = (model(x) - x.sum((1, 2))[:, None]).square().mean() * (size / 36)
-            parts.append([g.numpy() for g in torch.autograd.grad(loss, params, retain_graph=True)])
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        truth.step(parts)
-        compare(params, truth, rtol=1e-9, atol=1e-11)
-
-
 def test_autocast() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -396,12 +316,3 @@ def test_autocast() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.1 * losses[0]
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "VRAdamW"])
-def test_repr_shows_max_norm(kind: str) -> None:
-    optimizer = getattr(gv.optim, kind)([nn.Parameter(torch.ones(2))])
-    plain = repr(optimizer)
-    assert "max_norm" not in plain
-    optimizer.max_norm = 0.5
-    assert repr(optimizer) == plain.removesuffix(")") + "max_norm: 0.5\n)"
