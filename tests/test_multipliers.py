@@ -366,22 +366,3 @@ def test_watched_multiplier_gets_no_suggestion(tmp_path: Path) -> None:
     with gv.open_run(tmp_path / "run") as run:
         assert "drifts.parametrizations.weight.0.row" in [info.name for info in run.tensors]
         assert "trapped_scale" not in [finding.id for finding in run.findings]
-
-
-def test_torch_attention_takes_multipliers() -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    before = attention(x, x, x)[0]
-    assert multipliers.attach(attention) == ("in_proj_weight", "out_proj.weight")
-    torch.testing.assert_close(attention(x, x, x)[0], before)
-    multipliers.merge(attention)
-    torch.testing.assert_close(attention(x, x, x)[0], before)
-
-
-def test_checkpoint_without_a_weight_raises() -> None:
-    model = small()
-    state = model.state_dict()
-    del state["2.weight"]
-    multipliers.attach(model)
-    with pytest.raises(RuntimeError, match=r"2\.parametrizations\.weight"):
-        model.load_state_dict(state)

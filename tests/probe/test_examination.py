@@ -105,13 +105,6 @@ def test_a_loader_shorter_than_asked_is_a_note() -> None:
     assert found.notes == ["2 of 10 batches: the loader had no more"]
 
 
-def test_one_batch_and_batches_of_two_sizes_are_notes() -> None:
-    found = gv.probe(probed.mlp(), probed.classes(8), nn.CrossEntropyLoss(), 1, questions="signal", progress=False)
-    assert found.notes == ["one batch has no spread: GSNR needs two or more, and ten make it more certain"]
-    found = gv.probe(probed.mlp(), probed.classes(12), nn.CrossEntropyLoss(), 2, questions="signal", progress=False)
-    assert any("4 to 8 examples" in note for note in found.notes)
-
-
 def test_a_loader_without_a_batch() -> None:
     with pytest.raises(GradvitalsError, match="gave no batch"):
         gv.probe(probed.mlp(), [], nn.CrossEntropyLoss())
@@ -200,14 +193,6 @@ def test_a_narrow_window_keeps_names_and_verdicts_and_cuts_no_number(found: Prob
     for row in found.signal["tensors"]:
         assert any(line[:2] == [row["name"], row["verdict"]] for line in lines)
     assert "…" not in text
-
-
-def test_long_names_are_folded_and_whole(found: Probe) -> None:
-    record = json.loads(json.dumps(found.record()))
-    name = "model.decoder.layers.11.self_attention.query_key_value.weight"
-    record["signal"]["tensors"][0]["name"] = name
-    text = probe_text(record, 80)
-    assert name in "".join("".join(line.split()[:1]) for line in text.splitlines())
 
 
 def test_regression_has_all_answers_and_no_accuracy() -> None:

@@ -136,16 +136,6 @@ def test_dropout_does_not_shake_the_line() -> None:
     assert max(losses) - min(losses) < 1e-4
 
 
-def test_a_line_whose_end_is_lowest_is_said_to_go_on() -> None:
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    found = gv.probe(
-        model, probed.classes(), nn.CrossEntropyLoss(), 2, optimizer=optimizer, questions="landscape", progress=False
-    )
-    [told] = found.verdict
-    assert told["detail"] == "the lowest on the line is at 8 steps or beyond, where the line ends"
-
-
 def test_without_a_learning_rate_the_unit_is_the_best_step_of_a_quadratic() -> None:
     found = line_of(Quadratic([2.0, 2.0], [3.0, 1.0]), lr=None)
     assert found["unit"] == pytest.approx(0.5)

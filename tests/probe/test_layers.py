@@ -169,22 +169,6 @@ def test_gelu_is_no_tanh(kind: type[nn.Module]) -> None:
     assert [(row["module"], row["kind"]) for row in seen.records()] == [("3", "tanh")]
 
 
-def test_a_number_of_units_that_changes_is_a_note() -> None:
-    seen = Activations(model := nn.Sequential(nn.ReLU()))
-    with seen.watching():
-        model(torch.ones(2, 3))
-        model(torch.ones(2, 4))
-    assert "changes its number of units" in next(iter(seen.notes))
-
-
-def test_few_dead_units_are_counted_and_not_called_none() -> None:
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    model[0].bias.data[3] = -100.0
-    found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 3, questions="layers", progress=False)
-    assert found.verdict[0]["severity"] == "fine"
-    assert "few dead units (1 of 16)" in found.verdict[0]["title"]
-
-
 def test_a_loss_that_is_nowhere_finite_has_no_gradients_to_show() -> None:
     found = gv.probe(
         probed.mlp(),

@@ -74,16 +74,6 @@ def test_coefficient_of_variation_by_hand() -> None:
     assert found["tensors"][0]["norms"] == [1.0, 2.0, 3.0]
 
 
-def test_layers_join_their_tensors() -> None:
-    weight, bias = normal(8, 30, mean=1.0), normal(8, 5, seed=2, mean=-1.0)
-    found = record_of({"0.weight": weight, "0.bias": bias, "1.weight": normal(8, 9, seed=3)})
-    first, second = found["layers"]
-    assert (first["layer"], first["tensors"], first["numel"]) == ("0", 2, 35)
-    whole = gv.functional.gsnr(torch.cat([weight, bias], dim=1))
-    assert [first["gsnr"], first["gsnr_low"]] == pytest.approx([whole.value, whole.low], rel=1e-3)
-    assert second["verdict"] == "noise"
-
-
 def test_words_for_what_few_batches_cannot_tell() -> None:
     base = {
         "nonfinite": 0,

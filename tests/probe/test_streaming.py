@@ -120,13 +120,6 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_counted() -> None:
     torch.testing.assert_close(stream.mean[1], good.mean(0))
 
 
-def test_half_precision_is_summed_in_float32() -> None:
-    samples = normal(10, 100, mean=30.0).bfloat16()
-    stream = streamed([samples])
-    assert stream.mean[0].dtype == torch.float32
-    torch.testing.assert_close(stream.m2[0].double(), samples.double().var(0) * 9, rtol=1e-3, atol=1e-5)
-
-
 def test_nothing_to_stream() -> None:
     assert gsnr_streamed([]) == []
     [found] = gsnr_streamed([Sums(1.0, 0.0, 1, torch.zeros(1, 1))])
@@ -152,9 +145,3 @@ def test_noise_that_the_kept_coordinates_miss_makes_the_interval_wide() -> None:
         [found] = stream.gsnr([[0]])
         told += found.low > 0
     assert told <= 5
-
-
-def test_more_gradients_than_are_kept_still_have_an_interval() -> None:
-    [found] = streamed([normal(200, 30, mean=0.5)]).gsnr([[0]])
-    assert found.low < 0.25 < found.high
-    assert found.num_samples == 200
