@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
-from gradvitals.kernels.tables import ALIGNMENT, Addresses, Chunks
+from gradvitals.kernels.tables import Addresses, Chunks
+from gradvitals.optim.adamw import FactorsHook, empty_factors, new_factor_weights
 from gradvitals.optim.parts import Block, GradientParts
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ Rule = Callable[[Tensor, Tensor, int, float], Tensor]
 """Returns a factor for every element of a tensor, from the mean and biased variance of its parts, k, and gamma."""
 
 GammaSchedule = Callable[[int], float]
-FactorsHook = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
-"""Called with some parameters, the rule's factors for their elements, and gamma."""
-
 PaperGranularity = Literal["tensor", "layer", "row"]
 WienerGranularity = Literal["element", "row", "tensor", "hierarchical"]
 Granularity = PaperGranularity | WienerGranularity
@@ -186,17 +184,6 @@ def layers_of(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[str]:
     return [names[parameter] for parameter in parameters]
 
 
-def new_factor_weights(states: Sequence[Mapping[str, Any]], beta3: float) -> list[float]:
-    """Return the weight of the new factors in each parameter's moving average.
-
-    With weights (1 - beta) / (1 - beta^t), the average is always bias-corrected: it equals a moving average that
-    starts at zero, divided by 1 - beta^t.
-    """
-    steps = [state.get("factor_step", 0) + 1 for state in states]
-    by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
-    return [by_step[step] for step in steps]
-
-
 def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
     """Update the moving averages with this step's factors, in place, and return them.
 
@@ -275,16 +262,6 @@ def _scale_by_kernels(block: GradientBlock, keep: bool) -> list[Tensor]:
             aligned=all(cache[name].aligned for name in lists),
         )
     return factors
-
-
-def empty_factors(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return a float32 tensor for each gradient, laid out like it, in one allocation. Gradients have no gaps."""
-    starts, first = [], 0
-    for grad in grads:
-        starts.append(first)
-        first += -(-grad.numel() // ALIGNMENT) * ALIGNMENT
-    flat = torch.empty(first, dtype=torch.float32, device=grads[0].device)
-    return [flat.as_strided(grad.shape, grad.stride(), start) for grad, start in zip(grads, starts, strict=True)]
 
 
 # -- the step -------------------------------------------------------------------------------------------------------
