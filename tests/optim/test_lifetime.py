@@ -14,6 +14,7 @@ import pytest
 import torch
 from feeding import (
     SHAPES,
+    Pair,
     accumulate,
     build,
     compare,
@@ -181,9 +182,8 @@ def test_optimizers_with_different_step_intervals() -> None:
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_autograd_grad_between_parts_counts_no_part(scale: str) -> None:
     """torch.autograd.grad of another loss between backward passes, of all parameters or of one not reached next."""
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1, scale=scale)
-    truth = Transcription("sgd", starting_weights(), [{"lr": 0.1, "scale": scale} for _ in SHAPES])
+    pair = Pair("sgd", scale=scale)
+    params = pair.params
     for parts in STEPS[:3]:
         seen = [[None if number in (0, 3, 4) else part[0], *part[1:]] for number, part in enumerate(parts)]
         for number, part in enumerate(seen):
@@ -193,11 +193,8 @@ def test_autograd_grad_between_parts_counts_no_part(scale: str) -> None:
             if number == 5:
                 (first,) = torch.autograd.grad(params[1].pow(3).sum(), params[1], create_graph=True)
                 torch.autograd.grad(first.sum(), params[1])
-        optimizer.step()
-        assert optimizer.last_num_parts == 8
-        optimizer.zero_grad()
-        truth.step(weighted(seen))
-        compare(params, truth)
+        pair.finish(seen)
+        assert pair.optimizer.last_num_parts == 8
 
 
 def test_gradient_penalty() -> None:

@@ -11,28 +11,23 @@ import pytest
 import torch
 from feeding import (
     SHAPES,
+    Pair,
     accumulate,
     build,
-    compare,
     gradients,
     parameters,
     same,
     starting_weights,
-    train,
     weighted,
 )
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from transcription import Transcription, cells_of, paper_factors, wiener_factors
+from transcription import cells_of, paper_factors, wiener_factors
 
 import gradvitals as gv
 
 STEPS = gradients(7)
-
-
-def truth_of(rule: str, **options: Any) -> Transcription:
-    return Transcription(rule, starting_weights(), [dict(options) for _ in SHAPES])
 
 
 # -- learning-rate schedulers -------------------------------------------------------------------------------------
@@ -48,20 +43,16 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize(("rule", "wrap"), [("sgd", False), ("adamw", False), ("lars", False), ("sgd", True)], ids=str)
 def test_schedulers(rule: str, wrap: bool, scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
-    options: dict[str, Any] = {"lr": 0.1} | ({"momentum": 0.9} if rule == "sgd" else {})
-    params, truth = parameters(starting_weights()), truth_of(rule, **options)
-    optimizer = build(rule, params, wrap=wrap, **options)
-    schedule = scheduler(optimizer)
+    pair = Pair(rule, wrap=wrap, lr=0.1, **({"momentum": 0.9} if rule == "sgd" else {}))
+    schedule = scheduler(pair.optimizer)
     rates = []
     for parts in STEPS:
-        group = optimizer.param_groups[0]
+        group = pair.optimizer.param_groups[0]
         rates.append(group["lr"])
-        for o in truth.options:
+        for o in pair.truth.options:
             o |= {name: group[name] for name in ("lr", "momentum", "betas") if name in o and name in group}
-        truth.step(weighted(parts))
-        train(optimizer, params, [parts])
+        pair.step(parts)
         schedule.step()
-        compare(params, truth)
     assert len({round(rate, 9) for rate in rates}) > 5
 
 
@@ -88,35 +79,30 @@ def scaled_loop(
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 @pytest.mark.parametrize("how", ["plain", "unscale", "unscale and clip"])
-def test_loss_scaling_against_the_transcription(how: str, scale: str) -> None:
+@pytest.mark.parametrize("wrap", [False, True])
+def test_loss_scaling_changes_nothing(how: str, scale: str, wrap: bool) -> None:
     clip = 0.5 if "clip" in how else None
-    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
-    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    pair = Pair("sgd", scale=scale, wrap=wrap)
     for parts in STEPS:
         rate = 0.1
         if clip:
             total = np.sqrt(sum((sum(part[i] for part in parts) / 8).__pow__(2).sum() for i in range(len(SHAPES))))
             rate *= min(1.0, clip / (total + 1e-6))  # clipping after factors that it leaves alone is a smaller rate
-        for o in truth.options:
+        for o in pair.truth.options:
             o["lr"] = rate
-        truth.step(weighted(parts))
-        scaled_loop(optimizer, params, [parts], unscale="unscale" in how, clip=clip)
-        compare(params, truth, rtol=1e-8, atol=1e-9)
+        scaled_loop(pair.optimizer, pair.params, [parts], unscale="unscale" in how, clip=clip)
+        pair.truth.step(weighted(parts))
+        pair.compare(rtol=1e-8, atol=1e-9)
 
 
 def test_overflow_skips_the_step() -> None:
-    params = parameters(starting_weights())
-    optimizer = build("adamw", params, lr=0.02)
-    train(optimizer, params, STEPS[:2])
-    before, spoilt = [p.detach().clone() for p in params], gradients(1)[0]
+    pair = Pair("adamw")
+    pair.step(*STEPS[:2])
+    before, spoilt = [p.detach().clone() for p in pair.params], gradients(1)[0]
     spoilt[3][0][0, 0] = np.inf
-    scaled_loop(optimizer, params, [spoilt], unscale=False, clip=None)
-    assert same(params, before)
-    train(optimizer, params, STEPS[2:])
-    truth = truth_of("adamw", lr=0.02)
-    for parts in STEPS:
-        truth.step(weighted(parts))
-    compare(params, truth)
+    scaled_loop(pair.optimizer, pair.params, [spoilt], unscale=False, clip=None)
+    assert same(pair.params, before)
+    pair.step(*STEPS[2:])
 
 
 @pytest.mark.parametrize("when", [0, 2])
@@ -143,20 +129,22 @@ def test_overflow_skips_the_fused_step(rule: str, wrap: bool, when: int) -> None
 @pytest.mark.parametrize("options", [{}, {"scale": "wiener"}, {"scale": "wiener", "granularity": "tensor"}], ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 def test_clipping_does_not_change_the_factors(rule: str, options: dict[str, str]) -> None:
-    params = parameters(starting_weights())
-    optimizer = build(rule, params, lr=0.1, **options)
-    truth = truth_of(rule, lr=0.1, **options)
-    for parts in STEPS:
-        accumulate(params, parts)
-        unclipped = [p.grad.clone() for p in params]
-        clip_grad_norm_(params, 0.01)
-        clipped = [p.grad.clone() for p in params]
+    """Nor does setting another rule in the group, from the next step on."""
+    pair = Pair(rule, **options)
+    for number, parts in enumerate(STEPS):
+        if number in (2, 5) and not options:
+            for settings in (pair.optimizer.param_groups[0], pair.truth.options[0]):
+                settings["scale"] = "wiener" if number == 2 else "paper"
+        accumulate(pair.params, parts)
+        unclipped = [p.grad.clone() for p in pair.params]
+        clip_grad_norm_(pair.params, 0.01)
+        clipped = [p.grad.clone() for p in pair.params]
         assert (clipped[0].abs() < 0.1 * unclipped[0].abs()).all()
-        optimizer.step()
-        truth.step(weighted(parts))
-        for p, g, factor in zip(params, clipped, truth.factors, strict=True):
-            np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8)
-        optimizer.zero_grad()
+        pair.optimizer.step()
+        pair.truth.step(weighted(parts))
+        for p, g, factor in zip(pair.params, clipped, pair.truth.factors, strict=True):
+            np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8, err_msg=f"factors of step {number}")
+        pair.optimizer.zero_grad()
 
 
 CONSTANT = np.arange(60) % 3 == 0
@@ -197,42 +185,17 @@ def test_constant_elements_stay_constant(how: str, scale: str, granularity: str 
     np.testing.assert_allclose(factors, expected, rtol=1e-4)
 
 
-def test_rule_changed_in_the_group() -> None:
-    """Takes effect in the step in which it is set. Wiener's rule must know by how much gradients were clipped."""
-    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1)
-    optimizer = build("sgd", params, lr=0.1)
-    for number, parts in enumerate(STEPS):
-        if number == 2:
-            optimizer.param_groups[0]["scale"] = "wiener"
-            truth.options[0]["scale"] = "wiener"
-        if number == 5:
-            optimizer.param_groups[0]["scale"] = "paper"
-            truth.options[0]["scale"] = "paper"
-        accumulate(params, parts)
-        clip_grad_norm_(params, 0.01)
-        clipped = [p.grad.clone() for p in params]
-        optimizer.step()
-        truth.step(weighted(parts))
-        for p, g, factor in zip(params, clipped, truth.factors, strict=True):
-            np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-8, err_msg=f"factors of step {number}")
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_gradient_multiplied_by_the_user(scale: str) -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd", lr=0.1, scale=scale)
-    optimizer = build("sgd", params, lr=0.1, scale=scale)
+    pair = Pair("sgd", scale=scale)
     for number, parts in enumerate(STEPS):
-        accumulate(params, parts, weight=1.0)
-        for p in params:
+        accumulate(pair.params, parts, weight=1.0)
+        for p in pair.params:
             if number % 2:
                 p.grad /= 8
             else:
                 p.grad = p.grad / 8
-        optimizer.step()
-        optimizer.zero_grad()
-        truth.step(weighted(parts))
-        compare(params, truth, rtol=1e-9, atol=1e-11)
+        pair.finish(parts, rtol=1e-9, atol=1e-11)
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------------
