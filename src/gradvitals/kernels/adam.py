@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.reductions import KINDS, absolute_bits, load, pointer, put
+from gradvitals.kernels.reductions import KINDS, absolute_bits, chunk_of, load, pointer, put
 from gradvitals.kernels.tables import Chunks
 from gradvitals.kernels.vrgd import factor_of, updated_average
 
@@ -304,11 +304,7 @@ def _update(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     weight_at = pointer(weights, tensor, KIND, ALIGNED)
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     first_at = pointer(firsts, tensor, MOMENT, ALIGNED)
