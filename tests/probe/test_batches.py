@@ -145,14 +145,7 @@ def test_no_more_batches_are_read_than_asked_for() -> None:
 
 def test_a_compiled_model_is_looked_at_as_it_is_inside() -> None:
     model = probed.mlp()
-    found = gv.probe(
-        torch.compile(model, backend="eager"),
-        probed.classes(),
-        nn.CrossEntropyLoss(),
-        3,
-        questions=["signal", "samples"],
-        progress=False,
-    )
+    found = probed.ask(torch.compile(model, backend="eager"), n_batches=3, questions=["signal", "samples"])
     assert found.about["model"] == "Sequential"
     assert [row["name"] for row in found.signal["tensors"]] == [name for name, _ in model.named_parameters()]
     assert found.samples["method"] == "vmap"

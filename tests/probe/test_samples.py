@@ -89,7 +89,7 @@ def test_gradients_of_single_examples_are_those_of_a_loop(name: str, memory: int
 
 
 def probe_samples(model: nn.Module, batches: Any, loss_fn: Any, **settings: Any) -> dict[str, Any]:
-    found = gv.probe(model, batches, loss_fn, len(batches), questions="samples", progress=False, **settings)
+    found = probed.ask(model, batches, loss_fn, len(batches), questions="samples", **settings)
     assert found.samples is not None, found.notes
     return found.samples
 
@@ -146,7 +146,7 @@ def mislabelled(seed: int, shuffle: bool = False) -> tuple[gv.probe.Probe, set[i
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     loader = DataLoader(TensorDataset(x, y), 32, shuffle=shuffle)
-    found = gv.probe(model, loader, nn.CrossEntropyLoss(), examples=320, questions="samples", progress=False)
+    found = probed.ask(model, loader, examples=320, questions="samples")
     return found, set(wrong.tolist())
 
 
@@ -197,15 +197,7 @@ def test_examples_are_named_by_their_place_in_the_data_set() -> None:
 
 
 def test_classes_have_their_names() -> None:
-    found = gv.probe(
-        probed.mlp(),
-        probed.classes(),
-        nn.CrossEntropyLoss(),
-        3,
-        questions="samples",
-        names=gv.probe.Names(classes=["cat", "dog", "cow"]),
-        progress=False,
-    )
+    found = probed.ask(n_batches=3, questions="samples", names=gv.probe.Names(classes=["cat", "dog", "cow"]))
     assert {one["label"] for one in found.samples["suspects"]} <= {"cat", "dog", "cow"}
     assert any(name in str(found) for name in ("cat", "dog", "cow"))
 
@@ -214,7 +206,7 @@ def test_one_example_that_is_not_finite_is_named() -> None:
     x = torch.randn(16, 6)
     x[9, 2] = math.nan
     loader = DataLoader(TensorDataset(x, torch.arange(16) % 3), 4)
-    found = gv.probe(probed.mlp(), loader, nn.CrossEntropyLoss(), questions="samples", progress=False)
+    found = probed.ask(probed.mlp(), loader, questions="samples")
     told = [item for item in found.verdict if item["question"] == "samples"]
     assert told[0]["severity"] == "critical"
     assert told[0]["detail"] == "number 9 of the data set"
@@ -252,10 +244,10 @@ def test_small_chunks_and_a_second_pass_change_nothing() -> None:
 
 def test_batch_norm_and_loops_are_said() -> None:
     model, loss_fn, batch = cases()["batch norm"]
-    found = gv.probe(model, [batch], loss_fn, 1, questions="samples", progress=False)
+    found = probed.ask(model, [batch], loss_fn, 1, questions="samples")
     assert any("running statistics" in note for note in found.notes)
     model, loss_fn, batch = cases()["peeking"]
-    found = gv.probe(model, [batch], loss_fn, 1, questions="samples", progress=False)
+    found = probed.ask(model, [batch], loss_fn, 1, questions="samples")
     assert found.samples["method"] == "loop"
     assert any("one example at a time" in note and "vmap" in note for note in found.notes)
 
@@ -278,9 +270,7 @@ def test_one_example_has_nothing_to_be_compared_with() -> None:
 
 
 def test_a_loader_that_tells_no_places_is_a_note() -> None:
-    found = gv.probe(
-        probed.mlp(), iter(probed.classes()), nn.CrossEntropyLoss(), 3, questions="samples", progress=False
-    )
+    found = probed.ask(probed.mlp(), iter(probed.classes()), n_batches=3, questions="samples")
     assert found.samples["suspects"][0]["dataset_index"] is None
     assert any("does not reveal places in a data set" in note for note in found.notes)
     assert "batch 0, place" in str(found)

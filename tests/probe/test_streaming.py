@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import gradvitals as gv
 from benchmarks.probe import check_gradient_snr_perlayer, check_gradient_snr_perparam
 from gradvitals.functional import gsnr, gsnr_elementwise
 from gradvitals.functional.streamed import Sums, gsnr_streamed
@@ -100,7 +99,7 @@ def test_the_posts_numbers_are_those_of_its_functions() -> None:
     model, loader, loss = probed.mlp(), probed.classes(), nn.CrossEntropyLoss()
     kept = check_gradient_snr_perparam(model, loader, lambda batch: loss(model(batch[0]), batch[1]), 6)
     means = check_gradient_snr_perlayer(model, loader, lambda batch: loss(model(batch[0]), batch[1]), 6)
-    found = gv.probe(model, loader, loss, 6, questions="signal", progress=False)
+    found = probed.ask(model, loader, loss, 6, questions="signal")
     assert [row["name"] for row in found.signal["tensors"]] == list(kept) == list(means)
     for row in found.signal["tensors"]:
         expected = kept[row["name"]]
