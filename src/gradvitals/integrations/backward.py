@@ -41,7 +41,10 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._active or _is_inside() or _is_recorded():
+            # With a GPU, checkpointed backward runs in a thread of torch's, inside another pass.
+            inside = torch._C._current_graph_task_id() != -1
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # to run later
+            if not self._active or inside or captured or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
             try:
                 self._before(tensors)
@@ -133,16 +136,6 @@ def divisor_of(tensors: Any) -> int | None:
                 return round(number)
         node = node.next_functions[0][0]
     return None
-
-
-def _is_inside() -> bool:
-    """Whether this thread is inside a backward pass. With a GPU, checkpointed backward runs in a thread of torch's."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _is_recorded() -> bool:
-    """Whether the call is being compiled or captured into a CUDA graph, to run later."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

@@ -558,7 +558,10 @@ def _step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
         optimizer._clip_factor = None  # clip below, in float32
         params, *lists = optimizer._lists_of(group)
         optimizer._clip_factor = clip_factor
-        wide = [[_wide(tensor) for tensor in column] for column in (params, *lists[:4])]
+        wide = [
+            [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in column]
+            for column in (params, *lists[:4])
+        ]
         if clip_factor is not None:
             wide[1] = [grad * clip_factor.to(grad.device, grad.dtype) for grad in wide[1]]
         adamw(
@@ -593,7 +596,3 @@ def _rounded(values: Tensor) -> Tensor:
     noise = torch.randint_like(bits, 1 << 16)
     kept = torch.where(values.isfinite(), bits + noise, bits) & -(1 << 16)
     return kept.view(torch.float32).to(torch.bfloat16)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
