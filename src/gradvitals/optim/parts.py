@@ -42,19 +42,15 @@ class Kind:
     device: torch.device
     dtype: torch.dtype
     noise_dtype: torch.dtype
-    odd: bool
-    """Whether the number of elements is no multiple of 4, which would misalign the parameters that follow."""
 
 
 class Block:
-    """The sums of squared deviations of some parameters of one kind, one after the other in a flat tensor."""
+    """The sums of squared deviations of some parameters of one kind."""
 
     def __init__(self, kind: Kind, parameters: Sequence[Tensor]) -> None:
         self.kind = kind
         self.parameters = list(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
-        pieces = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device).split(sizes)
-        self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
+        self.noises = [torch.zeros_like(parameter, dtype=kind.noise_dtype) for parameter in parameters]
         self.cache: dict[str, Any] = {}
         """What users of the block compute once."""
 
@@ -79,13 +75,6 @@ def in_blocks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> li
         chunk.append(parameter)
         open_chunks[kind] = (chunk, used + size)
     return found
-
-
-def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
-    """Return a view of flat memory with a tensor's shape, and its memory order if it has no gaps."""
-    if kernels.is_gapless(tensor):
-        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
-    return piece.view(tensor.shape)
 
 
 def check_parameter(parameter: Tensor) -> None:
@@ -553,7 +542,7 @@ class GradientParts:
     def _kind(self, parameter: Tensor) -> Kind:
         entry = self._entries[parameter]
         noise_dtype = entry.noise_dtype or torch.promote_types(parameter.dtype, torch.float32)
-        return Kind(entry.group, parameter.device, parameter.dtype, noise_dtype, odd=bool(parameter.numel() % 4))
+        return Kind(entry.group, parameter.device, parameter.dtype, noise_dtype)
 
     @property
     def num_parts(self) -> int:

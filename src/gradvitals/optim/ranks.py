@@ -24,7 +24,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
+from gradvitals import kernels
+from gradvitals.optim.parts import GradientParts, rounding_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -150,9 +151,15 @@ class _Relay:
 
 
 def _pieces(parameters: list[Tensor], starts: list[int], flat: Tensor) -> list[Tensor]:
-    """Return views of a tensor laid out like a bucket, one per parameter in its memory order."""
-    places = zip(parameters, starts, strict=True)
-    return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
+    """Return views of a tensor laid out like a bucket, one per parameter, in its memory order if it has no gaps."""
+    pieces = []
+    for parameter, start in zip(parameters, starts, strict=True):
+        piece = flat[start : start + parameter.numel()]
+        if kernels.is_gapless(parameter):
+            pieces.append(piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset()))
+        else:
+            pieces.append(piece.view(parameter.shape))
+    return pieces
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

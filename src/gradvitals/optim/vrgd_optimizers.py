@@ -43,10 +43,14 @@ class VRSGD(VarianceReduced, torch.optim.SGD):
 
 
 class VRAdam(VarianceReduced, torch.optim.Adam):
-    """Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+    r"""Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
 
-    A factor that stays constant over time changes nothing, because Adam divides by the gradient's size. Only changes of
-    the factor within Adam's memory have an effect. `weight_decay` is added to the scaled gradient.
+    .. math:: p_t = \beta_3 \, p_{t-1} + (1 - \beta_3) \, \mathrm{clip}\left(\frac{r}{\bar r}, \gamma, 1\right),
+              \qquad g \leftarrow \frac{p_t}{1 - \beta_3^t} \odot g
+
+    with r as in `VRSGD`, before Adam computes its moments. A factor that stays constant over time changes nothing,
+    because Adam divides by the gradient's size: only changes of the factor within Adam's memory have an effect.
+    `weight_decay` is added to the scaled gradient.
 
     The arguments are those of `torch.optim.Adam` and of `VROptions`.
 
@@ -58,7 +62,7 @@ class VRAdam(VarianceReduced, torch.optim.Adam):
 
 
 class VRLAMB(VarianceReduced, LAMB):
-    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, as in `VRAdam`.
 
     The arguments are those of `LAMB` and of `VROptions`.
     """
@@ -67,7 +71,7 @@ class VRLAMB(VarianceReduced, LAMB):
 
 
 class VRLARS(VarianceReduced, LARS):
-    """LARS on gradients scaled by their signal-to-noise ratio.
+    """LARS on gradients scaled by their signal-to-noise ratio, as in `VRSGD`.
 
     The arguments are those of `LARS` and of `VROptions`.
     """
