@@ -368,7 +368,7 @@ def test_watched_multiplier_gets_no_suggestion(tmp_path: Path) -> None:
         assert "trapped_scale" not in [finding.id for finding in run.findings]
 
 
-# -- real models: frozen, in half precision, with norms and embeddings ---------------------------------------------------
+# -- real models: frozen, in half precision, with norms and embeddings -----------------------------------------
 
 
 class Seeing(nn.Module):
